@@ -16,6 +16,7 @@ from typing import Any, Literal
 from draftsmith.data.store.files import copy_file
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.data.store.reading import read_object
+from draftsmith.modules.types import InputError
 
 # Only what the run itself logs: no console text, machine load, git state, code, host name, paths or package list.
 SETTINGS: dict[str, Any] = {
@@ -43,6 +44,21 @@ def has_wandb_key() -> bool:
         return path.exists() and host in netrc.netrc(str(path)).hosts
     except (netrc.NetrcParseError, OSError):
         return False
+
+
+def check_names(wandb: Any, project: str) -> None:
+    """Raise InputError if the client refuses a project, or a variable of its own: its errors come late, as tracebacks.
+
+    wandb: the client's module.
+    """
+    names = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    for name, value in {**names, "project": project}.items():
+        try:
+            wandb.Settings().update_from_env_vars({name if name in names else "WANDB_PROJECT": value})
+        except Exception as error:  # the client has a family of errors, and pydantic's
+            found = "a value" if "KEY" in name else repr(value)
+            reason = " ".join(str(error).split())
+            raise InputError(name, found, f"one that Weights & Biases takes ({reason})", "Change it.") from error
 
 
 def start_wandb(wandb: Any, choice: Choice, options: dict[str, Any], log: Callable[[str], None]) -> Any:

@@ -15,6 +15,7 @@ from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.metrics import is_first_process
 from draftsmith.train.plan import announce
 from draftsmith.train.prepare import TrainedConfig, prepare, with_shape
 from draftsmith.train.strategies import settled
@@ -36,7 +37,7 @@ def run(config: TrainedConfig) -> Path:
     """
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.fit import finished, fit
-    from draftsmith.train.metrics import is_first_process
+    from draftsmith.train.loggers import wandb_client
 
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
@@ -47,6 +48,8 @@ def run(config: TrainedConfig) -> Path:
     done = finished(config)
     if done is not None:
         return done
+    # Its errors come before anything is loaded.
+    wandb_client(config)
     if isinstance(config, TrainDrafterConfig):
         announce(config)
     with ExitStack() as clients:

@@ -21,6 +21,7 @@ from draftsmith.data.store.files import append, make_directory, write_text
 from draftsmith.data.store.manifest import MANIFEST, resolved
 from draftsmith.data.store.reading import metric_rows
 from draftsmith.data.tracking import (
+    check_names,
     data_artifact,
     finish_wandb,
     has_wandb_key,
@@ -33,7 +34,8 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process
 
 # Metrics whose best value is kept in a run's summary, beside the last value of every other.
-BEST = {"val/tau": "max", "val/top1": "max", "val/accepted": "max", "val/auc": "max", "val/loss": "min"}
+BEST = {f"val/{name}": "max" for name in ("tau", "chain_length", "top1", "accepted", "auc")}
+BEST |= {"val/loss": "min", "val/kl": "min"}
 
 
 class CsvLogger(Logger):
@@ -114,15 +116,12 @@ class TrackedRun(WandbLogger):
             finish_wandb(self.run, self._log, exit_code=0 if status == "success" else 1)
 
 
-def start_run(
-    config: TrainConfig, job: str, table: CsvLogger, resumed: bool, log: Callable[[str], None], about: dict[str, Any]
-) -> TrackedRun | None:
-    """Start a Weights & Biases run: online with a key, offline if asked for or if online does not start. Return None
-    if it is switched off, and by `auto` if there is neither a key nor a mode.
+def wandb_client(config: TrainConfig, log: Callable[[str], None] = lambda text: None) -> Any | None:
+    """Return the module of the Weights & Biases client, or None if it is switched off, and by `auto` if there is
+    neither a key nor a mode.
 
-    The files lie in output/wandb; `wandb sync` uploads an offline run later. A resumed training keeps the run's id. If
-    the server does not bring back what was logged before, `table` is logged again: uploading a second offline directory
-    of one run replaces the first, so the last one has to hold everything.
+    Raises:
+        InputError: a name that the client refuses.
     """
     # The client's own variable may switch it off, or choose how it logs.
     mode = os.environ.get("WANDB_MODE")
@@ -133,6 +132,23 @@ def start_run(
         return None
     import wandb
 
+    check_names(wandb, config.project)
+    return wandb
+
+
+def start_run(
+    config: TrainConfig, job: str, table: CsvLogger, resumed: bool, log: Callable[[str], None], about: dict[str, Any]
+) -> TrackedRun | None:
+    """Start a Weights & Biases run: online with a key, offline if asked for or if online does not start. Return None
+    if it is switched off (`wandb_client`).
+
+    The files lie in output/wandb; `wandb sync` uploads an offline run later. A resumed training keeps the run's id. If
+    the server does not bring back what was logged before, `table` is logged again: uploading a second offline directory
+    of one run replaces the first, so the last one has to hold everything.
+    """
+    wandb = wandb_client(config, log)
+    if wandb is None:
+        return None
     id_file = config.output / "wandb_id.txt"
     # A new training is a new run.
     if not resumed or not id_file.exists():

@@ -6,9 +6,12 @@ import csv
 from pathlib import Path
 
 import pytest
+from eagle_trainings import config
 from wandb_file import offline_runs
 
 from draftsmith.data.tracking import has_wandb_key
+from draftsmith.modules.types import InputError
+from draftsmith.train.command import run
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.loggers import CsvLogger, make_loggers
 
@@ -72,9 +75,33 @@ def test_without_a_key_weights_and_biases_is_off_until_it_is_asked_for(no_key, t
     assert [text for text in said if "no key was found" in text and "wandb login" in text] == said[: mode is None]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("project", "a/b"),
+        ("project", "x" * 200),
+        ("WANDB_PROJECT", "a:b"),
+        ("WANDB_RUN_ID", "a/b"),
+        ("WANDB_BASE_URL", "nonsense"),
+        ("WANDB_MODE", "sometimes"),
+        ("WANDB_API_KEY", " secret "),
+    ],
+)
+def test_a_name_that_the_client_refuses_is_a_line_before_anything_is_loaded(
+    no_key, artefacts, tmp_path, monkeypatch, name, value
+):
+    options = {name: value} if name == "project" else {}
+    if not options:
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("draftsmith.train.command.prepare", None)
+    with pytest.raises(InputError, match=f"{name}: found .* that Weights & Biases takes") as caught:
+        run(config(artefacts, tmp_path / "run", wandb="offline", **options))
+    assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_online_without_a_key_logs_offline_and_prints_the_upload_command(no_key, tmp_path):
-    config, said = TrainConfig(data=tmp_path, output=tmp_path / "out", wandb="online"), []
-    loggers = make_loggers(config, "eagle", 0, said.append)
+    settings, said = TrainConfig(data=tmp_path, output=tmp_path / "out", wandb="online"), []
+    loggers = make_loggers(settings, "eagle", 0, said.append)
     assert len(said) == 1 and "no API key" in said[0]
     for logger in loggers:
         logger.log_metrics({"train/loss": 0.5}, 7)

@@ -19,6 +19,7 @@ from draftsmith.data.store.manifest import Manifest, git_commit, resolved
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.lit_head import LitHead
+from draftsmith.train.prepare import with_shape
 from draftsmith.train.strategies import settled
 
 STOPPED_AT, STEPS = 23, 50
@@ -93,7 +94,7 @@ def test_all_documented_metrics_are_logged(tracked):
 def test_config_and_inputs_are_logged(tracked, artefacts):
     for session in tracked.sessions:
         logged = session.config
-        assert resolved(settled(tracked.config)).items() <= logged.items()
+        assert resolved(settled(with_shape(tracked.config))).items() <= logged.items()
         made_from = logged["made_from"]
         assert made_from["inputs"] == {"data": Manifest.read(artefacts.features).digest}
         assert made_from["git_commit"] == git_commit()
