@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -26,7 +27,8 @@ from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, Nam
 from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
 from draftsmith.launch.errors import UsageError, did_you_mean, one_line
 
-TRUTH = {"true", "false", "yes", "no", "on", "off"}
+# Values of a flag; cyclopts does not know the last two.
+TRUTH = {"true": "true", "false": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
 MAX_INTEGER = 2**63 - 1  # the largest that torch, Arrow and NumPy hold
 MAX_THREADS = 1024  # with more, the threads' library ends the process without a message
 NAME_WIDTH = 30  # of an option's name in help; longer ones are folded
@@ -84,7 +86,7 @@ def from_values(prog: str, config_class: type, values: Mapping[str, Any]) -> Any
     Raises:
         UsageError: as `parse`.
     """
-    plain = yaml.safe_load(as_yaml({name: value for name, value in values.items() if name != "config"}))
+    plain = yaml.load(as_yaml({name: value for name, value in values.items() if name != "config"}), PlainLoader)
     words = ["--config", str(values["config"])] if values.get("config") is not None else []
     try:
         return application(prog, config_class, values=plain)(words, exit_on_error=False, print_error=False)
@@ -133,6 +135,8 @@ def application(
         # cyclopts would round a fraction where an integer is expected.
         for argument in allowed:
             kinds = {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
+            if bool in kinds:
+                argument.tokens[:] = [t.evolve(value=TRUTH.get(t.value.lower(), t.value)) for t in argument.tokens]
             if int in kinds and kinds.isdisjoint({float, str}):
                 fraction = next((token for token in argument.tokens if "." in token.value), None)
                 if fraction is not None:
@@ -270,7 +274,7 @@ def list_or_none_converter(kind: Any) -> Callable[[Any, Sequence[Token]], Any]:
             if token.source != "cli":  # of a YAML file, which has lists of its own
                 texts = [token.value]
             elif token.value.startswith("["):  # a YAML list, for items with commas
-                texts = [str(item) for item in yaml.safe_load(token.value)]
+                texts = [str(item) for item in yaml.load(token.value, PlainLoader)]
             else:
                 texts = [text for text in token.value.split(",") if text]
             items += [token.evolve(value=text) for text in texts]
@@ -308,12 +312,13 @@ def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple
         name = words[-1] if words and words[-1].startswith("--") and "=" not in words[-1] else None
         hyphen = word.startswith("-") and not word.startswith("--")
         if word.lower() in TRUTH if name in flags else hyphen and name is not None:
-            words[-1] += f"={word}"
+            words[-1] += f"={TRUTH.get(word.lower(), word) if name in flags else word}"
         elif hyphen and " " in word and positional:
             words.append(f"--{positional[0]}={word}")
         elif word.startswith("--"):
             option, equals, value = word.partition("=")
-            words.append(dashed(option) + equals + value)
+            option = dashed(option)
+            words.append(option + equals + (TRUTH.get(value.lower(), value) if option in flags else value))
         else:
             words.append(word)
     return words
@@ -342,11 +347,26 @@ def shipped_configs(prog: str) -> dict[str, Path]:
     return dict(sorted(files.items()))
 
 
+class PlainLoader(yaml.SafeLoader):
+    """Loader of options: words are texts, as on the command line, but null, true and false.
+
+    YAML 1.1 reads 24:00:00 as 86400, off and no as false, 010 as 8, 0.10 as 0.1 and 2026-11-27 as a date.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+PlainLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(?i:true|false)$"), list("tTfF"))
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
     """Read a YAML mapping whose keys are texts at every level.
 
     Raises:
-        UsageError: it is not one; YAML reads keys such as 1, null or yes as something else.
+        UsageError: it is not one; YAML reads keys such as null or true as something else.
     """
 
     def check_keys(value: Any) -> None:
@@ -356,7 +376,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
             check_keys(inner)
 
     with file.open("rb") as stream:
-        content = yaml.safe_load(stream)
+        content = yaml.load(stream, PlainLoader)
     if not isinstance(content, dict):
         raise UsageError(f"--config: found {type(content).__name__} in {file}, expected `key: value` lines.")
     check_keys(content)

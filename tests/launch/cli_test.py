@@ -190,6 +190,24 @@ def test_text_that_looks_like_yaml_stays_text_through_a_round_trip(tmp_path, cap
     assert words("--config", str(file)).name == text
 
 
+@pytest.mark.parametrize(
+    "text", ["24:00:00", "1:30.5", "off", "no", "Yes", "2026-11-27", "010", "0x1f", "1_000", "0.10", "null x", "~x"]
+)
+def test_a_word_in_a_file_is_what_the_same_word_is_on_the_command_line(tmp_path, text):
+    """YAML 1.1 reads 86400, 90.5, False, False, True, a date, 8, 31 and 1000."""
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"name: {text}\nfiles: [{text}, b]\n")
+    assert words("--config", str(file)) == words(text, "--files", f"[{text}, b]") == words(text, "--files", text, "b")
+
+
+@pytest.mark.parametrize("text", ["true", "false", "yes", "no", "on", "off"])
+def test_a_flag_in_a_file_is_what_it_is_on_the_command_line(tmp_path, text):
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"name: x\nignore_case: {text}\n")
+    assert words("--config", str(file)) == words("x", "--ignore-case", text)
+    assert words("x", "--ignore-case", text).ignore_case == (text in ("true", "yes", "on"))
+
+
 def test_print_config_gives_back_every_setting_and_words_win_over_the_file(tmp_path, capsys):
     line = "x --count 9 --ignore-case --files a b --inner.depth 4 --where out --scale 0.5"
     args = line.split()
