@@ -71,16 +71,20 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
 
     args = list(words)
     before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
-    options = {name for name in OUTPUT_OPTIONS if f"--{name}" in before}
+    options: set[str] = set()
     run: Callable[[list[str]], int | None] = work
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reports the failure of a rank from this file
         from torch.distributed.elastic.multiprocessing.errors import record
 
         run = record(work)
     try:
+        before = take_output_options(before, options)
         with output_options(options) as to_json:
-            code = run([arg for arg in before if arg[2:] not in options] + after) or 0
-        if "json" in options and os.environ.get("RANK", "0") == "0":
+            from draftsmith.data.ranks import place
+
+            printing = "json" in options and place().rank == 0
+            code = run(before + after) or 0
+        if printing:
             print(to_json(exit_code=code))
         sys.stdout.flush()  # a closed pipe is caught here, and not while Python shuts down
         return code
@@ -111,6 +115,20 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, 2**30)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def take_output_options(words: list[str], options: set[str]) -> list[str]:
+    """Add the OUTPUT_OPTIONS that are given to `options`, and return the other words."""
+    others = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") or name[2:] not in OUTPUT_OPTIONS:
+            others.append(word)
+        elif value.lower() in {"true", "yes", "on"} or not equals:
+            options.add(name[2:])
+        elif value.lower() not in {"false", "no", "off"}:
+            raise UsageError(f"{name}: found {value!r}, expected true or false. Leave it out, or correct it.")
+    return others
 
 
 @contextmanager

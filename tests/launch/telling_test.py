@@ -29,8 +29,9 @@ def loud(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_the_document_of_a_command(loud, capsys):
-    assert main(["doctor", "--json"]) == 0
+@pytest.mark.parametrize("word", ["--json", "--json=true", "--json=True", "--json=on"])
+def test_the_document_of_a_command(loud, capsys, word):
+    assert main(["doctor", word]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {
         "exit_code": 0,
@@ -44,7 +45,14 @@ def test_the_document_of_a_command(loud, capsys):
 
 def test_one_process_of_a_run_prints_the_document(loud, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["doctor", "--json"]) == 0 and capsys.readouterr().out == ""
+
+
+def test_an_output_option_is_off_or_refused(loud, capsys):
+    assert main(["doctor", "--json=false"]) == 0 and "the answer" in capsys.readouterr().out
+    assert main(["doctor", "--json=maybe"]) == 2
+    assert "--json: found 'maybe', expected true or false" in capsys.readouterr().err
 
 
 def test_quiet_and_verbose(loud, capsys, caplog):
