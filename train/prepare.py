@@ -54,6 +54,8 @@ TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig
 
 # Samples from which the features' standard deviation is measured.
 STD_SAMPLES = 32
+# Most rows from which the size of a feature cache is estimated: some seconds.
+COUNTED_ROWS = 20_000
 # Larger artefacts are not hashed: at about 1 GB/s this takes half a minute.
 HASHED_BYTES = 32 * 2**30
 
@@ -224,10 +226,13 @@ def open_cache(
     directory = config.feature_cache or config.output / "feature-cache"
     cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
     if is_first_process():
-        # A row that occurs twice is stored once.
-        rows = (part.item(i, 0)["input_ids"] for part in samples for i in range(len(part)))
-        lengths = {row_name(ids): len(ids) for ids in rows}
+        # A row that occurs twice is stored once. Of many rows some are read: the other ranks wait meanwhile.
+        apart = -(-sum(map(len, samples)) // COUNTED_ROWS)
+        chosen = [(part, i) for part in samples for i in range(0, len(part), apart)]
+        lengths = {row_name(ids): len(ids) for ids in (part.text(i) for part, i in chosen)}
         missing = sum(length for name, length in lengths.items() if name not in cache.shard_of)
+        share = sum(int(part.lengths[i]) for part, i in chosen) / sum(int(part.lengths.sum()) for part in samples)
+        missing = round(missing / share)
         width = target.info.hidden_size * max(1, len(layers))
         needed = missing * token_bytes(width, config.feature_dtype)
         log_note(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes to go")

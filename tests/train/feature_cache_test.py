@@ -146,6 +146,21 @@ def test_the_disk_is_looked_at_before_the_first_step(artefacts, tmp_path, monkey
     assert not (tmp_path / "run" / "started.json").exists()
 
 
+def test_of_many_rows_some_are_read_as_other_ranks_wait(artefacts, tmp_path, monkeypatch, capsys):
+    data, target, read = texts(artefacts), load_lm(str(artefacts.target)), []
+    text = Samples.text
+    monkeypatch.setattr(Samples, "text", lambda part, i: read.append(i) or text(part, i))
+    settings = config(artefacts, tmp_path / "run", features="cache")
+    needed = []
+    for most in (1000, 12):
+        monkeypatch.setattr("draftsmith.train.prepare.COUNTED_ROWS", most)
+        read.clear()
+        open_cache(settings, target, (), [Samples(data, range(40)), Samples(data, range(40, 48))])
+        needed.append(int(capsys.readouterr().err.split("; ")[1].split()[0].replace(",", "")))
+    # Lengths of rows differ by a factor of two.
+    assert len(read) <= 12 and 0.5 < needed[1] / needed[0] < 2
+
+
 @dataclasses.dataclass
 class Counted:
     """How many tokens the target has read for features since `reset`."""
