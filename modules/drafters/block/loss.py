@@ -55,7 +55,7 @@ def sampled_columns(lm_head: LmHead, wanted: Tensor, labels: Tensor, size: int, 
         mass += lm_head(wanted[part]).float().softmax(-1).sum(0)
     mass[labels] = torch.inf
     num_kept = min(max(size // 2, len(wanted)), len(mass))
-    num_drawn = min(size // 2, len(mass) - num_kept)
+    num_drawn = min(max(size // 2, 1), len(mass) - num_kept)
     kept = mass.topk(num_kept).indices
     order = to_device(torch.rand(len(mass), generator=rng), wanted.device).index_fill_(0, kept, -1.0)
     tokens, places = torch.cat([kept, order.topk(num_drawn).indices]).sort()

@@ -194,6 +194,13 @@ def test_columns_of_a_sampled_loss_stand_for_the_whole_vocabulary(target):
     assert np.mean(sums) == pytest.approx(float(values.sum()), abs=4 * np.std(sums) / 20)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 299, 300, 301])
+def test_some_column_stands_for_the_tokens_that_have_none(target, size):
+    wanted, labels = torch.randn(4, target.config.hidden_size).double(), torch.arange(20, 24)
+    columns = sampled_columns(target.lm_head, wanted, labels, size, torch.Generator().manual_seed(1))
+    assert columns.log_counts.exp().sum() == pytest.approx(300)
+
+
 def forced(oracle: PlainBlock, tokens: list[int], states: torch.Tensor, place: int) -> tuple[torch.Tensor, Any]:
     """Logits and confidence of draft token `place` behind tokens[0], where the draft before it were the text's."""
     first = int(oracle.config.layout == "fill-in")
