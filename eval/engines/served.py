@@ -231,6 +231,8 @@ def summary(
     # The first token of an answer comes from reading the prompt.
     ours, theirs = ([answer.num_tokens - 1 for answer in given] for given in (answers, plain))
     seconds, base = ([answer.generation_s for answer in given] for given in (answers, plain))
+    if 0 in (sum(seconds), sum(base), sum(theirs)):
+        raise InputError("prompts", "answers of one token each", "longer ones, to time", "Choose other prompts.")
     ratio = (sum(ours) / sum(seconds)) / (sum(theirs) / sum(base))
     interval = resamples.interval(
         lambda: resamples.sums(ours) / resamples.sums(seconds) * resamples.sums(base) / resamples.sums(theirs)

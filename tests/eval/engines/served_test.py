@@ -8,6 +8,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.engines.chain import EngineAnswer
 from draftsmith.eval.engines.llamacpp import Round, ServerAnswer
 from draftsmith.eval.engines.served import PLAIN, as_rounds, summary
+from draftsmith.modules.types import InputError
 
 
 def prompt(number: int, task: str) -> BenchPrompt:
@@ -36,6 +37,13 @@ def test_a_last_draft_that_ends_the_answer_is_a_call():
     # The drafted end token is accepted, and the target's own token behind it is not emitted.
     row = summary("n-max=2", [answer(6, 1.0, (2, 1), (2, 2))], [answer(6, 1.0)], [prompt(0, "")], 1.0)
     assert row["tau"] == pytest.approx(5 / 2) and row["equal"] == "-"
+
+
+def test_answers_of_one_token_have_no_speed():
+    short = [answer(1, 0.0)]
+    for ours, theirs in ((short, [answer(6, 1.0)]), ([answer(6, 1.0)], short)):
+        with pytest.raises(InputError, match="answers of one token each"):
+            summary("n-max=2", ours, theirs, [prompt(0, "")], 1.0)
 
 
 def test_vllms_counts_by_place_are_rounds():
