@@ -37,13 +37,12 @@ ROWS = 2**20
 class LitDrafter(LitHead):
     """A draft head in training.
 
-    `fit` trains with it as `draftsmith train` does: exact resumption, checkpoints, best/, tau. To learn something else,
-    override `loss`, and `validation` for the metrics.
+    `fit` trains with it as `draftsmith train` does: exact resumption, checkpoints, best/, tau.
 
     It also runs in a plain `lightning.Trainer` with any DataLoader, whose batches `draftsmith.collate` makes. They
     become micro-batches when they are moved to the device: every token of an accumulated step counts the same, in
     whichever batch it is. Lightning's own hooks log losses as train/..., with lr and grad_norm, and validation as
-    val/....
+    val/.... To learn something else there, override `loss`, and `validation` for the metrics.
     """
 
     head: DraftHead
