@@ -43,12 +43,12 @@ class Optimisation:
         tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, instead of batch_size;
             steps hold whole sequences. A drafter's are packed end to end, without padding. 0 counts sequences.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
-        optimizer: adamw, or muon for matrices and AdamW for vectors.
+        optimizer: adamw, or muon for matrices and AdamW for the rest: vectors, embeddings, lm_heads.
         lr: Peak learning rate.
         schedule: How the learning rate falls after warm-up; hold stays at its peak for half of the steps.
         warmup_share: Share of all steps in which the learning rate rises linearly from 0.
         min_lr_share: Where the learning rate ends, as a share of lr.
-        weight_decay: AdamW's decay of matrices; vectors (norms, biases) have none.
+        weight_decay: Decay of matrices, with muon of those that it moves; vectors (norms, biases) have none.
         betas: AdamW's averaging factors.
         clip: Largest gradient norm; 0 switches clipping off.
         precision: float32 throughout, or bf16 autocast over float32 weights; auto takes bf16 on a GPU that has it.

@@ -23,7 +23,7 @@ from draftsmith.train.bad_steps import BadSteps
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import MicroBatch
 from draftsmith.train.metrics import Means, rank, sum_over_ranks
-from draftsmith.train.optimizers import MuonAdamW, lr_schedule
+from draftsmith.train.optimizers import MuonAdamW, hidden_matrices, lr_schedule
 
 # Signals that end a run between steps; the first that any rank received counts. SIGUSR1 is SLURM's warning before the
 # time limit (train/signals.py).
@@ -213,15 +213,18 @@ class LitHead(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         config = self.config
-        matrices = [p for p in self.head.parameters() if p.requires_grad and p.ndim >= 2]
-        vectors = [p for p in self.head.parameters() if p.requires_grad and p.ndim < 2]
+        trained = [weight for weight in self.head.parameters() if weight.requires_grad]
         optimizer: torch.optim.Optimizer
         if config.optimizer == "muon":
+            chosen = hidden_matrices(self.head, getattr(self.head.config, "vocab_size", None))
             optimizer = MuonAdamW(
-                matrices, vectors, config.lr, config.betas, weight_decay=config.weight_decay,
+                [weight for weight in trained if weight in chosen],
+                [weight for weight in trained if weight not in chosen],
+                config.lr, config.betas, weight_decay=config.weight_decay,
                 iterate_in=torch.bfloat16 if config.precision == "bf16" else None,
             )  # fmt: skip
         else:
+            matrices, vectors = ([p for p in trained if (p.ndim >= 2) == many] for many in (True, False))
             groups = [(matrices, config.weight_decay), (vectors, 0.0)]
             optimizer = torch.optim.AdamW(
                 [{"params": params, "weight_decay": decay} for params, decay in groups if params],

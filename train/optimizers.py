@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Coefficients of the quintic iteration (Jordan 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -52,6 +52,18 @@ def orthogonalise(batch: Tensor, steps: int = 5, dtype: torch.dtype | None = Non
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x if wide else x.mT
+
+
+def hidden_matrices(head: nn.Module, vocab_size: int | None) -> set[nn.Parameter]:
+    """Return the weights that Muon is made for: matrices from states to states.
+
+    Tables with a row for each token (embeddings, lm_heads, of a draft's vocabulary too) and single rows are AdamW's, as
+    in nanochat and speculators: a row without a gradient would move, and a vector has no spectrum.
+    """
+    tables = {module.weight for module in head.modules() if isinstance(module, nn.Embedding)}
+    tables |= {weight for name, weight in head.named_parameters() if "lm_head" in name.split(".")}
+    matrices = {weight for weight in head.parameters() if weight.ndim == 2 and min(weight.shape) > 1}
+    return {weight for weight in matrices - tables if weight.shape[0] != vocab_size}
 
 
 class MuonAdamW(torch.optim.Optimizer):

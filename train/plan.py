@@ -35,6 +35,7 @@ from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
 from draftsmith.train.metrics import say_on_rank_zero
+from draftsmith.train.optimizers import hidden_matrices
 from draftsmith.train.prepare import head_config, with_shape
 from draftsmith.train.strategies import device_kind, model_dtype, process_memory, settled, world_size
 
@@ -288,7 +289,8 @@ def process_bytes(
     trained = [p for p in head.parameters() if p.requires_grad]
     weights = FLOAT32 * sum(p.numel() for p in trained)
     # Muon keeps one average of a matrix, AdamW two of everything.
-    saved = FLOAT32 * sum(p.numel() for p in trained if p.ndim >= 2) if config.optimizer == "muon" else 0
+    matrices = hidden_matrices(head, shape.vocab_size) if config.optimizer == "muon" else set()
+    saved = FLOAT32 * sum(p.numel() for p in trained if p in matrices)
 
     # Autograd keeps the input of every linear layer and what the next operator reads of its output; norms keep their
     # input and normalised output in float32. Logits are made and freed in chunks, so an lm_head of the head's own

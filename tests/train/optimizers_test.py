@@ -6,8 +6,13 @@ import math
 
 import pytest
 import torch
+from tiny_models import tiny_llama_dir
 
+from draftsmith.data.models.loading import load_lm
+from draftsmith.train.config import drafter_config
+from draftsmith.train.lit_drafter import LitDrafter
 from draftsmith.train.optimizers import MuonAdamW, lr_schedule, orthogonalise
+from draftsmith.train.prepare import make_head
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-3), (torch.bfloat16, 0.05)])
@@ -54,6 +59,34 @@ def test_matrices_move_by_nesterovs_momentum():
             values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
         expected -= lr * 0.2 * 10**0.5 * left @ values.diag() @ right
     torch.testing.assert_close(matrix.detach(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dflash", {}),
+        ("draft", {"train_embeddings": True}),
+        ("dspark", {"markov_rank": 16, "markov_type": "rnn"}),
+        ("eagle", {}),
+        ("eagle3", {"train_lm_head": True, "draft_vocab": 100}),
+        ("hydra", {"lm_head": "own"}),
+        ("medusa", {"lm_head": "own"}),
+    ],
+)
+def test_muon_moves_matrices_from_states_to_states_alone(kind, options, tmp_path):
+    """Not what has a row for each token, nor a single row: torch.optim.Muon's own advice, and nanochat's rule."""
+    path = str(tiny_llama_dir(tmp_path, layers=8))
+    target = load_lm(path)
+    settings = drafter_config(kind)(data=tmp_path, output=tmp_path, target=path, optimizer="muon", **options)
+    head = make_head(settings, target, lambda: torch.arange(target.info.vocab_size))
+    optimizer = LitDrafter(head, target, settings, total_steps=1).configure_optimizers()["optimizer"]
+    moved = {p: group["orthogonal"] for group in optimizer.param_groups for p in group["params"]}
+    assert set(moved) == {p for p in head.parameters() if p.requires_grad}
+    # No other size of these heads is the vocabulary's, 100 or 1.
+    sizes = {target.info.vocab_size, 100, 1}
+    for parameter, orthogonal in moved.items():
+        assert orthogonal == (parameter.ndim == 2 and sizes.isdisjoint(parameter.shape))
+    assert any(moved.values())
 
 
 def test_warm_up_rises_linearly_to_the_peak():
