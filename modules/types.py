@@ -102,8 +102,9 @@ class LossOutput:
     counts: dict[str, Tensor] = field(default_factory=dict)
 
 
-def at_least(name: str, value: int, smallest: int) -> None:
-    if value < smallest:
+def at_least(name: str, value: int | None, smallest: int) -> None:
+    """Raise InputError if an option is smaller; None, which stands for a default, is not."""
+    if value is not None and value < smallest:
         raise InputError(name, value, f"{smallest} or more", "Raise it.")
 
 

@@ -90,9 +90,8 @@ class MedusaSettings:
     loss: Literal["hard", "soft"] = "hard"
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers"):
-            if (value := getattr(self, name)) is not None:
-                at_least(name, value, 1)
+        at_least("num_heads", self.num_heads, 1)
+        at_least("num_layers", self.num_layers, 1)
         if not 0 < self.head_decay <= 1:
             raise InputError("head_decay", self.head_decay, "a weight in (0, 1]", "Change it.")
 

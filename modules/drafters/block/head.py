@@ -96,14 +96,8 @@ class BlockSettings:
     )
 
     # Shape of a new head.
-    new: ClassVar[dict[str, Any]] = {
-        "num_layers": 2,
-        "block": 7,
-        "layout": "anchor-first",
-        "markov_rank": 64,
-        "markov_type": "vanilla",
-        "confidence": True,
-    }
+    new: ClassVar[dict[str, Any]] = {"num_layers": 2, "block": 7, "layout": "anchor-first", "markov_rank": 64}
+    new |= {"markov_type": "vanilla", "confidence": True}
 
     layers: tuple[int, ...] = ()
     num_layers: int | None = None
@@ -126,10 +120,9 @@ class BlockSettings:
     loss: str | None = None  # in training the function itself (train/own_loss.py)
 
     def __post_init__(self) -> None:
-        least = {"block": 1 + self.vary_block, "anchors": 1, "markov_rank": 0, "loss_vocab": 0, "num_layers": 1}
-        for name, smallest in least.items():
-            if (value := getattr(self, name)) is not None:
-                at_least(name, value, smallest)
+        at_least("block", self.block, 1 + self.vary_block)
+        for name, smallest in {"anchors": 1, "markov_rank": 0, "loss_vocab": 0, "num_layers": 1}.items():
+            at_least(name, getattr(self, name), smallest)
         if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
             weights = f"{self.ce_weight}, {self.l1_weight}"
             raise InputError("ce_weight, l1_weight", weights, "not negative, not both 0", "Change them.")
@@ -256,8 +249,8 @@ class BlockHead(BlockNet):
         count = min(NUM_STATES, max(1, target.num_layers - 3))
         capture = layers_of(settings.layers or default_layers(target.num_layers, count), target.num_layers)
         mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token
-        shape = {name: getattr(settings, name) for name in settings.new}
-        shape = {name: settings.new[name] if value is None else value for name, value in shape.items()}
+        given = {name: getattr(settings, name) for name in settings.new}
+        shape = settings.new | {name: value for name, value in given.items() if value is not None}
         layers, block = layers_like(target, shape.pop("num_layers")), shape.pop("block")
         return BlockConfig(layers, capture, block + (shape["layout"] == "fill-in"), mask, **shape)
 

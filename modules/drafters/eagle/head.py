@@ -71,8 +71,7 @@ class EagleSettings:
         if not self.noise >= 0:
             raise InputError("noise", self.noise, "0 or more", "Change it.")
         at_least("unroll", self.unroll, 1)
-        if self.num_layers is not None:
-            at_least("num_layers", self.num_layers, 1)
+        at_least("num_layers", self.num_layers, 1)
 
     def num_passes(self, step: TrainStep) -> int:
         """Return the draft steps that a training step learns from."""

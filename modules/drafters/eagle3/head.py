@@ -94,7 +94,7 @@ class Eagle3Settings:
 
     def __post_init__(self) -> None:
         at_least("passes", self.passes, 1)
-        at_least("draft_vocab", self.draft_vocab or 0, 0)
+        at_least("draft_vocab", self.draft_vocab, 0)
         if not 0 <= self.passes_after < 1:
             raise InputError("passes_after", self.passes_after, "a share in [0, 1)", "Change it.")
         if not 0 < self.pass_decay <= 1:
