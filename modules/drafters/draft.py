@@ -107,6 +107,10 @@ class DraftModelHead(DraftHead):
             raise InputError("keep_layers", " ".join(map(str, kept)), expected, "Change it.")
         return DraftConfig(dataclasses.replace(target, num_layers=len(kept)), kept)
 
+    @classmethod
+    def shape(cls, config: DraftConfig) -> dict[str, Any]:
+        return {"keep_layers": config.kept}
+
     def start(self, weights: TargetWeights) -> None:
         """Take everything but the layers that are not kept."""
         theirs = {f"layers.{old}.": f"model.layers.{new}." for new, old in enumerate(self.config.kept)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -155,3 +156,10 @@ def test_by_default_one_of_six_layers_is_kept():
 def test_layers_that_the_target_does_not_have_are_refused(artefacts, tmp_path):
     with pytest.raises(InputError, match="keep_layers: found 0 5, expected ascending numbers from 0 to 1"):
         run(settings(artefacts, tmp_path / "run", keep_layers=(0, 5)))
+
+
+def test_the_manifest_names_the_layers_that_it_began_as(artefacts, tmp_path):
+    best = run(settings(artefacts, tmp_path / "run", max_steps=1, tau_prompts=0))
+    assert json.loads((best / "manifest.json").read_text())["config"]["keep_layers"] == [0, 1]
+    other = run(settings(artefacts, tmp_path / "next", max_steps=1, tau_prompts=0, init=str(best), keep_layers=(1,)))
+    assert json.loads((other / "manifest.json").read_text())["config"]["keep_layers"] == [1]
