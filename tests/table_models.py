@@ -245,24 +245,37 @@ def decoded_distribution(
     A branch ends with the round that emits the last of them: what comes later sums to one.
     """
 
-    def run(source: Branches) -> tuple[int, ...]:
-        emitted: list[int] = []
+    distribution: dict[tuple[int, ...], float] = defaultdict(float)
+    for rounds, weight in emitted_rounds(target, make_drafter, params, length, max_new_tokens, eos_ids):
+        distribution[tuple(token for done in rounds for token in done.tokens)[:length]] += weight
+    return dict(distribution)
+
+
+def emitted_rounds(
+    target: TableLM,
+    make_drafter: Callable[[], Any],
+    params: SamplingParams,
+    length: int,
+    max_new_tokens: int,
+    eos_ids: Sequence[int] = (),
+) -> Iterator[tuple[list[Any], float]]:
+    """Yield the rounds (`Round`) of every branch, with its weight, to the one that emits the `length`-th token."""
+
+    def run(source: Branches) -> list[Any]:
+        rounds: list[Any] = []
 
         def watch(done: Any) -> None:
-            emitted.extend(done.tokens)
-            if len(emitted) >= length:
+            rounds.append(done)
+            if sum(len(each.tokens) for each in rounds) >= length:
                 raise _Enough
 
         try:
             generate_one(target, make_drafter(), PROMPT, params, max_new_tokens, source, eos_ids, DecodeOptions(watch))
         except _Enough:
             pass
-        return tuple(emitted[:length])
+        return rounds
 
-    distribution: dict[tuple[int, ...], float] = defaultdict(float)
-    for tokens, weight in enumerate_branches(run):
-        distribution[tokens] += weight
-    return dict(distribution)
+    return enumerate_branches(run)
 
 
 def total_variation(first: dict[tuple[int, ...], float], second: dict[tuple[int, ...], float]) -> float:

@@ -24,10 +24,10 @@ from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy, Verdict
 from draftsmith.modules.decoding.stop import Around, entropy
+from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.block.drafter import ConfidenceCut
 from draftsmith.modules.drafters.methods import Models, Named
 from draftsmith.modules.drafters.row_drafter import RowDrafter
-from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
 TRACE, TEXTS = "trace.jsonl", "texts.json"  # of a run of `eval bench`
@@ -137,30 +137,56 @@ def node_accept_probs(
 ) -> list[float | None]:
     """Return the probability that the target accepts each drafted node that it verified.
 
-    Verified are the children of the root and of accepted nodes. A drawn token: min(1, p/q). One that was chosen (top-k
-    children, lookups): p, since it is accepted where the target's own draw is it. Greedy: 1 or 0. A chain's list ends
-    with the first rejected token; in a tree's, nodes that were not verified are None.
+    Verified are the children of the root and of accepted nodes; of drawn children those up to the accepted one. A drawn
+    token: min(1, p/q), with p and q as recursive rejection leaves them after its rejected siblings. One that was chosen
+    (top-k children, lookups): p, since it is accepted where the target's own draw is it. Greedy and typical acceptance:
+    1 or 0. A chain's list ends with the first rejected token; in a tree's, nodes that were not verified are None.
 
     logits: [N+1, V] of the target.
     """
-    # The target verifies the children of the nodes that it reached, -1 being the root.
-    reached = {-1, *verdict.path}
-    verified = [parent in reached for parent in tree.parents]
-    count = sum(verified) if tree.is_chain else len(verified)
-    if params.greedy:
-        return [float(node in verdict.path) if verified[node] else None for node in range(count)]
-    assert logits is not None
-    rows = sorted({tree.parents[node] + 1 for node in range(count) if verified[node]})
-    distributions = dict(zip(rows, probabilities(logits[rows], params), strict=True))
-    probs: list[float | None] = []
-    for node, token in enumerate(tree.tokens[:count]):
-        if not verified[node]:
-            probs.append(None)
-            continue
-        p = float(distributions[tree.parents[node] + 1][token])
-        q = 1.0 if tree.draft_prob is None else float(tree.draft_prob[node][token])
-        probs.append(min(1.0, p / q))
-    return probs
+    if params.greedy or tree.typical is not None:
+        reached = {-1, *verdict.path}
+        probs = {i: float(i in verdict.path) for i, parent in enumerate(tree.parents) if parent in reached}
+    else:
+        assert logits is not None
+        source = _Replay(tree, verdict)
+        verify([tree], logits[None], params, [source], ahead=False)
+        probs = source.probs
+    return [probs.get(node) for node in range(len(probs) if tree.is_chain else len(tree.tokens))]
+
+
+class _Replay:
+    """Source that decides as a verdict did, and records the probability of each decision about a node.
+
+    probs: node -> probability of its acceptance.
+    """
+
+    def __init__(self, tree: DraftTree, verdict: Verdict):
+        self._tree, self._verdict, self._parent = tree, verdict, -1
+        self.probs: dict[int, float] = {}
+
+    def accept(self, prob: float) -> bool:
+        node = next(node for node in self._children() if node not in self.probs)
+        self.probs[node] = prob
+        accepted = node in self._verdict.path
+        self._parent = node if accepted else self._parent
+        return accepted
+
+    def draw(self, probs: Tensor) -> int:
+        children = self._children()
+        if self._tree.draft_prob is None and self._tree.drawn is None:
+            # Of equal siblings the first is accepted.
+            first = {self._tree.tokens[node]: node for node in reversed(children)}
+            self.probs |= dict.fromkeys(children, 0.0) | {node: float(probs[token]) for token, node in first.items()}
+        node = next((node for node in children if node in self._verdict.path), None)
+        if node is None:
+            assert self._verdict.next_token is not None
+            return self._verdict.next_token
+        self._parent = node
+        return self._tree.tokens[node]
+
+    def _children(self) -> list[int]:
+        return [node for node, parent in enumerate(self._tree.parents) if parent == self._parent]
 
 
 def write_traces(

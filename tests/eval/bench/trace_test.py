@@ -7,12 +7,20 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from table_methods import METHODS as TABLE_METHODS
+from table_methods import method
+from table_models import TableLM, emitted_rounds
 from tiny_world import draft_options
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bench.trace import node_accept_probs
+from draftsmith.modules.decoding.protocols import DraftTree, Verdict
+from draftsmith.modules.decoding.typical import Typical
 from draftsmith.modules.drafters.methods import known_methods
+from draftsmith.modules.types import SamplingParams
 
 METHODS = (
     "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,cost:c=0.2,"
@@ -101,3 +109,35 @@ def test_every_line_is_a_round(traced):
         if line["method"].startswith("eagle2") and line["drafted"]:
             assert len(line["value"]) == len(line["drafted"]) and max(line["value"]) <= 0
         assert ("beside" in line) == (line["method"].startswith("pearl") and bool(line["drafted"]))
+
+
+# Lookahead has no guess for its first draft.
+@pytest.mark.parametrize("name", sorted({*TABLE_METHODS} - {"ar", "lookahead"}))
+def test_a_verified_node_is_accepted_as_often_as_the_trace_says(name):
+    """Over all branches of the first draft's round, by the tree that was drafted. With top_k=2 they are few."""
+    target, params = TableLM(1), SamplingParams(1.0, top_k=2)
+    said, happened = defaultdict(float), defaultdict(float)
+    for rounds, weight in emitted_rounds(target, method(name, target), params, length=2, max_new_tokens=5):
+        if len(rounds) > 1 and (tree := rounds[1].tree).tokens:
+            probs = node_accept_probs(tree, rounds[1].verdict, rounds[1].logits, params)
+            for node, prob in enumerate(probs):
+                key = (*rounds[0].tokens, tree.tokens, tree.parents, node)
+                said[key] += weight * (prob or 0.0)
+                happened[key] += weight * (node in rounds[1].verdict.path)
+    # Sums of a few hundred weights in float64.
+    assert said == pytest.approx(happened, abs=1e-12) and any(said.values())
+
+
+def test_the_trace_knows_drawn_equal_and_typical_nodes():
+    """By hand. p = (.5, .3, .2), q = (.2, .3, .5), and c, b, a drawn in this order: c is accepted with .2/.5; without
+    it p' = (1, 0, 0) and q' = (.4, .6, 0), so b is not, and a is, if it comes to that."""
+    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    logits, params = p.log().expand(4, -1), SamplingParams(1.0)
+    drawn = DraftTree((2, 1, 0), (-1, -1, -1), drawn={-1: q})
+    assert node_accept_probs(drawn, Verdict((2,), 0), logits, params) == pytest.approx([0.4, 0, 1])
+    assert node_accept_probs(drawn, Verdict((0,), 0), logits, params) == [pytest.approx(0.4), None, None]
+    # The second of equal siblings is never the one that is accepted, and typical acceptance draws nothing.
+    twice = DraftTree((1, 1, 0), (-1, -1, 0))
+    assert node_accept_probs(twice, Verdict((0,), 2), logits, params) == pytest.approx([0.3, 0, 0.5])
+    typical = DraftTree((1, 0), (-1, -1), typical=Typical(0.3, 0.1))
+    assert node_accept_probs(typical, Verdict((1,), 2), logits, params) == [0, 1]
