@@ -60,7 +60,7 @@ class DraftedPlace:
 
     Attributes:
         first: the token is the first of its round.
-        distribution: [V], the distribution that a draft was sampled from, if one was.
+        distribution: [V], the distribution that a draft, or a tree node's first child, was sampled from, if one was.
         children: tokens drafted as children of a tree node, without sampling; beside a distribution, its likeliest
             token, which may have been drafted in place of a drawn one.
     """
@@ -103,10 +103,14 @@ def places_of(done: Round) -> list[DraftedPlace]:
         return [DraftedPlace()]
     tree, places = done.tree, []
     for i in range(len(done.tokens)):
+        parent = done.verdict.path[i - 1] if i else -1
         if tree.draft_prob is not None:
             places.append(DraftedPlace(i == 0, tree.draft_prob[i].clone() if i < len(tree.tokens) else None))
+        elif tree.drawn is not None:
+            # Drawn children depend on the random numbers that decide about them; what the first one was drawn from
+            # does not.
+            places.append(DraftedPlace(i == 0, tree.drawn.get(parent)))
         else:
-            parent = done.verdict.path[i - 1] if i else -1
             children = (token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent)
             places.append(DraftedPlace(i == 0, None, tuple(children)))
     return places

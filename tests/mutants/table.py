@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import decoder, eagle3, learning, models, sampling, schedule, stopping, trees
+from mutants import decoder, eagle3, evaluation, learning, models, sampling, schedule, stopping, trees
 
-MUTANTS = [*decoder.MUTANTS, *sampling.MUTANTS, *stopping.MUTANTS, *trees.MUTANTS, *eagle3.MUTANTS,
-           *learning.MUTANTS, *models.MUTANTS, *schedule.MUTANTS]  # fmt: skip
+MUTANTS = [*decoder.MUTANTS, *eagle3.MUTANTS, *evaluation.MUTANTS, *learning.MUTANTS, *models.MUTANTS,
+           *sampling.MUTANTS, *schedule.MUTANTS, *stopping.MUTANTS, *trees.MUTANTS]  # fmt: skip

@@ -6,10 +6,24 @@ import itertools
 import math
 from dataclasses import replace
 
+import pytest
 import torch
+from table_methods import EAGLE_TREES, METHODS, method
+from table_models import PROMPT, TableLM, emitted_rounds
 
-from draftsmith.eval.lossless.sampling import DecidedTokens, Drift, Evidence, score_gains
+from draftsmith.eval.lossless.sampling import (
+    MAX_GAP,
+    SCORES,
+    DecidedTokens,
+    Drift,
+    Evidence,
+    decided_tokens,
+    places_of,
+    score_gains,
+)
+from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.sampling import draw_rows
+from draftsmith.modules.types import SamplingParams
 
 V = 6
 
@@ -59,6 +73,35 @@ def test_every_bet_is_fair_whatever_was_drafted():
         for stakes in mean.values():
             assert torch.allclose(stakes, torch.ones_like(stakes), atol=1e-12)
     assert len(mean) == 9
+
+
+class ScoredTable(TableLM):
+    """The same table where it is read teacher-forced: its features are its logits."""
+
+    def features(self, input_ids, position_ids=None, capture=()):
+        (ids,) = input_ids.tolist()
+        return torch.stack([self.row(tuple(ids[: t + 1]))[0] for t in range(len(ids))])[None]
+
+    def lm_head(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_bet_is_fair_on_whole_rounds_of_every_method(name, monkeypatch):
+    """Every branch of the decoder, weighted: the mean of every stake is 1. 1e-10: float64 sums of thousands of
+    branches."""
+    smaller = replace(StaticTree.from_paths([[0], [1], [1, 0], [1, 1]]), drawn=True)
+    monkeypatch.setitem(EAGLE_TREES, "drawn", smaller)
+    target, params, mean = TableLM(1), SamplingParams(1.0), dict[str, torch.Tensor]()
+    for rounds, weight in emitted_rounds(target, method(name, target), params, length=2, max_new_tokens=8):
+        answer = [token for done in rounds for token in done.tokens]
+        decided = [place for done in rounds for place in places_of(done)]
+        evidence = Evidence()
+        evidence.add(decided_tokens(ScoredTable(1), PROMPT, answer, decided, (), params, MAX_GAP)[0])
+        for family, stakes in evidence.stakes.items():
+            mean[family] = mean.get(family, 0) + weight * stakes.exp()
+    for family, stakes in mean.items():
+        assert torch.allclose(stakes, torch.ones_like(stakes), atol=1e-10), family
 
 
 def p_value(found: DecidedTokens, distribution: torch.Tensor, generator: torch.Generator) -> float:
@@ -136,6 +179,20 @@ def test_a_drift_that_the_control_has_too_pays_nothing_and_a_larger_one_does():
             found.append(evidence.p_value <= level)
         alarms, found_drift, found_mistake = alarms + found[0], found_drift + found[1], found_mistake + found[2]
     assert (alarms, found_drift) == (0, 10) and found_mistake >= 9
+
+
+def test_the_drift_is_bounded_as_the_theorem_says():
+    """Maurer & Pontil 2009, theorem 4, of values in [0, 1]: |mean - E| <= sqrt(2 V ln(2/d) / n) + 7 ln(2/d) / (3(n-1)),
+    here both ways (4/d), of a range of 2, for 7 scores at once."""
+    x, level = torch.linspace(-0.4, 0.6, 2000, dtype=torch.float64), 1e-3
+    drift = Drift()
+    drift.add(dict.fromkeys(SCORES, x))
+    log = math.log(4 / (level / 7))
+    width = math.sqrt(2 * float(x.var()) * log / 2000) + 2 * 7 * log / (3 * 1999)
+    mean = float(x.mean())
+    for low, high in drift.bounds(level).values():
+        # Sums of 2000 numbers in float64.
+        assert (low, high) == (pytest.approx(min(0, mean - width), 1e-9), pytest.approx(mean + width, 1e-9))
 
 
 def test_the_shift_that_is_told_is_found_nine_times_in_ten():
