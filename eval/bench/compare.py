@@ -160,9 +160,12 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
     tables = []
     for temperature in (each for each in first.methods if each in second.methods):
         ours, theirs = first.methods[temperature], second.methods[temperature]
-        base = pair(ours[BASELINE], theirs[BASELINE])
+        # Later turns follow a run's own answers, which may differ.
+        asked = [{(row["prompt"], row["turn"]): row["prompt_ids"] for row in own[BASELINE]} for own in (ours, theirs)]
+        other = {key for key in asked[0].keys() & asked[1].keys() if asked[0][key] != asked[1][key]}
+        base = pair(ours[BASELINE], theirs[BASELINE], other)
         rows = [
-            {"method": label, **compare_method(pair(ours[label], theirs[label]), base, clock, same_machine)}
+            {"method": label, **compare_method(pair(ours[label], theirs[label], other), base, clock, same_machine)}
             for label in ours
             if label in theirs
         ]
@@ -185,15 +188,17 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
             f"{'CPU' if clock == 'cpu' else 'wall'} time; speed-up over each run's own ar; 95 % bootstrap intervals "
             "over prompts, paired."
         )
+        if other:
+            note += f" Turns left out, as they follow another answer in A than in B: {len(other)}."
         tables.append(Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note))
     return tables
 
 
-def pair(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of the prompts that both measured, in the same order."""
+def pair(ours: Sequence[Row], theirs: Sequence[Row], other: set[tuple[int, int]]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the prompts that both measured, in the same order. other: what they read differently."""
     first, second = ({(row["prompt"], row["turn"]): row for row in rows} for rows in (ours, theirs))
     # A prompt that failed in either run is in neither list.
-    common = [key for key in first if key in second]
+    common = [key for key in first if key in second and key not in other]
     if not common:
         remedy = "Measure both again, or look at their failures."
         raise InputError("runs", "no prompt that both measured", "at least one", remedy)

@@ -99,6 +99,23 @@ def test_prompts_that_one_run_failed_on_are_left_out_of_both(tmp_path):
     assert table.rows[1]["speed"] == 2.0 and table.rows[1]["speed_ci"] == "" and table.rows[1]["equal"] == "1 of 1"
 
 
+def test_turns_that_follow_other_answers_are_left_out_and_counted(tmp_path):
+    """At T > 0 a second turn's prompt holds the run's own first answer, which another seed changes."""
+
+    def turns(rows: list[Row], answered: int) -> list[Row]:
+        second = [{**row, "turn": 2, "prompt_ids": [1, word]} for row, word in zip(rows, (answered, 9), strict=True)]
+        return [*rows, *second]
+
+    first = write(tmp_path / "a", {"ar": turns(AR, 7), "spec": turns(SLOW, 7)})
+    second = write(tmp_path / "b", {"ar": turns(AR, 8), "spec": turns(FAST, 8)})
+    (table,) = compare_runs(open_bench(first), open_bench(second))
+    rows = {row["method"]: row for row in table.rows}
+    assert rows["ar"]["equal"] == "3 of 3" and rows["spec"]["equal"] == "1 of 3"
+    assert table.note.startswith("3 prompts") and table.note.endswith("in A than in B: 1.")
+    # The second prompt counts twice: 2 + 2 * 3 s and 1 + 2 * 3 s.
+    assert rows["spec"]["speed"] == pytest.approx(8 / 7)
+
+
 def test_runs_of_different_work_are_refused_in_one_line_that_lists_all(tmp_path, capsys):
     first = write(tmp_path / "a", {"ar": AR})
     other = {
