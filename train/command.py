@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,10 @@ from draftsmith.train.strategies import settled
 if TYPE_CHECKING:
     from draftsmith.train.fit import PreparedTraining
 
-# Validation samples that a diagnosis reads, which takes seconds.
+# Validation texts that a diagnosis reads, which takes seconds.
 DIAGNOSED = 64
+# Of a training whose head is diagnosed; shorter ones only try whether it runs.
+LEAST_STEPS = 20
 
 
 @sole_writer(shared=True)
@@ -69,12 +72,13 @@ def explain(best: Path, config: TrainDrafterConfig, training: PreparedTraining) 
     warning = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
     if not warning:
         return
-    # Of a target elsewhere there is nothing to read with.
-    if isinstance(module.target, OuterLM):
+    # Of a target elsewhere there is nothing to read with, and a smoke test has nothing to explain.
+    if isinstance(module.target, OuterLM) or module.total_steps < LEAST_STEPS:
         warning += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
     else:
+        # Whole texts: an answer in a piece of one has lost its context.
         val = training.data.val
-        items = [val.item(number, 0) for number in range(min(DIAGNOSED, len(val)))]
-        rows = [{name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items]
+        texts = itertools.islice(val.dataset.whole_texts(val.indices), DIAGNOSED)
+        rows = [{"input_ids": ids.tolist(), "loss_mask": mask.tolist()} for ids, mask in texts]
         warning += f"\n{diagnose(best, module.target, config.target, rows, val.dataset.manifest)}"
     log_note(f"warning: {warning}")

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -138,18 +137,19 @@ def general_prompts(config: TrainDrafterConfig, context: int) -> list[list[int]]
 
 
 def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
-    """Yield the text before an answer of each validation sample, then before the samples' other answers.
+    """Yield the text before an answer of each validation text, then before the texts' other answers.
 
-    It is the first answer of the first sample, the second of the second, and so on, so that prompts are as long as
-    conversations get.
+    It is the first answer of the first text, the second of the second, and so on, so that prompts are as long as
+    conversations get. Texts are whole: an answer in a piece of one has lost its context.
     """
+    texts = list(samples.dataset.whole_texts(samples.indices))
     begins: dict[int, list[int]] = {}
     for more in itertools.count():
-        for i in range(len(samples)) if more == 0 else list(begins):
-            item: dict[str, Any] = samples.item(i, 0)
-            starts = begins.setdefault(i, [start for start, _ in spans(item["loss_mask"].numpy()) if start > 0])
+        for i in range(len(texts)) if more == 0 else list(begins):
+            ids, mask = texts[i]
+            starts = begins.setdefault(i, [start for start, _ in spans(mask) if start > 0])
             if more < len(starts):
-                yield item["input_ids"][: starts[(i + more) % len(starts)]].tolist()
+                yield ids[: starts[(i + more) % len(starts)]].tolist()
         begins = {i: starts for i, starts in begins.items() if more + 1 < len(starts)}
         if not begins:
             return

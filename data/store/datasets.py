@@ -6,7 +6,7 @@ A sample depends on (seed, epoch, row) only: not on the order of reading, nor on
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,10 +215,14 @@ class ArtefactDataset(Dataset):
     def token_counts(self, samples: Sequence[int], vocab_size: int) -> Tensor:
         """Count how often each token [vocab_size] occurs in the answers of these samples' rows, each row once."""
         counts = np.zeros(vocab_size, dtype=np.int64)
-        for row in np.unique(self.rows[np.asarray(samples, dtype=np.int64)]).tolist():
-            answered = self._values("input_ids", row)[self._values("loss_mask", row)]
-            counts += np.bincount(answered, minlength=vocab_size)
+        for ids, mask in self.whole_texts(samples):
+            counts += np.bincount(ids[mask], minlength=vocab_size)
         return torch.from_numpy(counts)
+
+    def whole_texts(self, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield input_ids and loss_mask of the rows that these samples belong to, each row once."""
+        for row in dict.fromkeys(self.rows[np.asarray(samples, dtype=np.int64)].tolist()):
+            yield self._values("input_ids", row), self._values("loss_mask", row)
 
 
 def open_dataset(

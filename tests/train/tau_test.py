@@ -7,8 +7,8 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from eagle_trainings import a_module, config
 from trained_runs import losses
 
@@ -59,11 +59,12 @@ class Conversations:
     def __len__(self) -> int:
         return len(self.answers)
 
-    def item(self, row: int, epoch: int) -> dict[str, torch.Tensor]:
-        mask = torch.zeros(20, dtype=torch.bool)
-        for start, end in self.answers[row]:
-            mask[start:end] = True
-        return {"input_ids": torch.arange(20), "loss_mask": mask}
+    def whole_texts(self, rows):
+        for row in rows.tolist():
+            mask = np.zeros(20, dtype=bool)
+            for start, end in self.answers[row]:
+                mask[start:end] = True
+            yield np.arange(20), mask
 
 
 def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artefacts, tmp_path):
@@ -81,6 +82,14 @@ def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artefacts, tmp_
     assert probe_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
     with pytest.raises(InputError, match="an artefact of kind features, expected kind prompts"):
         probe_prompts(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
+
+
+def test_tau_is_measured_on_whole_prompts_where_the_training_reads_pieces(artefacts):
+    whole = open_dataset(artefacts.features)
+    pieces = whole.in_pieces(16)
+    assert len(pieces) > len(whole)
+    prompts = [list(held_out_prompts(Samples(each, range(len(each))))) for each in (whole, pieces)]
+    assert prompts[0] == prompts[1] and all(prompts[0])
 
 
 def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artefacts, tmp_path, capsys):
