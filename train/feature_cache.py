@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
-from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
+from draftsmith.data.store.files import CannotWrite, is_temporary, make_directory, write_json, write_tensors
 from draftsmith.data.store.manifest import changes
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.spool import row_name
@@ -133,7 +133,7 @@ class FeatureCache:
             if changed := changes(about, read_object(path, {}, "Delete the cache's directory.")):
                 found, remedy = f"{directory} with another {changed}", "Delete it, or pass another --feature-cache."
                 raise InputError("feature_cache", found, "features of this target and dtype", remedy)
-        elif any(".tmp" not in entry.name for entry in directory.iterdir()):
+        elif not all(is_temporary(entry.name) for entry in directory.iterdir()):
             # Another rank may have written it meanwhile.
             if not path.exists():
                 remedy = "Choose a new one."
@@ -141,8 +141,8 @@ class FeatureCache:
         else:
             write_json(path, about)
         # Killed runs leave temporary files; those of a running one are younger.
-        for leftover in directory.glob("*.tmp*"):
-            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
+        for leftover in directory.iterdir():
+            if is_temporary(leftover.name) and time.time() - leftover.stat().st_mtime > LEFTOVER_S:
                 leftover.unlink(missing_ok=True)
 
     def _look(self) -> None:

@@ -7,6 +7,7 @@ file, is synced, and is renamed last. A journal or a log grows by whole lines.
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -197,20 +198,57 @@ def cut(path: Path, length: int) -> None:
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """Yield an empty temporary directory; on leaving without an error it replaces `directory`."""
+    """Yield an empty temporary directory; on leaving without an error it replaces `directory`.
+
+    What a killed process left of it is removed, or put back if it is what `directory` held.
+    """
     directory = Path(directory)
-    partial = directory.with_name(directory.name + ".tmp")
-    old = directory.with_name(directory.name + ".old")
-    # Left by a killed run.
-    shutil.rmtree(partial, ignore_errors=True)
+    make_directory(directory.parent)
+    _clear_leftovers(directory)
+    mark = f"{os.getpid()}-{os.urandom(3).hex()}"
+    partial, old = (directory.with_name(f".{directory.name}.{word}-{mark}") for word in ("tmp", "old"))
     make_directory(partial)
     try:
-        yield partial
-        with writing(directory):
-            if directory.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                os.replace(directory, old)
-            publish(partial, directory)
+        with _locked(partial):
+            yield partial
+            with writing(directory), _locked(directory):
+                if directory.exists():
+                    os.replace(directory, old)
+                publish(partial, directory)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _clear_leftovers(directory: Path) -> None:
+    """Remove temporary directories of `directory` that no process holds; put an old one back if there is no other."""
+    leftover = re.compile(rf"\.{re.escape(directory.name)}\.(tmp|old)-\d+-[0-9a-f]{{6}}")
+    for path in sorted(directory.parent.glob(".*")):
+        match = leftover.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir():
+            continue
+        with _locked(path) as ours:
+            if ours and match[1] == "old" and not directory.exists():
+                publish(path, directory)
+            elif ours:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Hold a directory, if it is there, until the end or this process's; yield whether it is held by nobody else."""
+    descriptor, held = None, False
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = True
+    try:
+        yield held
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file is named as `whole` names what is not yet whole."""
+    return re.fullmatch(r".+\.tmp-\d+-[0-9a-f]{6}", name) is not None

@@ -17,6 +17,7 @@ import torch
 from bad_input.row import Ground
 from forked import forked
 
+from draftsmith.data.store import files
 from draftsmith.data.store.files import (
     CannotWrite,
     append,
@@ -124,6 +125,45 @@ def test_a_directory_is_replaced_whole(tmp_path):
         raise KeyError
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["a"]
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_directory_is_replaced_beside_the_users_own(tmp_path):
+    """A backup is often called so. What another process is writing is left alone, too."""
+    own = ["d", "d.old", "d.tmp", ".d.tmp", ".d.old-mine", ".d.tmp-1-abc", "d2"]
+    for name in own:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").touch()
+    with whole_directory(tmp_path / "d") as first:
+        (first / "first").touch()
+        with whole_directory(tmp_path / "d") as second:
+            (second / "second").touch()
+        assert (first / "first").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(own)
+    assert all((tmp_path / name / "kept").exists() for name in own[1:])
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize("killed_at", ["writing", "between the renames"])
+def test_what_a_killed_process_left_of_a_directory_is_cleared_and_nothing_is_lost(tmp_path, killed_at, monkeypatch):
+    def killed(*_) -> None:
+        os._exit(0)
+
+    def write(name: str) -> None:
+        with whole_directory(tmp_path / "d") as partial:
+            (partial / name).touch()
+            if name == "half" and killed_at == "writing":
+                killed()
+
+    write("before")
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "publish", killed)
+        process = forked(write, "half")
+        process.join()
+    assert process.exitcode == 0 and len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(KeyError), whole_directory(tmp_path / "d"):
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["before"]
 
 
 def test_half_a_surrogate_pair_is_written(tmp_path):
