@@ -8,6 +8,8 @@ TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/growth.py"
 DRAFTING, READER = "modules/drafters/feature_heads.py", "modules/engine/rows.py"
 EAGLE, CACHE = "modules/drafters/eagle/head.py", "modules/engine/cache.py"
 NET = "modules/drafters/eagle/net.py"
+BLOCK, BLOCK_HEAD = (f"modules/drafters/block/{name}.py" for name in ("drafter", "head"))
+BLOCK_TEST = "tests/modules/drafters/block_test.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
 CACHE_TEST = "tests/modules/engine/cache_test.py"
@@ -65,4 +67,16 @@ MUTANTS = [
            (EAGLE_TEST,)),
     Mutant("eagle-context-one-too-long", DRAFTING, "longest_text=slots + 2",
            "longest_text=slots + 3", (CONTEXTS,)),
+    Mutant("drawn-trees-never-drawn", "modules/drafters/trees.py", "drawn=self.drawn)", "drawn=False)",
+           ("tests/modules/drafters/contract_test.py::test_its_static_tree_is_drawn_where_it_is_asked_for",)),
+    Mutant("block-branches-see-the-anchors-state", BLOCK, "DocumentBlocks.of(0, anchors, slots,",
+           "DocumentBlocks.of(0, anchors + 1, slots,",
+           (f"{BLOCK_TEST}::test_branches_are_the_plain_drafts_from_every_place",)),
+    Mutant("block-tree-memory-of-the-first-parent", BLOCK, "memory.gather(1, above[..., None]",
+           "memory.gather(1, 0 * above[..., None]",
+           (f"{BLOCK_TEST}::test_every_node_of_a_drawn_tree_has_the_plain_distribution_of_its_path",)),
+    Mutant("blocks-begin-at-a-texts-first-token", BLOCK_HEAD, "return place[place > 0]", "return place",
+           (f"{BLOCK_TEST}::test_no_block_begins_at_a_texts_first_token",)),
+    Mutant("block-loss-without-the-other-tokens", "modules/drafters/block/loss.py", "max(1, size // 2)", "size // 2",
+           (f"{BLOCK_TEST}::test_columns_of_a_sampled_loss_stand_for_the_whole_vocabulary",)),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from tiny_models import tiny_llama_dir
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
@@ -192,6 +193,9 @@ def test_columns_of_a_sampled_loss_stand_for_the_whole_vocabulary(target):
         assert torch.isin(likely, tokens[log_counts == 0]).all() and log_counts.exp().sum() == pytest.approx(300)
         sums.append(float((values[tokens] * log_counts.exp()).sum()))
     assert np.mean(sums) == pytest.approx(float(values.sum()), abs=4 * np.std(sums) / 20)
+    # Half of 1 would be none, and nothing would stand for the other tokens.
+    columns = sampled_columns(target.lm_head, wanted, labels, 1, rng)
+    assert len(columns.tokens) == 8 and columns.log_counts.exp().sum() == pytest.approx(300)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 299, 300, 301])
@@ -234,6 +238,46 @@ def test_chains_of_any_number_of_rows_are_the_plain_ones(head, target, drafts):
                     assert own.tree.tokens == tuple(tokens[: len(own.tree.tokens)])
                 at += len(own.tokens)
             assert at == len(whole)
+
+
+# Two ways through the same float64 arithmetic: sums in another order, of logits of some tens.
+TOLERANCE = 1e-7
+
+
+@torch.inference_mode()
+def test_branches_are_the_plain_drafts_from_every_place(head, target):
+    text, depth = [5, 9, 30, 4, 77, 8, 2, 250, 11], head.config.drafts
+    states = target.features(torch.tensor([text]), capture=head.config.capture)[0]
+    branches, starts = head.branches(target, depth), [2, 5, len(text)]
+    branches.open(text, states)
+    drafted = branches.draft(starts, depth, [SamplingParams()] * len(starts))
+    for number, start in enumerate(starts):
+        logits, _, tokens = plain(head, target).draft(text[start - 1], states[: start - 1], depth)
+        assert drafted.tokens[number].tolist() == tokens
+        torch.testing.assert_close(branches.lm_head(drafted.hidden[number]), logits, rtol=0, atol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_every_node_of_a_drawn_tree_has_the_plain_distribution_of_its_path(head, target):
+    """Each of several parents of a level has the memory of its own path."""
+    shape = StaticTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0]])
+    prompt, first, oracle = [5, 9, 30, 4, 77], 42, plain(head, target)
+    states = target.features(torch.tensor([prompt]), capture=head.config.capture)[0]
+    drafter = head.tree_drafter(target, dataclasses.replace(shape, drawn=True), 64)
+    drafter.begin(0, prompt, states, first)
+    (tree,) = drafter.propose([SLOTS], SamplingParams(1.0), [TorchSource(0)])
+    depth = max(shape.depths)
+    skipped = int(head.config.layout == "fill-in")
+    hidden = oracle.slots(first, states, depth + skipped)[skipped:]
+    assert tree.drawn is not None and len(tree.drawn) == 5
+    for node, distribution in tree.drawn.items():
+        path = [node]
+        while path[0] >= 0:
+            path.insert(0, tree.parents[path[0]])
+        memory = torch.zeros(head.config.markov_rank).double()
+        for h, place in zip(hidden, path, strict=False):
+            logits, _, memory = oracle.token(h, first if place < 0 else tree.tokens[place], memory)
+        torch.testing.assert_close(distribution, logits.softmax(-1), rtol=0, atol=TOLERANCE)
 
 
 def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
@@ -331,6 +375,18 @@ def test_blocks_are_drawn_by_the_seeds_and_lengths_vary_if_asked(target):
 
 
 UNSPLIT = ("lengths", "scale")
+
+
+def test_no_block_begins_at_a_texts_first_token(target):
+    """Nothing precedes it that a block could read; a text may be an answer from there on."""
+    drafter = head_class("dspark")
+    settings = drafter.Settings(anchors=100, layers=(1, 3), mask_token=MASK)
+    head = drafter(drafter.new_config(settings, target.config)).double()
+    batch = batch_of(head, target)
+    whole = dataclasses.replace(batch, loss_mask=batch.attention_mask)
+    anchors = Blocks.of(whole, settings, head.config, FIRST).anchors.tolist()
+    # Places 1 to 9 of 11 tokens, and 1 to 6 of 8 in the second row; the last has no token behind it.
+    assert anchors == [*range(1, 10), *range(12, 18)]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.heads.directory import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
@@ -31,7 +31,7 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.drafters.methods import MachineTimes, Models, known_methods
-from draftsmith.modules.drafters.trees import DynamicTrees
+from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.sampling import TorchSource
@@ -171,6 +171,22 @@ def test_each_of_its_methods_is_lossless(drafter):
         )
         assert total_variation(found, target_distribution(target, SAMPLING, 3)) < 1e-10, method
     assert methods
+
+
+# A head without a tree of ranks has no such setting.
+STATIC = sorted(method.uses[0] for method in known_methods().values() if issubclass(method, StaticTrees))
+
+
+@pytest.mark.parametrize("drafter", STATIC, indirect=True)
+@pytest.mark.parametrize("drawn", [False, True])
+def test_its_static_tree_is_drawn_where_it_is_asked_for(drafter, drawn):
+    target, shape, rounds = TableLM(1), StaticTree.from_paths([[0], [1], [0, 0]]), list[Round]()
+    models = Models(target, heads={drafter.kind: drafter.double()}, capacity=CAPACITY, trees={"eagle-1": shape})
+    (method,) = (m for m in known_methods().values() if m.uses == (drafter.kind,) and issubclass(m, StaticTrees))
+    made = method(drawn=drawn).build(models)
+    generate_one(target, made, [2, 0], SamplingParams(1.0), 9, TorchSource(0), (), DecodeOptions(rounds.append))
+    trees = [done.tree for done in rounds if done.tree is not None and done.tree.tokens]
+    assert trees and all((tree.drawn is not None) == drawn for tree in trees)
 
 
 def test_the_loss_is_a_mean_over_the_tokens_that_count_however_they_are_laid(drafter):
