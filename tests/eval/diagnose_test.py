@@ -273,6 +273,34 @@ def test_repair_of_a_block_drafter(world, block_head, tmp_path, capsys, mistake)
     assert mistake == "none" or found.config == right.config
 
 
+def test_repair_of_a_directory_that_is_only_read_leaves_the_repaired_head(world, block_head, tmp_path, capsys):
+    """DeepSpec's own, by `num_anchors`: nothing writes it."""
+    files = tmp_path / "deepspec"
+    assert export(ExportConfig(format="sglang", output=files, head=block_head, target=str(world.target))) == 0
+    fields = json.loads((files / "config.json").read_text())
+    right = fields.pop("mask_token_id", None) or fields["dflash_config"].pop("mask_token_id")
+    (files / "config.json").write_text(json.dumps({**fields, "num_anchors": 512, "mask_token_id": right - 1}))
+    (files / "draftsmith.json").unlink()
+    code, found = repaired(world, files, tmp_path / "out")
+    shown = capsys.readouterr()
+    assert code == 0 and found.config.mask_token == right and shown.out.count("WRONG") == 1
+    assert "deepspec is only read" in shown.err and not (tmp_path / "out" / "files").exists()
+
+
+def test_repair_returns_the_code_of_an_export_that_differs(world, sound, tmp_path, capsys, monkeypatch):
+    files = tmp_path / "vllm"
+    assert export(ExportConfig(format="vllm", output=files, head=sound, target=str(world.target))) == 0
+    fields = json.loads((files / "config.json").read_text())
+    ids = "eagle_aux_hidden_state_layer_ids"
+    (files / "config.json").write_text(json.dumps({**fields, ids: [number + 1 for number in fields[ids]]}))
+    (files / "draftsmith.json").unlink()
+    # The export's own check finds a difference.
+    monkeypatch.setattr("draftsmith.data.export.export.hashes_of", lambda state: dict.fromkeys(state, "0123"))
+    code, found = repaired(world, files, tmp_path / "out")
+    assert code == 1 and found is not None and "CHANGED" not in capsys.readouterr().out
+    assert not (tmp_path / "out" / "files").exists()
+
+
 def test_repair_of_a_weak_head_says_that_it_is_weak(world, tmp_path, capsys):
     code, found = repaired(world, trained_head(world, tmp_path / "run", 8, passes=2, **WHOLE), tmp_path / "out")
     assert (code, found) == (1, None) and "a weak head" in capsys.readouterr().out
