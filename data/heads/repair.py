@@ -47,7 +47,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
-from draftsmith.modules.formats import formats
+from draftsmith.modules.formats import formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
@@ -68,7 +68,7 @@ class RepairConfig(Loading):
         target: The model that it drafts for: a directory, hub id or GGUF file.
         data: Output of `data responses`, or of `data prompts`, which the target then answers here, greedily.
         output: Directory that receives the head as declared (where it is another system's), repaired, and, as `files`,
-            in the format that it came in.
+            in the format that it came in, if that is one that `export` writes.
         limit: Answers to draft on.
         max_new_tokens: Length of the answers that are made here.
     """
@@ -155,11 +155,21 @@ def run(config: RepairConfig) -> int:
     card = model_card(repaired.kind, {**made, "head": head_fields(repaired)})
     saved = save_head(config.output / REPAIRED, repaired, made, card)
     log_note(f"The repaired head: {saved}")
-    if not ours:
-        producer, out = manifest["imported"]["producer"], config.output / FILES
-        export(ExportConfig(format=producer, output=out, head=saved, target=config.target, dtype=config.dtype))
-        changed = differences(formats()[producer, head.kind], head, repaired)
-        print_text("\n".join(f"CHANGED {one}" for one in changed))
+    if ours:
+        return 0
+    format = formats()[manifest["imported"]["producer"], head.kind]
+    if not format.writes:
+        names = ", ".join(other.name for other in formats_of(head.kind)) or "no system"
+        log_note(
+            f"{format.name} is only read, so no files are written. `draftsmith export` writes the head for: {names}"
+        )
+        return 0
+    files = ExportConfig(
+        format=format.name, output=config.output / FILES, head=saved, target=config.target, dtype=config.dtype
+    )
+    if code := export(files):
+        return code
+    print_text("\n".join(f"CHANGED {one}" for one in differences(format, head, repaired)))
     return 0
 
 
