@@ -84,11 +84,14 @@ class LlamaConfig:
             num_heads=(1, MOST_HEADS),
             num_kv_heads=(1, MOST_HEADS),
             head_dim=(1, MOST_HEADS),
-            max_position=(1, MOST_POSITIONS),
-            rms_eps=(0, 1),
+            max_position=(2, MOST_POSITIONS),
+            rms_eps=(1e-12, 1),
             rope_theta=(1, 1e15),
             sliding_window=(1, MOST_POSITIONS),
         )
+        if self.num_heads % self.num_kv_heads:
+            expected = f"a divisor of num_heads, {self.num_heads}"
+            raise InputError("num_kv_heads", self.num_kv_heads, expected, "Correct it.")
         if self.head_dim % 2:
             raise InputError("head_dim", self.head_dim, "an even number: rotary positions turn pairs", "Correct it.")
 

@@ -62,7 +62,7 @@ class MedusaConfig:
             self,
             hidden_size=(1, MOST_SIZE),
             vocab_size=(1, MOST_SIZE),
-            max_position=(1, MOST_POSITIONS),
+            max_position=(2, MOST_POSITIONS),
             # No round has room for the tokens of more heads.
             num_heads=(1, MAX_NODES),
             num_layers=(1, MOST_BLOCKS),

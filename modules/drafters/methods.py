@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
@@ -207,7 +209,11 @@ def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> 
     """Parse one method with its settings."""
     known = {**known_methods(), **(more or {})}
     name, *parts = (part.strip() for part in label.removesuffix(LOSSY).split(":"))
-    name = name.partition("@")[0]
+    name, at, variant = name.partition("@")
+    if at and not variant:
+        raise InputError(
+            "methods", repr(label), f"the name of a drafter behind {name}@", "Name it, or leave out the @."
+        )
     if name not in known:
         raise InputError("methods", repr(name), f"one of {', '.join(known)}", "Correct the name.")
     method_class: Any = known[name]
@@ -236,13 +242,16 @@ def convert(name: str, text: str, kind: Any) -> Any:
         words = get_args(kind)
     elif kind is bool:
         words = tuple(SWITCH)
-    if kind is str or text in words:
+    if (kind is str and text) or text in words:
         return SWITCH[text] if kind is bool else text
-    numbers = {int: "an integer", float: "a number"}
+    numbers = {int: "an integer", float: "a number", str: "a word"}
     if kind in numbers:
         words = (numbers[kind], *words)
-        with contextlib.suppress(ValueError):
-            return kind(text)
+        # Python takes 1_0, inf and the digits of every script, too.
+        if kind is not str and re.fullmatch(r"[-+.0-9eE]+", text):
+            with contextlib.suppress(ValueError):
+                if math.isfinite(number := kind(text)):
+                    return number
     raise InputError(name, repr(text), " or ".join(words), "Correct it.")
 
 

@@ -270,7 +270,6 @@ def check_layer(llama: LlamaConfig, refused: Mapping[str, tuple[Any, str]]) -> N
     """Raise InputError for a layer of ours that no system builds. refused: more switches, and what is expected."""
     common = {
         "mlp_bias": (llama.mlp_bias, "no bias in the MLP: SafeAILab/EAGLE and SGLang ignore it"),
-        "sliding_window": (llama.sliding_window, "none: these systems' heads see everything"),
         "qk_norm": (llama.qk_norm, "no norm of q and k: a layer of Llama has none"),
         "o_bias": (llama.o_bias, "no bias of o_proj: SafeAILab/EAGLE and Qwen-type heads have none"),
     }

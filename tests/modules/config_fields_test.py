@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
+from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle.net import EagleConfig
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.drafters.hydra import HydraConfig
@@ -18,13 +19,15 @@ from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.types import InputError
 
 LLAMA = LlamaConfig(60, 8, 16, 1, 2, 1, 4, 64, sliding_window=8)
+PLAIN = dataclasses.replace(LLAMA, sliding_window=None)
 GOOD = [
     RopeScaling(),
     LLAMA,
-    EagleConfig(LLAMA),
-    Eagle3Config(LLAMA, (0, 1), 60),
+    EagleConfig(PLAIN),
+    Eagle3Config(PLAIN, (0, 1), 60),
+    BlockConfig(LLAMA, (0, 1), 4, 3),
     MedusaConfig(8, 60, 64),
-    HydraConfig(LLAMA),
+    HydraConfig(PLAIN),
     AcceptanceHeadConfig(8, features=("log_q",)),
 ]
 NUMBERS = ["1", [1], True, -1, 10**9, 10**18, 2**70, math.nan, math.inf, -math.inf]
@@ -63,12 +66,20 @@ def test_a_field_refuses_what_it_cannot_be(config):
         (lambda: dataclasses.replace(LLAMA, head_dim=3), "even"),
         (lambda: RopeScaling("llama3", 8.0, 4.0, 4.0), "another number than low_freq_factor"),
         (lambda: EagleConfig(dataclasses.replace(LLAMA, rope_scaling=RopeScaling("yarn"))), "yarn"),
-        (lambda: EagleConfig(dataclasses.replace(LLAMA, num_layers=0)), "num_layers: found 0"),
-        (lambda: Eagle3Config(dataclasses.replace(LLAMA, num_layers=2), (0,), 60), "num_layers: found 2"),
-        (lambda: Eagle3Config(LLAMA, (1, 0), 60), "ascending"),
-        (lambda: Eagle3Config(LLAMA, (1, 1), 60), "each once"),
-        (lambda: Eagle3Config(LLAMA, (), 60), "some layers"),
-        (lambda: Eagle3Config(LLAMA, (0,), 61), "draft_vocab_size: found 61, expected a whole number from 1 to 60"),
+        (lambda: EagleConfig(dataclasses.replace(PLAIN, num_layers=0)), "num_layers: found 0"),
+        (lambda: Eagle3Config(dataclasses.replace(PLAIN, num_layers=2), (0,), 60), "num_layers: found 2"),
+        (lambda: Eagle3Config(PLAIN, (1, 0), 60), "ascending"),
+        (lambda: Eagle3Config(PLAIN, (1, 1), 60), "each once"),
+        (lambda: Eagle3Config(PLAIN, (), 60), "some layers"),
+        # Decoding would look through the window, and training does not.
+        (lambda: Eagle3Config(LLAMA, (0,), 60), "sliding_window: found 8, expected none"),
+        (lambda: EagleConfig(LLAMA), "sliding_window: found 8, expected none"),
+        (lambda: HydraConfig(LLAMA), "sliding_window: found 8, expected none"),
+        (lambda: dataclasses.replace(LLAMA, rms_eps=0.0), "rms_eps: found 0.0"),
+        (lambda: dataclasses.replace(LLAMA, max_position=1), "max_position: found 1, expected a whole number from 2"),
+        (lambda: MedusaConfig(8, 60, 1), "max_position: found 1, expected a whole number from 2"),
+        (lambda: dataclasses.replace(LLAMA, num_heads=3, num_kv_heads=2), "num_kv_heads: found 2"),
+        (lambda: Eagle3Config(PLAIN, (0,), 61), "draft_vocab_size: found 61, expected a whole number from 1 to 60"),
         (lambda: AcceptanceHeadConfig(8, features=("log_q", "log_q")), "each once"),
     ],
 )

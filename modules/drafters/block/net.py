@@ -53,6 +53,7 @@ class BlockConfig(OfLlama):
     markov_rank: int = 0
     markov_type: MarkovType = "vanilla"
     confidence: bool = False
+    windowed = True
 
     def __post_init__(self) -> None:
         # A list comes from JSON.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,17 @@ class OfLlama:
     """Config of a head with decoder layers. llama: their sizes; vocabulary and width are the target's."""
 
     llama: LlamaConfig
+    # It is trained with the layers' sliding window.
+    windowed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_config(self)
         kind = self.llama.rope_scaling.kind
         if kind not in ROPE_KINDS:
             raise InputError("rope_scaling.kind", kind, " or ".join(ROPE_KINDS), "Such heads are not supported.")
+        window = self.llama.sliding_window
+        if window is not None and not self.windowed:
+            raise InputError("sliding_window", window, "none: the head is trained on the whole text", "Correct it.")
 
     @property
     def hidden_size(self) -> int:

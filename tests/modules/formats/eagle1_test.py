@@ -68,7 +68,6 @@ def test_transformers_reads_the_rope_that_the_head_has(family, tmp_path):
         ({"qk_norm": True}, False, "qk_norm: found True"),
         ({"o_bias": True}, False, "o_bias: found True"),
         ({"mlp_bias": True}, False, "mlp_bias: found True"),
-        ({"sliding_window": 8}, False, "sliding_window: found 8"),
         ({"num_heads": 5, "num_kv_heads": 5, "head_dim": 4}, False, "(num_heads|head_dim): found"),
     ],
 )
