@@ -125,8 +125,8 @@ def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) 
 class SpecDecPlusPlus(Bounded):
     """SpecDec++: stopped by the acceptance head once 1 - (product of its outputs) > h.
 
-    min: of heads of state `before`; a published head speaks of a token after the next one is drafted, so that its drafts
-        have two tokens or more.
+    min: of heads of state `before`; a published head speaks of a token after the next one is drafted, so that its
+        drafts have two tokens or more.
     calibrated: off applies h to the head's raw output, as the paper does; on to its calibrated probability.
     """
 

@@ -43,9 +43,10 @@ class StaticTrees(Method, ABC):
 class DynamicTrees(Method, ABC):
     """EAGLE-2's trees: the topk best nodes of a level are expanded depth times, the nodes best are verified.
 
-    nodes: drafted tokens; SafeAILab's total_token counts the root with them, so that its 60 is 59 here. auto takes as many
-        in every round as are worth their time on this machine, which is measured once.
-    depth: 6 gives a tree of 7 levels, as in SafeAILab's code. auto, with nodes=auto, expands as often in every round as is worth its time.
+    nodes: drafted tokens; SafeAILab's total_token counts the root too, so that its 60 is 59 here. auto takes as many in
+        every round as are worth their time on this machine, which is measured once.
+    depth: 6 gives 7 levels, as in SafeAILab's code. auto, with nodes=auto, expands as often in every round as is worth
+        its time.
     """
 
     nodes: int | Literal["auto"] = 60
