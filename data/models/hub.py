@@ -14,6 +14,7 @@ from draftsmith.data.models.gguf import dequantised_directory
 from draftsmith.modules.types import InputError
 
 EMBEDDED = "embedded:"
+LOCAL_SUFFIXES = (".gguf", ".safetensors", ".bin", ".json", ".jsonl", ".parquet")
 REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./+-]+))?")
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.py")
 # The same weights in other formats, and weights that the model itself does not read.
@@ -38,7 +39,13 @@ def resolve_model(path: str) -> str:
 def repository(path: str) -> tuple[str, str | None] | None:
     """Return (id, revision) if the path is not a local one and can name a repository, else None."""
     match = None if os.path.exists(path) else REPOSITORY.fullmatch(path)
-    return None if match is None else (match["id"], match["revision"])
+    return None if match is None or looks_local(path) else (match["id"], match["revision"])
+
+
+def looks_local(path: str) -> bool:
+    """Return whether a path is meant to be here: behind a directory that is here, or of a file. A revision says not."""
+    first, slash, _ = path.partition("/")
+    return "@" not in path and ((bool(slash) and os.path.isdir(first)) or path.endswith(LOCAL_SUFFIXES))
 
 
 def loadable(path: str) -> str:
@@ -60,7 +67,10 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
     if not os.path.isdir(resolved):
         hub = repository(resolved)
         if hub is None:
-            raise InputError("model", f"no directory {path[:200]}", KINDS, CHECK_PATH)
+            first = path.partition("/")[0]
+            named = REPOSITORY.fullmatch(path) and not path.endswith(LOCAL_SUFFIXES)
+            remedy = f"{CHECK_PATH} ({first}/ is here; {path}@main is the hub's.)" if named else CHECK_PATH
+            raise InputError("model", f"no directory {path[:200]}", KINDS, remedy)
         directory = download(*hub, more)
     if (directory / "adapter_config.json").exists() or any(directory.glob("adapter_model.*")):
         found = f"{path}, which has a PEFT adapter"

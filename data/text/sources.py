@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.console import log_note
-from draftsmith.data.models.hub import EMBEDDED, resolve_model
+from draftsmith.data.models.hub import EMBEDDED, looks_local, resolve_model
 from draftsmith.data.store.manifest import MANIFEST, file_sha256
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.types import InputError
@@ -172,6 +172,9 @@ def open_source(
     # A hub id has one slash at most; anything else is a path.
     elif file.suffix.lower() in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
         raise InputError("source", f"{path}, which does not exist", A_SOURCE, "Check the path.")
+    elif not file.is_dir() and revision is None and looks_local(resolved):
+        remedy = f"Check the path ({file.parts[0]}/ is here; with --revision main it is the hub's)."
+        raise InputError("source", f"{path}, which does not exist", A_SOURCE, remedy)
     elif (file / MANIFEST).exists():
         remedy = "Pass the data that it was made from."
         raise InputError("source", f"{path}, an artefact of this program", "chats as they were written", remedy)

@@ -14,6 +14,7 @@ from tiny_models import tiny_llama_dir
 from draftsmith.data.models import hub as places
 from draftsmith.data.models import loading as models_module
 from draftsmith.data.models.hub import loadable, model_directory, repository
+from draftsmith.data.text.sources import open_source
 from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
 
@@ -138,6 +139,19 @@ def test_what_can_be_no_repository_is_not_asked_for(path):
     assert repository(path) is None if len(path) < 100 else True
     with pytest.raises(InputError, match="model: found"):
         model_directory(path)
+
+
+def test_a_path_that_looks_local_is_not_asked_for(hub, models, monkeypatch):
+    """A directory of that name is here, or it is a file's name; a revision says that it is none of these."""
+    Path("org").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "download", lambda *_: pytest.fail("asked for"))
+        for path, says in (("org/tiny", "org/ is here; org/tiny@main is the hub's"), ("target.gguf", "Check the path")):
+            with pytest.raises(InputError, match=says):
+                model_directory(path)
+            with pytest.raises(InputError, match="does not exist"):
+                open_source(path.replace("gguf", "json"))
+    assert weights(model_directory("org/tiny@main")) == weights(models / "tiny")
 
 
 def test_without_a_network_the_cache_serves(hub, monkeypatch):
