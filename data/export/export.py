@@ -30,6 +30,7 @@ from draftsmith.data.heads.directory import (
     build_head,
     head_config,
     head_fields,
+    head_settings,
     kind_at,
     made_with,
     named_kind,
@@ -76,9 +77,9 @@ class ExportConfig(Loading):
 
     Attributes:
         format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
-            speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; acceptance any acceptance head,
-            with a statement of what a server must feed it; llamacpp an EAGLE-3 head of version 3, a DFlash or DSpark
-            head, or a draft model, as one GGUF file; hf-assisted a draft model, for transformers' assisted generation.
+            speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; llamacpp an EAGLE-3 head of
+            version 3, a DFlash or DSpark head, or a draft model, as one GGUF file; hf-assisted a draft model, for
+            transformers' assisted generation.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
@@ -150,9 +151,15 @@ def run(config: ExportConfig) -> int:
 def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
     """Write and check a head. Returns the report and the command that serves it, with notes."""
     path = Path(_given(config, "head", "the head's directory"))
-    format = format_for(path, config.format)
+    # What can be refused is refused before the models are read.
+    format, settings = format_for(path, config.format)
     if format.float32 and config.weights not in ("auto", "float32"):
         raise InputError("weights", config.weights, f"float32: {format.name} reads nothing else", "Leave it out.")
+    format.check(settings)
+    drafts = getattr(settings, "drafts", None)
+    if drafts is not None and config.num_drafted > drafts:
+        expected = f"at most {drafts}, as the head's blocks have"
+        raise InputError("num_drafted", config.num_drafted, expected, "Lower it.")
     manifest = read_object(path / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
     recorded = manifest.get("config") or manifest.get("imported") or {}
     target, draft = config.target or recorded.get("target"), config.draft or recorded.get("draft")
@@ -192,10 +199,6 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     # Command and card.
     measured = measured_of(path)
     verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
-    drafts = getattr(head.config, "drafts", None)
-    if drafts is not None and config.num_drafted > drafts:
-        expected = f"at most {drafts}, as the head's blocks have"
-        raise InputError("num_drafted", config.num_drafted, expected, "Lower it.")
     count = config.num_drafted or num_drafted(measured, format, drafts)
     command = format.serve(Served(model, written, count, verifier))
     notes = list(format.notes)
@@ -266,19 +269,20 @@ def _given(config: ExportConfig, flag: str, what: str) -> str:
     return str(getattr(config, flag))
 
 
-def format_for(head: Path, name: str) -> HeadFormat:
-    """Return the format of this name that holds heads of this kind.
+def format_for(head: Path, name: str) -> tuple[HeadFormat, Any]:
+    """Return the format of this name that holds heads of this kind, and the head's settings.
 
     Raises:
         InputError: no head, or of a kind that no format of this name holds.
     """
-    kind = head_config(head)["kind"]
+    config = head_config(head)
+    kind = config["kind"]
     if (name, kind) not in formats():
         holds = [other.name for other in formats_of(kind)]
         remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head."
         expected = " or ".join(f"{named_kind(other)} head" for known, other in formats() if known == name)
         raise InputError("head", f"{head}, {named_kind(kind)} head", f"{expected}, which {name} holds", remedy)
-    return formats()[name, kind]
+    return formats()[name, kind], head_settings(head, config)
 
 
 def write_package(directory: Path, package: Package, files: tuple[str, ...] = ("model.safetensors",)) -> None:

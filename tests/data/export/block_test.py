@@ -80,9 +80,11 @@ def test_a_head_comes_back_as_it_was(exported, heads, target, tmp_path, checked,
     assert all(torch.equal(tensor, stored_tensors(back)[name]) for name, tensor in stored_tensors(head).items())
 
 
-def test_the_command_drafts_whole_blocks_and_no_more(heads, tmp_path, capsys):
+def test_the_command_drafts_whole_blocks_and_no_more(heads, tmp_path, capsys, monkeypatch):
     export(ExportConfig(format="vllm", head=heads["dflash"], output=tmp_path / "vllm"))
     assert '"method": "dflash"' in (shown := capsys.readouterr().out) and '"num_speculative_tokens": 4' in shown
+    # Before any model is read.
+    monkeypatch.setattr("draftsmith.data.export.export.state_source", lambda *_: pytest.fail("read a model"))
     with pytest.raises(InputError, match="num_drafted: found 5, expected at most 4"):
         export(ExportConfig(format="vllm", head=heads["dflash"], output=tmp_path / "more", num_drafted=5))
 
