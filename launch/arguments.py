@@ -113,7 +113,7 @@ def application(
     settings = setting_parameters(config_class, positional, printing)
     rarely = [] if everything else [parameter for parameter in settings if is_rare(config_class, parameter.name)]
     settings = [hidden(parameter) if parameter in rarely else parameter for parameter in settings]
-    common = common_parameters(len(rarely))
+    common = common_parameters(len(rarely), ", ".join(shipped_configs(prog)))
 
     def command(*unnamed: Any, **named: Any) -> Any | None:
         options = dict(zip(positional, unnamed, strict=False)) | named
@@ -204,14 +204,17 @@ def hidden(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Annotated[parameter.annotation, Parameter(show=False)])
 
 
-def common_parameters(num_hidden: int = 0) -> list[inspect.Parameter]:
+def common_parameters(num_hidden: int, shipped: str) -> list[inspect.Parameter]:
     """Describe the options of every command. num_hidden: number of options that help does not list.
+
+    shipped: names of the command's files of settings.
 
     --help, --help-all and OUTPUT_OPTIONS are handled before cyclopts is called; it only lists them.
     """
     flags = {"print_config": "print the settings as YAML and stop", "help": "print this and stop"}
     flags[HELP_ALL] = f"list {num_hidden} rarely needed options too" if num_hidden else "the same"
-    group, meaning = Group(ALWAYS, sort_key=99), "settings: a YAML file, or the name of a shipped one"
+    meaning = f"settings: a YAML file, or the name of a shipped one ({shipped})" if shipped else "settings: a YAML file"
+    group = Group(ALWAYS, sort_key=99)
     files = keyword("config", list[Path] | None, None, group, metavar="FILE", help=meaning)
     plain: dict[str, Any] = {"negative": (), "show_default": False}
     rest = (flags | OUTPUT_OPTIONS).items()
@@ -302,7 +305,7 @@ def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple
     """Rewrite words so that cyclopts reads them as intended.
 
     Names get dashes, `--flag true` becomes `--flag=true`, and a word that begins with a dash becomes a value if it
-    follows a name or, as a text with blanks, the first positional option.
+    follows a name or, as a text with blanks or a lone dash, the first positional option.
     """
     flags = {f"--{dashed(name)}" for name, kind in hints.items() if bool in members(kind)}
     words: list[str] = []
@@ -313,7 +316,7 @@ def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple
         hyphen = word.startswith("-") and not word.startswith("--")
         if word.lower() in TRUTH if name in flags else hyphen and name is not None:
             words[-1] += f"={TRUTH.get(word.lower(), word) if name in flags else word}"
-        elif hyphen and " " in word and positional:
+        elif hyphen and (" " in word or word == "-") and positional:
             words.append(f"--{positional[0]}={word}")
         elif word.startswith("--"):
             option, equals, value = word.partition("=")
@@ -340,11 +343,11 @@ def config_file(prog: str, name: str) -> Path:
 
 def shipped_configs(prog: str) -> dict[str, Path]:
     """List the YAML files that ship for a command, by name; recipes of real models are options of a training."""
-    group = prog.split()[1] if len(prog.split()) > 1 else ""
+    _, group, name = [*prog.split(), "", ""][:3]
     folders = ("train", "recipes") if group in {"train", "plan"} else (group,)
     root = Path(__file__).parents[1] / "configs"
     files = {path.stem: path for folder in folders for path in (root / folder).glob("*.yaml")}
-    return dict(sorted(files.items()))
+    return {stem: files[stem] for stem in sorted(files) if name in stem.split("-")}
 
 
 class PlainLoader(yaml.SafeLoader):

@@ -53,8 +53,8 @@ class CheckConfig(Loading):
         directory: The directory to check.
         format: The system that is to read it; auto detects whose directory it is, and adds a line for every other.
         target: The target model; for hf-assisted too.
-        draft: The draft whose hidden states an acceptance head reads (specdec_pp, acceptance): a model, or the
-            directory of a drafting head, then with its --target.
+        draft: The draft whose hidden states an acceptance head reads (specdec_pp): a model, or the directory of a
+            drafting head, then with its --target.
         head: The head that the directory was exported from, to compare logits with.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
@@ -44,6 +45,16 @@ def test_a_character_is_shown_once_it_is_whole_with_the_colour_of_its_last_token
     ascii_tokens = tokenizer("ab", add_special_tokens=False)["input_ids"]
     pieces = list(stream.push(ascii_tokens, num_accepted=1))
     assert "".join(piece for piece, _ in pieces) == "ab" and pieces[0][1] is True
+
+
+def test_a_lone_dash_reads_the_prompt_from_standard_input(models, capsys, monkeypatch):
+    flags = [*draft_words({"target": models["target"]}), "--max-new-tokens", "8"]
+    assert main(["decode", "What does it do?", *flags]) == 0
+    answer = capsys.readouterr().out
+    for words in (["-", *flags], [*flags, "-"], ["--prompt", "-", *flags]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("What does it do?"))
+        assert main(["decode", *words]) == 0
+        assert capsys.readouterr().out == answer
 
 
 @pytest.mark.parametrize("method", ["ar", "specdec++", "eagle:k=2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+from draftsmith.eval.bench.runner import BASELINES
 from draftsmith.launch import cli
 from draftsmith.launch.arguments import field_meanings, parse
 from draftsmith.launch.commands import COMMANDS, Command
+from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.types import InputError
 
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb", "pyarrow", "numpy", "safetensors")
 
 
@@ -262,6 +267,35 @@ def test_every_setting_of_every_command_is_explained(name, capsys):
         if field.name not in nested:
             assert f"--{field.name.replace('_', '-')}" in shown
             assert [word for word in meanings[field.name].replace("`", "").split() if word not in said] == []
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] in ("data", "train", "plan", "eval")])
+def test_help_lists_the_files_of_settings_that_ship_for_a_command(name, capsys):
+    """A file is named after its command, with words around it; those of recipes after the model too."""
+    group, command = name.split()
+    folders = ("train", "recipes") if group in ("train", "plan") else (group,)
+    files = [file.stem for folder in folders for file in (ROOT / "configs" / folder).glob("*.yaml")]
+    assert cli.main([*name.split(), "--help"]) == 0
+    shown = "".join(capsys.readouterr().out.replace("│", " ").split())
+    own = sorted(stem for stem in files if f"-{command}-" in f"-{stem}-")
+    assert f"shippedone({','.join(own)})" in shown if own else "shippedone" not in shown
+
+
+def test_every_method_that_help_and_documents_name_is_one():
+    """Labels such as spec:k=5; settings in capitals stand for a value."""
+    texts = [command.config_class().__doc__ or "" for command in COMMANDS.values()]
+    texts += [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    label = re.compile(r"(?<![\w/:.=-])[a-z][\w+-]*(?:@\w+)?(?::\w+=[\w.-]+)+")
+    labels = {found for text in texts for found in label.findall(text) if not re.search(r"=[A-Z]", found)}
+    assert len(labels) > 50
+    wrong = {}
+    # The form itself, and a policy of the reader's own.
+    for found in sorted(labels - {"name:setting=value", "streak:low=2:high=8"}):
+        try:
+            parse_method(found.rstrip("."), BASELINES)
+        except InputError as error:
+            wrong[found] = str(error)
+    assert wrong == {}
 
 
 def test_help_leaves_rarely_needed_settings_to_help_all(capsys):
