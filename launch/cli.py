@@ -62,7 +62,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # OpenMP's threads wait for each other by spinning, after each of thousands of small products. If another program
     # has one of their cores, all of them spin for as long as it does. 5,000 spins before they sleep cost an idle
-    # machine nothing that could be measured (benchmarks/busy_core.py). OpenMP reads both when torch is imported.
+    # machine nothing that could be measured (docs/command-line.md). OpenMP reads both when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")

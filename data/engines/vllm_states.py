@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ from draftsmith.data.store.files import make_directory
 from draftsmith.data.store.reading import misfits
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.modules.types import InputError
-
-if TYPE_CHECKING:
-    pass
 
 # Begin of the name of a spool in a stage's output.
 SPOOL = ".states.tmp-"
