@@ -6,9 +6,11 @@ pipe or a file it has its full width.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ SIGNIFICANT_DIGITS = 5  # of floats in JSON
 INDENT, GAP = 2, "   "
 UNLIMITED = 10_000  # width of a pipe or a file
 LOG_EVERY_S = 30  # seconds between progress lines in a log
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,9 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
             document["text"] = output.texts
         return json.dumps(json_values(document), indent=2, ensure_ascii=False, default=str)
 
+    # A stdout without the letters of a text (LC_ALL=C, a pipe in ASCII) prints their codes.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if as_json:
             # A library that prints must not spoil the document, which is all there is on stdout.
@@ -148,6 +154,11 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
             yield to_json
     finally:
         _output = before
+
+
+def without_controls(text: str) -> str:
+    """Write the control characters of a text as escapes, all but tabs and line breaks: a terminal would obey them."""
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def print_text(text: str | Text) -> None:

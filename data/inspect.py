@@ -13,17 +13,19 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells
+from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells, without_controls
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.settings import check_not_negative
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
-from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
+from draftsmith.data.store.manifest import Manifest, check_files, open_artefact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
 from draftsmith.modules.types import InputError
 
+# Kinds whose summary reads every table.
+SUMMARIZED = ("responses", "features")
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
 PROMPT, COUNTED = "dim", "bold green"
 # Lowest acceptance probability of each colour.
@@ -53,8 +55,8 @@ class InspectConfig:
 
 
 def run(config: InspectConfig) -> None:
-    """Print the summary and the rows; every file's hash is checked."""
-    manifest = open_artefact(config.artefact, KINDS)
+    """Print the summary and the rows; the hashes of the files that are read for them are checked."""
+    manifest = open_artefact(config.artefact, KINDS, check="size")
     name = config.tokenizer or manifest.config.get("target")
     if not name:
         raise InputError("tokenizer", "none recorded", "a model's directory or hub id", "Pass --tokenizer MODEL.")
@@ -68,17 +70,31 @@ def run(config: InspectConfig) -> None:
     rows = Rows(config.artefact, manifest)
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
+    read = files_read(manifest, config.row, config.row + config.rows)
+    check_files(config.artefact, manifest, read.__contains__)
     print_facts(summary(manifest, rows, tokenizer), f"{manifest.kind} in {config.artefact}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         (row,) = rows.read(number, number + 1)
         task = f", task {row['task']}" if row.get("task") else ""
-        print_text(Text(f"\nrow {number}, id {row['id']}{task}", "bold"))
+        print_text(Text(without_controls(f"\nrow {number}, id {row['id']}{task}"), "bold"))
         if manifest.kind == "acceptance":
             print_labels(row, tokenizer)
         elif manifest.kind == "rollouts":
             print_drafts(row, manifest.config["depth"], tokenizer)
         else:
             print_row(row, manifest.kind, config.artefact, tokenizer)
+
+
+def files_read(manifest: Manifest, first: int, stop: int) -> set[str]:
+    """Return the names of the files that the summary and rows [first, stop) are read from."""
+    names, end = set[str](), 0
+    for entry in manifest.files:
+        if entry.name.endswith(".parquet"):
+            start, end = end, end + entry.rows
+            is_shown = start < stop and first < end
+            names |= {entry.name, entry.name.replace(".parquet", ".safetensors")} if is_shown else set()
+            names |= {entry.name} if manifest.kind in SUMMARIZED else set()
+    return names
 
 
 def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
@@ -90,12 +106,12 @@ def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
             name = "re-tokenised text" if row["retokenised"] else "token ids as sampled"
             exact.setdefault(name, []).append(round_trips(row, tokenizer))
         facts |= {name: f"{len(ok):,} rows, {sum(ok):,} round-trip exactly" for name, ok in exact.items()}
-    if manifest.kind in ("responses", "features"):
+    if manifest.kind in SUMMARIZED:
         sequences = [(row["input_ids"], row["loss_mask"]) for row in rows.iterate()]
         grams = distinct_4grams(ids[start:end] for ids, mask in sequences for start, end in spans(mask))
         facts["answers' tokens"] = Repetition.of(sequences).text()
         facts |= {} if grams is None else {"distinct 4-grams": f"{grams:.2f}, each answer for itself"}
-    facts["bytes"] = f"{sum(entry.bytes for entry in manifest.files):,}, every hash right"
+    facts["bytes"] = f"{sum(entry.bytes for entry in manifest.files):,}, sizes right, and hashes of what is read"
 
     def plain(value: Any) -> str:
         values = value if isinstance(value, list) else [value]
@@ -136,7 +152,10 @@ def print_row(row: dict[str, Any], kind: str, directory: Path, tokenizer: Any) -
             if turn > 1:
                 print_text(Text(f"(the target's answer, then turn {turn})", style=COUNTED))
             for message in messages:
-                print_text(Text(f"{message['role']}: {message['content']}", style=PROMPT))
+                said = [message["content"]] if message["content"] else []
+                beside = {key: value for key, value in message.items() if key not in ("role", "content")}
+                said += [json.dumps(beside, ensure_ascii=False)] if beside else []
+                print_text(Text(without_controls(f"{message['role']}: {' '.join(said)}"), style=PROMPT))
 
 
 def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, bracketed: bool) -> Text:
@@ -144,7 +163,7 @@ def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, bracke
     text = Text()
     # Whole runs: a character may be several tokens.
     for counted, run in itertools.groupby(range(len(ids)), lambda at: bool(mask[at])):
-        piece = tokenizer.decode([ids[at] for at in run])
+        piece = without_controls(tokenizer.decode([ids[at] for at in run]))
         text.append(f"⟦{piece}⟧" if counted and bracketed else piece, style=COUNTED if counted else PROMPT)
     return text
 
@@ -155,8 +174,8 @@ def print_labels(row: dict[str, Any], tokenizer: Any) -> None:
     positions = np.flatnonzero(row["loss_mask"]).tolist()
     for at, prob in zip(positions, probs, strict=True):
         # Text between two answer tokens was not drafted.
-        text.append(tokenizer.decode(ids[end:at]), style=PROMPT)
-        text.append(tokenizer.decode([ids[at]]), style=band(prob))
+        text.append(without_controls(tokenizer.decode(ids[end:at])), style=PROMPT)
+        text.append(without_controls(tokenizer.decode([ids[at]])), style=band(prob))
         end = at + 1
     print_text(text)
     means = f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}"

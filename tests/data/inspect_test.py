@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -30,7 +36,7 @@ def test_the_mask_is_coloured_and_bracketed_where_colour_does_not_show():
 def test_every_kind_is_shown(chain, capsys, stage):
     run(InspectConfig(chain.directory(stage), row=1, rows=2))
     shown = capsys.readouterr().out
-    assert f"{stage} in" in shown and "every hash right" in shown and "row 2, id row-2" in shown
+    assert f"{stage} in" in shown and "hashes of what is read" in shown and "row 2, id row-2" in shown
     assert {"prompts": "user: ", "responses": "11 rows, ", "acceptance": "draft Y", "features": "all finite"}[
         stage
     ] in shown
@@ -56,6 +62,46 @@ def test_what_round_trips():
     assert round_trips(row, tokenizer) and round_trips({**row, "server_tokens": None}, tokenizer)
     assert not round_trips({**row, "server_tokens": len(ids) + 2}, tokenizer)
     assert not round_trips({**row, "text": "functio"}, tokenizer)
+
+
+def test_only_the_files_that_are_shown_are_hashed(chain, tmp_path):
+    """One byte is changed in the last file of states: a row of the first file does not look there."""
+    copy = Path(shutil.copytree(chain.directory("features"), tmp_path / "features"))
+    first, *_, last = sorted(copy.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-1] + bytes([last.read_bytes()[-1] ^ 1]))
+    run(InspectConfig(copy, row=0))
+    with pytest.raises(InputError, match=f"{last.name}: found sha256"):
+        run(InspectConfig(copy, row=10))
+    # Sizes are compared for all.
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(InputError, match=f"{first.name}: found .* bytes, not"):
+        run(InspectConfig(copy, rows=0))
+
+
+ESCAPES = "a\x1b[2J\x1b]0;title\x07\x9b31m\rb"
+
+
+@pytest.mark.parametrize("options", [{}, {"supervised": True}])
+def test_escape_sequences_of_the_data_are_printed_as_text(pair, tmp_path, capsys, options):
+    rows = [{"id": "id\x1b[1m", "task": "t\x1b", "prompt": ESCAPES, "answer": ESCAPES}]
+    (tmp_path / "x.jsonl").write_text(json.dumps(rows[0]))
+    run(
+        InspectConfig(make_prompts(PromptsConfig(str(tmp_path / "x.jsonl"), str(pair[0]), tmp_path / "out", **options)))
+    )
+    shown = capsys.readouterr().out
+    assert not set(shown) & (set(map(chr, [*range(32), *range(127, 160)])) - {"\n"})
+    assert r"a\x1b[2J\x1b]0;title\x07\x9b31m\rb" in shown and r"id\x1b[1m" in shown
+
+
+def test_letters_that_stdout_has_not_are_printed_as_codes(pair, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "Grüße", "answer": "日本"}))
+    out = tmp_path / "out"
+    make_prompts(PromptsConfig(str(tmp_path / "x.jsonl"), str(pair[0]), out, supervised=True))
+    command = [sys.executable, "-m", "draftsmith", "data", "inspect", str(out)]
+    for more in ([], ["--json"]):
+        done = subprocess.run([*command, *more], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert rb"Gr\xfc\xdfe" in done.stdout.replace(b"\\\\", b"\\") and rb"\u65e5\u672c" in done.stdout
 
 
 def test_a_row_that_is_not_there_and_another_tokenizer(chain, tmp_path, pair):
