@@ -124,11 +124,11 @@ def run(config: PromptsConfig) -> Path:
 
     def make_shard(shard: Shard, advance: Advance) -> ShardContent:
         rows, counts = [], Counter[str]()
-        for index, known_error in selected[shard.start : shard.stop]:
+        for index, row_id in selected[shard.start : shard.stop]:
             try:
-                if known_error is not None:
-                    raise known_error
-                row = prompt_row(index, source.row(index), mapping, tokenizer, config, context, counts)
+                if isinstance(row_id, RowError):
+                    raise row_id
+                row = prompt_row(row_id, source.row(index), mapping, tokenizer, config, context, counts)
             except RowError as error:
                 drop_row(source.where(index), error, config, counts)
             else:
@@ -157,8 +157,9 @@ def one_source(name: str, config: PromptsConfig, tokenizer: Any) -> RowSource:
 
 def select_rows(
     source: RowSource, mapping: Mapping[str, str], config: PromptsConfig
-) -> list[tuple[int, RowError | None]]:
-    """Return the numbers of the rows that pass split, task and limit, each with the error for which it is dropped.
+) -> list[tuple[int, str | RowError]]:
+    """Return the numbers of the rows that pass split, task and limit, each with its id, or the error for which it is
+    dropped. An id that two sources have is prefixed by the source.
 
     Raises:
         InputError: a mapping of, or a filter on, a column that no row has; nothing left; or an invalid row that may not
@@ -169,8 +170,10 @@ def select_rows(
     allowed = {
         name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value is not None
     }
-    selected: list[tuple[int, RowError | None]] = []
-    first_index: dict[str, int] = {}
+    selected: list[tuple[int, str | RowError]] = []
+    first_index: dict[tuple[str, str], int] = {}
+    first_prefix: dict[str, str] = {}
+    shared: set[str] = set()
     labelled: set[str] = set()
     absent = set(mapping.values())
     for index in range(len(source)):
@@ -181,11 +184,13 @@ def select_rows(
             if not all(row_label(row, mapping, name) in values for name, values in allowed.items()):
                 continue
             row_id = row_label(row, mapping, "id", f"{index:07d}")
-            if first_index.setdefault(row_id, index) != index:
-                found = f"the id {row_id[:80]!r}, which {source.where(first_index[row_id])} has too"
+            key = source.prefix(index), row_id
+            shared |= {row_id} if first_prefix.setdefault(row_id, key[0]) != key[0] else set()
+            if first_index.setdefault(key, index) != index:
+                found = f"the id {row_id[:80]!r}, which {source.where(first_index[key])} has too"
                 remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
                 raise RowError(found, remedy, "duplicate")
-            selected.append((index, None))
+            selected.append((index, row_id))
         except RowError as error:
             drop_row(source.where(index), error, config, Counter())
             # A copy, without the frames that a traceback would keep in memory.
@@ -202,7 +207,7 @@ def select_rows(
     if not selected:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"
         raise InputError("source", found, "at least one row", "Correct the filters.")
-    return selected
+    return [(i, source.prefix(i) + row_id if row_id in shared else row_id) for i, row_id in selected]
 
 
 def drop_row(where: str, error: RowError, config: PromptsConfig, counts: Counter[str]) -> None:
@@ -214,7 +219,7 @@ def drop_row(where: str, error: RowError, config: PromptsConfig, counts: Counter
 
 
 def prompt_row(
-    index: int,
+    row_id: str,
     row: Row,
     mapping: Mapping[str, str],
     tokenizer: Any,
@@ -233,7 +238,7 @@ def prompt_row(
     # The recorded answers to these turns are left out: the target's own take their place.
     asked = open_turns(chat, config.turns)
     encoded: dict[str, Any] = {
-        "id": row_label(row, mapping, "id", f"{index:07d}"),
+        "id": row_id,
         "prompt_ids": prompt_ids(tokenizer, asked.opening),
         "messages": json.dumps(asked.opening, ensure_ascii=False),
         "task": row_label(row, mapping, "task"),

@@ -101,4 +101,4 @@ def written_turns(directory: Path, target: str, tokenizer: Any) -> RowSource:
             raise RowError("a turn without a whole sentence", reason="unfinished")
         return {"id": hashlib.sha256(text.encode()).hexdigest()[:16], "task": row["task"], "prompt": text}
 
-    return RowSource(directory, manifest.digest, len(rows), read)
+    return RowSource(directory, manifest.digest, len(rows), read, content_ids=True)

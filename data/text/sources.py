@@ -31,6 +31,7 @@ class RowSource:
 
     name: of the file or data set. digest: identifies the content. read: returns a row, or raises RowError.
     line_numbers: of each row in its file, from 1, if rows are lines. split_taken: the rows are one split already.
+    content_ids: ids are hashes of the content, so that equal ones are duplicates in any source.
     """
 
     name: str | Path
@@ -39,6 +40,7 @@ class RowSource:
     read: Callable[[int], Any]
     line_numbers: Sequence[int] | None = None
     split_taken: bool = False
+    content_ids: bool = False
 
     def __len__(self) -> int:
         return self.num_rows
@@ -49,6 +51,10 @@ class RowSource:
         if not isinstance(value, dict):
             raise RowError(f"a JSON {type(value).__name__}, not an object")
         return value
+
+    def prefix(self, index: int) -> str:
+        """Return what tells a row's id from the same id in another source; empty if there is one source."""
+        return ""
 
     def where(self, index: int) -> str:
         """Return the row's file and place, for errors."""
@@ -129,19 +135,26 @@ class JoinedSource(RowSource):
         name, taken = ", ".join(str(part.name) for part in parts), all(part.split_taken for part in parts)
         super().__init__(name, digest, sum(map(len, parts)), self._read, split_taken=taken)
         self._parts = parts
+        stems = [Path(part.name).stem for part in parts]
+        self._prefixes = [f"{stem}/" if stems.count(stem) == 1 else f"{i}/" for i, stem in enumerate(stems, 1)]
+
+    def prefix(self, index: int) -> str:
+        number = self._place(index)[0]
+        return "" if self._parts[number].content_ids else self._prefixes[number]
 
     def where(self, index: int) -> str:
-        part, own = self._place(index)
-        return part.where(own)
+        number, own = self._place(index)
+        return self._parts[number].where(own)
 
     def _read(self, index: int) -> Any:
-        part, own = self._place(index)
-        return part.read(own)
+        number, own = self._place(index)
+        return self._parts[number].read(own)
 
-    def _place(self, index: int) -> tuple[RowSource, int]:
-        for part in self._parts:
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the number of a row's source, and of the row in it."""
+        for number, part in enumerate(self._parts):
             if index < len(part):
-                return part, index
+                return number, index
             index -= len(part)
         raise IndexError(index)
 

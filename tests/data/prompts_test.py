@@ -135,10 +135,18 @@ def test_several_sources_are_read_one_after_the_other(pair, tmp_path):
     assert ids == ["r0", "r1", "r2", "r3", "r4"]
     assert manifest.inputs != made(f"{names[1]},{names[0]}", "turned")[1].inputs
     assert made(",".join(names), "four", limit=4)[0] == ids[:4]
-    # An error names the file and its own line; so does an id that two of them have.
+    # An id that two of them have is prefixed by both; one that a file has twice is an error with its line.
     write_source(tmp_path / "c.jsonl", [{"id": "r9", "prompt": "Hi"}, {"id": "r1", "prompt": "Hi"}])
-    with pytest.raises(InputError, match=r"c\.jsonl, line 3: found the id 'r1', which .*a\.jsonl, line 3 has too"):
-        made(f"{names[0]},{tmp_path / 'c.jsonl'}", "twice")
+    ids, manifest = made(f"{names[0]},{tmp_path / 'c.jsonl'}", "shared")
+    assert ids == ["r0", "a/r1", "r2", "r9", "c/r1"] and not manifest.counts.get("duplicate_dropped")
+    (tmp_path / "other").mkdir()
+    same_name = write_source(tmp_path / "other" / "c.jsonl", [{"id": "r1", "prompt": "Hi"}] * 2)
+    with pytest.raises(
+        InputError, match=r"other/c\.jsonl, line 3: found the id 'r1', which .*c\.jsonl, line 1 has too"
+    ):
+        made(f"{tmp_path / 'c.jsonl'},{same_name}", "twice")
+    ids, manifest = made(f"{tmp_path / 'c.jsonl'},{same_name}", "dropped", invalid="drop")
+    assert ids == ["r9", "1/r1", "2/r1"] and manifest.counts["duplicate_dropped"] == 1
     with pytest.raises(InputError, match=r"found self among self,.*expected self alone"):
         made(f"self,{names[0]}", "self")
 
