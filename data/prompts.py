@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from collections import Counter
@@ -14,21 +15,34 @@ from draftsmith.data.console import Advance
 from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity, vocabulary_size
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
-from draftsmith.data.store.manifest import MANIFEST, Field, volatile
+from draftsmith.data.store.manifest import MANIFEST, STARTED, Field, volatile
+from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
     Turns,
-    label_column,
+    check_answers,
+    named_column,
     open_turns,
     parse_columns,
     read_chat,
     row_label,
     up_to_last,
+    well_formed,
 )
 from draftsmith.data.text.self_prompts import SELF, open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import JoinedSource, Row, RowSource, named_split, open_source
-from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
+from draftsmith.data.text.template import (
+    RowError,
+    TemplateInputs,
+    check_mask,
+    context_length,
+    load_chat_tokenizer,
+    not_shown,
+    prompt_ids,
+    shows_date,
+    supervised_ids,
+)
 from draftsmith.modules.targets.base import check_ids
 from draftsmith.modules.types import InputError
 
@@ -38,6 +52,7 @@ FIELDS = (
     Field("messages", "string"),
     Field("task", "string"),
     Field("later", "string"),
+    Field("template_inputs", "string"),
 )
 SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
 
@@ -110,6 +125,10 @@ def run(config: PromptsConfig) -> Path:
     source = parts[0] if len(parts) == 1 else JoinedSource(parts)
     mapping = parse_columns(config.columns)
     selected = select_rows(source, mapping, config)
+    date = template_date(config.output) if shows_date(tokenizer) else None
+    dated = {"date": date} if date else {}
+    if config.supervised:
+        check_mask(tokenizer, dated)
     # Tokenize the selected rows, a shard at a time.
     context, vocab_size = config.max_length or context_length(config.target), vocabulary_size(config.target)
     plan = StagePlan(
@@ -119,7 +138,11 @@ def run(config: PromptsConfig) -> Path:
         num_rows=len(selected),
         fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
         inputs={"source": source.digest},
-        identity={**text_identity(config.target), "chat_template": template_hash(tokenizer)},
+        identity={
+            **text_identity(config.target),
+            "chat_template": template_hash(tokenizer),
+            **({"template_date": date} if date else {}),
+        },
     )
 
     def make_shard(shard: Shard, advance: Advance) -> ShardContent:
@@ -128,7 +151,7 @@ def run(config: PromptsConfig) -> Path:
             try:
                 if isinstance(row_id, RowError):
                     raise row_id
-                row = prompt_row(row_id, source.row(index), mapping, tokenizer, config, context, counts)
+                row = prompt_row(row_id, source.row(index), mapping, tokenizer, config, context, dated, counts)
             except RowError as error:
                 drop_row(source.where(index), error, config, counts)
             else:
@@ -153,6 +176,15 @@ def one_source(name: str, config: PromptsConfig, tokenizer: Any) -> RowSource:
     if (Path(name) / MANIFEST).exists():
         return written_turns(Path(name), config.target, tokenizer)
     return open_source(name, config.split, config.subset, config.revision)
+
+
+def template_date(output: Path) -> str:
+    """Return the date that the template shows: today, or the day on which the stage began."""
+    try:
+        state = read_object(output / STARTED, {"state": dict})["state"]
+    except OSError:
+        state = {}
+    return state.get("identity.template_date") or datetime.date.today().isoformat()
 
 
 def select_rows(
@@ -180,7 +212,7 @@ def select_rows(
         try:
             row = source.row(index)
             absent -= row.keys()
-            labelled |= {name for name in allowed if label_column(row, mapping, name)}
+            labelled |= {name for name in allowed if named_column(row, mapping, name)}
             if not all(row_label(row, mapping, name) in values for name, values in allowed.items()):
                 continue
             row_id = row_label(row, mapping, "id", f"{index:07d}")
@@ -225,35 +257,46 @@ def prompt_row(
     tokenizer: Any,
     config: PromptsConfig,
     context: int | None,
+    dated: TemplateInputs,
     counts: Counter[str],
 ) -> dict[str, Any]:
-    """Return the artefact's row for a row of the source.
+    """Return the artefact's row for a row of the source. dated: the date, for a template that shows it.
 
     Raises:
         RowError: the row cannot be used.
     """
     if config.source == SELF:
-        return open_prompt(row, tokenizer)
+        return open_prompt(row, tokenizer, dated)
     chat = read_chat(row, mapping)
+    inputs = {**chat.inputs, **dated}
     # The recorded answers to these turns are left out: the target's own take their place.
     asked = open_turns(chat, config.turns)
     encoded: dict[str, Any] = {
         "id": row_id,
-        "prompt_ids": prompt_ids(tokenizer, asked.opening),
-        "messages": json.dumps(asked.opening, ensure_ascii=False),
+        "prompt_ids": prompt_ids(tokenizer, asked.opening, inputs),
+        "messages": to_json(asked.opening, "a message"),
         "task": row_label(row, mapping, "task"),
-        "later": json.dumps(asked.later, ensure_ascii=False),
+        "later": to_json(asked.later, "a later turn"),
+        "template_inputs": to_json(inputs, "tools or chat_template_kwargs"),
     }
     # Leave room for one token of an answer.
-    length = len(encoded["prompt_ids"]) + 1
+    length, used = len(encoded["prompt_ids"]) + 1, asked.opening
     if config.supervised:
         # What follows the last answer has nothing to learn from.
-        whole = up_to_last("assistant", chat.messages)
-        encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
+        used = up_to_last("assistant", chat.messages)
+        check_answers(used)
+        encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, used, inputs, chat.not_learned)
         length = len(encoded["input_ids"])
     if context is not None and length > context:
         found = f"{length} tokens (one for an answer included), more than {context}"
         raise RowError(found, "Raise --max-length within the target's context, or pass --overlong drop.", "overlong")
     counts["later_turns"] += len(asked.later)
     counts["turns_not_asked"] += asked.not_asked
+    counts.update(f"{name}_ignored" for name in chat.ignored)
+    counts.update(f"{name}_not_shown" for name in not_shown(tokenizer, used, inputs))
     return encoded
+
+
+def to_json(value: Any, what: str) -> str:
+    """Return a row's value as JSON; a date of a table becomes text. what: names it in the error."""
+    return well_formed(json.dumps(value, ensure_ascii=False, default=str), what)

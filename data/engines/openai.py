@@ -7,6 +7,7 @@ token ids are stored; if only text comes back, it is tokenized again and the row
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from draftsmith.data.store.reading import misfits
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed
-from draftsmith.data.text.template import RowError, check_context, context_length
+from draftsmith.data.text.template import RowError, check_context, context_length, function_of
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
 from draftsmith.modules.types import InputError, at_least
 
@@ -141,7 +142,7 @@ class ServerEngine:
         body = {"model": self.model, "seed": self.settings.row_seed(number, turn), "max_tokens": self.limit(row)}
         body |= {"temperature": params.temperature, "top_p": params.top_p}
         if self.server.dialect == "openai":
-            return "chat/completions", {**body, "messages": json.loads(row["messages"])}
+            return "chat/completions", body | chat_body(row)
         body |= {"prompt": row["prompt_ids"], "top_k": params.top_k or -1, "return_token_ids": True}
         # The model's generation config may set another penalty.
         body |= {"repetition_penalty": 1.0, "ignore_eos": self.settings.ignore_eos}
@@ -234,6 +235,24 @@ class ServerEngine:
             raise RowError(f"{len(ids):,} tokens, expected one or more within the context")
         ended = ids[-1] in self.eos_ids and not self.settings.ignore_eos
         return TargetTurn(ids, ended, text, retokenised, count)
+
+
+def chat_body(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the messages of a request, and what the server's template reads beside them.
+
+    Raises:
+        InputError: prompts of another day than the server's, with a template that shows the date.
+    """
+    inputs, messages = json.loads(row.get("template_inputs", "{}")), json.loads(row["messages"])
+    if inputs.get("date") not in (None, today := datetime.date.today().isoformat()):
+        found, remedy = f"prompts of {inputs['date']}", "Pass --server.dialect vllm, or make the prompts again."
+        raise InputError("chat_template", found, f"{today}, which the server's template shows", remedy)
+    # The protocol has arguments as JSON text.
+    for function in (function_of(call) for message in messages for call in message.get("tool_calls", ())):
+        if not isinstance(function.get("arguments", ""), str):
+            function["arguments"] = json.dumps(function["arguments"])
+    beside = {"tools": inputs.get("tools"), "chat_template_kwargs": inputs.get("variables")}
+    return {"messages": messages} | {name: value for name, value in beside.items() if value}
 
 
 def parse_reply(response: httpx.Response, url: str) -> Any:

@@ -344,13 +344,17 @@ def load_tokenizer(path: str) -> Any:
     # transformers reads the tokenizer's class from config.json.
     read_config(path)
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
     except Exception as error:
         # The tokenizers library, written in Rust, raises plain Exceptions.
         if "trust_remote_code" in str(error):
             raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", TRUST) from error
         found = f"{path}, which transformers cannot load ({_reason(error)})"
         raise InputError("tokenizer", found, "a tokenizer's files", "Fetch or save it again.") from error
+    # An editor's byte-order mark in the template's file would be the first token of every prompt.
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
+    return tokenizer
 
 
 def tokenizer_identity(path: str) -> dict[str, str]:

@@ -52,9 +52,9 @@ def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> 
 
 
 def read_text(path: Path, expected: str, remedy: str = REMEDY) -> str:
-    """Read a UTF-8 file. expected: its content in words, for the error."""
+    """Read a UTF-8 file, with or without a byte-order mark. expected: its content in words, for the error."""
     try:
-        return Path(path).read_text("utf-8")
+        return Path(path).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(str(path), f"bytes that are not UTF-8 ({error.reason})", expected, remedy) from error
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from draftsmith.data.text.template import Messages, RowError
@@ -24,12 +25,24 @@ ROLES = {
 }
 # User turns of a conversation that the target answers. `last`: after the recorded answers to those before.
 Turns = Literal["all", "first", "last"]
-LABEL_COLUMNS = {
+# Columns beside the chat: our name -> usual names.
+COLUMNS = {
     "id": ("id", "question_id", "conversation_id", "prompt_id", "conv_id"),
     "task": ("task", "category"),
     "split": ("split",),
+    "system": ("system", "system_prompt"),
+    "history": ("history",),
+    "tools": ("tools",),
+    "chat_template_kwargs": ("chat_template_kwargs",),
 }
-MAPPABLE = (*LABEL_COLUMNS, "prompt", "answer", "messages")
+MAPPABLE = (*COLUMNS, "prompt", "answer", "messages")
+# Keys of a turn that templates read beside role and content; those of reasoning mean the same.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+TURN_KEYS = ("tool_calls", "tool_call_id", "name")
+# An answer with 0 or false under one of these is not learned (OpenAI, ms-swift, axolotl).
+WEIGHTS = ("weight", "loss", "train")
+EMPTY = (None, "", [], {})
+READ_KEYS = {"role", "from", "content", "value", *TURN_KEYS, *REASONING, *WEIGHTS}
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
 # Where the licence of NVIDIA's SPEED-Bench forbids a copy of a text, this stands for it until a script fetches it.
@@ -41,12 +54,29 @@ FETCH = (
 SHOWN_CHARS = 200  # of a row, in errors
 
 
+# Columns beside a chat that are read if they hold this; else they are counted as ignored.
+READABLE: dict[str, Callable[[Any], bool]] = {
+    "system": lambda value: isinstance(value, str),
+    "history": lambda pairs: isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 2 for p in pairs),
+    "tools": lambda tools: isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools),
+    "chat_template_kwargs": lambda values: isinstance(values, Mapping),
+}
+
+
 @dataclass(frozen=True)
 class Chat:
-    """Messages of one row. later: texts of later user turns without recorded answers, unchecked."""
+    """Messages of one row.
+
+    later: texts of later user turns without recorded answers, unchecked. inputs: what the template reads beside the
+    messages. not_learned: numbers of messages whose answers have weight 0. ignored: names of fields that say something
+    and are not read.
+    """
 
     messages: Messages
     later: tuple[Any, ...] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    not_learned: tuple[int, ...] = ()
+    ignored: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -85,9 +115,9 @@ def parse_columns(text: str) -> dict[str, str]:
     return mapping
 
 
-def label_column(row: Mapping[str, Any], mapping: Mapping[str, str], name: str) -> str | None:
-    """Return the column of a row's `id`, `task` or `split`; None if it has none."""
-    candidates = (mapping[name],) if name in mapping else LABEL_COLUMNS[name]
+def named_column(row: Mapping[str, Any], mapping: Mapping[str, str], name: str) -> str | None:
+    """Return the column of a row that holds one of COLUMNS; None if it has none."""
+    candidates = (mapping[name],) if name in mapping else COLUMNS[name]
     return next((column for column in candidates if row.get(column) is not None), None)
 
 
@@ -97,7 +127,7 @@ def row_label(row: Mapping[str, Any], mapping: Mapping[str, str], name: str, def
     Raises:
         RowError: it is a list or an object.
     """
-    column = label_column(row, mapping, name)
+    column = named_column(row, mapping, name)
     if column is None:
         return default
     value = row[column]
@@ -136,43 +166,52 @@ def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape:
 def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
     """Read the chat of a row.
 
+    Answers may be empty, as where a call of a tool is all that is said: `check_answers` refuses them where they are
+    read.
+
     Raises:
         RowError: no known shape, an empty row, or values of another type than the shape's.
     """
     shape, column = chat_shape(row, mapping)
-    if shape in ("messages", "turns"):
-        turns = row.get(column)
-        if turns is not None and not isinstance(turns, list):
-            raise RowError(f"{column} is {turns!r:.60}, expected a list")
-        if not turns:
-            raise RowError(f"{column} is empty")
-        if shape == "turns":
-            return Chat([{"role": "user", "content": _filled(turns[0], "the first turn")}], tuple(turns[1:]))
+    beside = _beside(row, mapping)
+    readable = {name: beside.pop(name) for name, fits in READABLE.items() if name in beside and fits(beside[name])}
+    system, inputs = readable.get("system"), _template_inputs(readable)
+    later: tuple[Any, ...] = ()
+    spoken: list[Any] = []
+    if shape == "turns":
+        first, *others = _listed(row.get(column), column)
+        messages, later = [{"role": "user", "content": _filled(first, "the first turn")}], tuple(others)
+    elif shape == "messages":
         # A system turn without text is common, and means none.
+        turns = _listed(row.get(column), column)
         spoken = [turn for turn in turns if not (_role(turn) == "system" and _content(turn) in (None, ""))]
-        roles = [_role(turn) for turn in spoken]
-        messages = [
-            {"role": role, "content": _filled(_content(turn), f"a {role} turn")}
-            for role, turn in zip(roles, spoken, strict=True)
-        ]
-        if all(role == "user" for role in roles):
+        messages = [_message(turn) for turn in spoken]
+        if all(message["role"] == "user" for message in messages):
             # No recorded answers: the same as `turns`.
-            return Chat(messages[:1], tuple(message["content"] for message in messages[1:]))
-        return Chat(messages)
-
-    # One prompt, with its answer if there is one.
-    content = _filled(row.get(column), column)
-    if shape == "alpaca":
-        further, answer = row.get("input"), row.get("output")
-        if further is not None and further != "" and not str(further).isspace():
-            content = f"{content}\n\n{_filled(further, 'input')}"
+            messages, later = messages[:1], tuple(message["content"] for message in messages[1:])
     else:
-        answer = row.get(mapping.get("answer", "answer"))
-    messages = [{"role": "user", "content": content}]
-    # An answer of another type (the number of a choice) counts as none; --supervised then reports the row.
-    if isinstance(answer, str) and answer.strip():
-        messages.append({"role": "assistant", "content": well_formed(answer, "the answer")})
-    return Chat(messages)
+        messages = [*_history(readable.pop("history", ())), *_prompt(row, mapping, shape, column)]
+
+    not_learned = [i for i, turn in enumerate(spoken) if _role(turn) == "assistant" and _weight(turn) == 0]
+    ignored = {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
+    ignored |= {key for turn in spoken for key in REASONING if turn.get(key) not in EMPTY and not _is_text(turn[key])}
+    ignored |= beside.keys() | ({"history"} & readable.keys())
+    # The chat's own system message is nearer to it than a column.
+    if system is not None and messages and messages[0]["role"] == "system":
+        ignored |= {"system"} if system != messages[0]["content"] else set()
+    elif system is not None:
+        messages = [{"role": "system", "content": _filled(system, "the system column")}, *messages]
+        not_learned = [i + 1 for i in not_learned]
+    # A name goes into the counts of the stage.
+    names = frozenset(name if name.isidentifier() else "fields" for name in ignored)
+    return Chat(messages, later, inputs, tuple(not_learned), names)
+
+
+def check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RowError for an answer without text, calls or reasoning, where recorded answers are read."""
+    for message in messages:
+        if message["role"] == "assistant" and not any(value for key, value in message.items() if key != "role"):
+            raise RowError("an assistant turn has no text")
 
 
 def up_to_last(role: str, messages: Messages) -> Messages:
@@ -200,6 +239,7 @@ def open_turns(chat: Chat, turns: Turns) -> OpenTurns:
     # The recorded answers stay as context, so only the last turn is asked.
     if turns == "last":
         opening = up_to_last("user", chat.messages)
+        check_answers(opening)
         before = sum(message["role"] == "user" for message in opening) - 1
         return OpenTurns(opening, not_asked=before + len(later))
 
@@ -221,10 +261,113 @@ def open_turns(chat: Chat, turns: Turns) -> OpenTurns:
     return OpenTurns(stretches[0], tuple(stretches[1:]))
 
 
+def _prompt(row: Mapping[str, Any], mapping: Mapping[str, str], shape: str, column: str) -> Messages:
+    """Read one prompt, with its answer if there is one."""
+    content = _filled(row.get(column), column)
+    if shape == "alpaca":
+        further, answer = row.get("input"), row.get("output")
+        if further is not None and further != "" and not str(further).isspace():
+            content = f"{content}\n\n{_filled(further, 'input')}"
+    else:
+        answer = row.get(mapping.get("answer", "answer"))
+    messages = [{"role": "user", "content": content}]
+    # An answer of another type (the number of a choice) counts as none; --supervised then reports the row.
+    if isinstance(answer, str) and answer.strip():
+        messages.append({"role": "assistant", "content": well_formed(answer, "the answer")})
+    return messages
+
+
+def _beside(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a row says in columns beside its chat; lists and objects may be written as JSON."""
+    columns = {name: named_column(row, mapping, name) for name in READABLE}
+    values = {name: row[column] for name, column in columns.items() if column is not None}
+    values = {name: value if name == "system" else _parse_json(value) for name, value in values.items()}
+    return {name: value for name, value in values.items() if value not in EMPTY and not str(value).isspace()}
+
+
+def _history(pairs: Sequence[Sequence[Any]]) -> Messages:
+    """Read earlier turns, given as pairs of a question and its answer."""
+    texts = [_filled(text, "a turn of history") for pair in pairs for text in pair]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def _template_inputs(readable: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a template reads beside the messages; functions without OpenAI's wrapper get it."""
+    tools = [
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        if "name" in tool and tool.get("type") in (None, "function")
+        else tool
+        for tool in readable.get("tools", ())
+    ]
+    variables = readable.get("chat_template_kwargs")
+    return ({"tools": tools} if tools else {}) | ({"variables": variables} if variables else {})
+
+
+def _listed(turns: Any, column: str) -> list[Any]:
+    if turns is not None and not isinstance(turns, list):
+        raise RowError(f"{column} is {turns!r:.60}, expected a list")
+    if not turns:
+        raise RowError(f"{column} is empty")
+    return turns
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a turn as a message, with what templates read beside its text."""
+    role, content = _role(turn), _content(turn)
+    # A tool may print nothing, and an answer be a call.
+    if role in ("assistant", "tool") and not _is_text(content) and isinstance(content, str | None):
+        content = ""
+    else:
+        content = _filled(content, f"a {role} turn")
+    message = {"role": role, "content": content}
+    message |= {key: turn[key] for key in TURN_KEYS if turn.get(key) not in EMPTY}
+    if _is_text(reasoning := _first(turn, REASONING)):
+        message["reasoning_content"] = well_formed(reasoning, "the reasoning of a turn")
+    if "tool_calls" in message:
+        message["tool_calls"] = [_call(call) for call in _listed(message["tool_calls"], "tool_calls")]
+    return message
+
+
+def _call(call: Any) -> Mapping[str, Any]:
+    """Return a call of a tool with its arguments as an object: OpenAI writes them as JSON, templates read objects."""
+    if not isinstance(call, Mapping):
+        raise RowError(f"a call of a tool is {call!r:.60}, expected an object")
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return call
+    parsed = {"arguments": _parse_json(function["arguments"])} if "arguments" in function else {}
+    return {**call, "function": {**function, **parsed}}
+
+
+def _parse_json(value: Any) -> Any:
+    """Return a list or an object that is written as JSON; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _weight(turn: Mapping[str, Any]) -> Any:
+    """Return the weight of an answer in the loss: 0 or false if it is not learned."""
+    weight = _first(turn, WEIGHTS)
+    return 1 if weight is None else weight
+
+
+def _first(turn: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return the first of several fields that is filled: a table has null where a row has another shape."""
+    return next((turn[key] for key in keys if turn.get(key) is not None), None)
+
+
 def _role(turn: Any) -> str:
     if not isinstance(turn, Mapping):
         raise RowError(f"a turn is {turn!r:.60}, expected role and content (or from and value)")
-    name = turn.get("role", turn.get("from"))
+    name = _first(turn, ("role", "from"))
     role = ROLES.get(str(name).lower())
     if role is None:
         raise RowError(f"unknown role {repr(name)[:60]}, expected one of {', '.join(ROLES)}")
@@ -232,7 +375,7 @@ def _role(turn: Any) -> str:
 
 
 def _content(turn: Mapping[str, Any]) -> Any:
-    content = turn.get("content", turn.get("value"))
+    content = _first(turn, ("content", "value"))
     if not isinstance(content, list):
         return content
     # OpenAI's content parts.

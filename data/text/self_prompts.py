@@ -23,7 +23,7 @@ from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.sources import Row, RowSource
-from draftsmith.data.text.template import RowError, user_turn
+from draftsmith.data.text.template import RowError, TemplateInputs, encode, user_turn
 from draftsmith.modules.types import InputError
 
 SELF = "self"
@@ -63,12 +63,13 @@ def opening_rows(limit: int) -> RowSource:
     return RowSource(SELF, digest, limit * len(openings), read)
 
 
-def open_prompt(row: Row, tokenizer: Any) -> dict[str, Any]:
+def open_prompt(row: Row, tokenizer: Any, inputs: TemplateInputs) -> dict[str, Any]:
     """Return the row of `prompts` that ends behind the first words of the user's turn."""
     words = row["prompt"]
-    ids = user_turn(tokenizer)[0] + tokenizer(words, add_special_tokens=False)["input_ids"]
+    ids = user_turn(tokenizer, inputs)[0] + encode(tokenizer, words)
     messages = json.dumps([{"role": "user", "content": words}])
-    return {"id": row["id"], "prompt_ids": ids, "messages": messages, "task": row["task"], "later": "[]"}
+    labels = {"id": row["id"], "task": row["task"]}
+    return {**labels, "prompt_ids": ids, "messages": messages, "later": "[]", "template_inputs": json.dumps(inputs)}
 
 
 def written_turns(directory: Path, target: str, tokenizer: Any) -> RowSource:
@@ -86,7 +87,7 @@ def written_turns(directory: Path, target: str, tokenizer: Any) -> RowSource:
     if not rows.read(0, 1)[0]["id"].startswith(f"{SELF}-"):
         found, expected = f"{directory}, responses to whole prompts", f"responses to prompts of --source {SELF}"
         raise InputError("source", found, expected, "Pass the data that the prompts were made from.")
-    start, closing = user_turn(tokenizer)
+    start, closing = user_turn(tokenizer, {"date": manifest.identity.get("template_date")})
     special = set(tokenizer.all_special_ids)
 
     def read(index: int) -> dict[str, Any]:

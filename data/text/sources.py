@@ -233,6 +233,17 @@ def parse_json(text: bytes) -> Any:
         raise RowError(f"not JSON ({error})") from error
 
 
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the null fields inside a table's row: its columns have the fields of all rows' objects."""
+
+    def dropped(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: dropped(inner) for key, inner in value.items() if inner is not None}
+        return [dropped(inner) for inner in value] if isinstance(value, list) else value
+
+    return {name: dropped(value) for name, value in row.items()}
+
+
 def _open_lines(path: Path) -> RowSource:
     """Open a file with one JSON object per line; blank lines are skipped."""
     file = path.open("rb")
@@ -284,7 +295,7 @@ def _open_parquet(path: Path) -> RowSource:
 
     def read(index: int) -> Any:
         try:
-            return table.slice(index, 1).to_pylist()[0]
+            return without_nulls(table.slice(index, 1).to_pylist()[0])
         except (ValueError, OverflowError) as error:
             # Text that is not UTF-8, a date outside of Python's range.
             raise RowError(f"unreadable ({error})") from error
@@ -326,7 +337,7 @@ def _open_datasets(
 
     def read(index: int) -> Any:
         try:
-            return loaded[index]
+            return without_nulls(loaded[index])
         except Exception as error:
             # Decoders of pictures, sound and text raise many kinds.
             raise RowError(f"unreadable ({type(error).__name__}: {error})") from error

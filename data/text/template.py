@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +16,20 @@ from draftsmith.data.models.loading import load_tokenizer, read_config
 from draftsmith.data.store.reading import read_text
 from draftsmith.modules.types import InputError
 
-Messages = list[dict[str, str]]
-MASK_REMEDY = "Pass --chat-template FILE with {% generation %}...{% endgeneration %} around the assistant's words."
+# Each has a role and a content, and may have tool_calls, tool_call_id, name and reasoning_content.
+Messages = list[dict[str, Any]]
+# What a template reads beside the messages, as JSON: tools (a list), variables (such as enable_thinking), and the date
+# that strftime_now shows. All may be absent.
+TemplateInputs = Mapping[str, Any]
+TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TAG_REMEDY = "Pass --chat-template FILE with {% generation %} tags around the assistant's words, or without any."
+# Stands for an answer where the text around it is looked for.
+PLACEHOLDER = "draftsmith-answer"
+# Two turns that any template for chats can show.
+PROBE = [
+    {"role": role, "content": f"draftsmith {role} {turn}"} for turn in ("one", "two") for role in ("user", "assistant")
+]
+DATE_FORMATS = ["%-d", "%-m", *(f"%{letter}" for letter in "aAdebBmyYjwuHIMSpxXcFDTZz")]
 
 
 class RowError(ValueError):
@@ -25,7 +44,11 @@ class RowError(ValueError):
 
 
 def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
-    """Load the target's tokenizer with a chat template: its own, or the one in the file `chat_template`."""
+    """Load the target's tokenizer with a chat template: its own, or the one in the file `chat_template`.
+
+    Raises:
+        InputError: no template, or one that does not show what the user says.
+    """
     tokenizer = load_tokenizer(target)
     if chat_template is not None:
         if not Path(chat_template).is_file():
@@ -34,6 +57,13 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
     if not tokenizer.chat_template:
         remedy = "Pass --chat-template FILE, or choose an instruction-tuned model."
         raise InputError("chat_template", f"none in {target}", "a chat template", remedy)
+    # Templates of models that see pictures may read lists of parts only. A template that refuses the probe refuses its
+    # rows, or wants other ones.
+    with contextlib.suppress(RowError):
+        if (words := PROBE[0]["content"]) not in render(tokenizer, PROBE[:1]):
+            found = f"that of {chat_template or target}, which drops a message of plain text ({words!r})"
+            remedy = "Pass --chat-template FILE with one that prints message.content."
+            raise InputError("chat_template", found, "a template that shows the user's words", remedy)
     return tokenizer
 
 
@@ -51,53 +81,194 @@ def check_context(row: int, length: int, max_position: int | None) -> None:
         raise InputError(f"prompt {row}", f"{length} tokens", expected, remedy)
 
 
-def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
-    """Tokenize messages up to and including the generation prompt; RowError if the template refuses them."""
-    return _apply_template(tokenizer, messages, add_generation_prompt=True)["input_ids"]
+def shows_date(tokenizer: Any) -> bool:
+    """Return whether the template may show the date of the day on which it is applied."""
+    return "strftime_now" in str(tokenizer.chat_template)
 
 
-def user_turn(tokenizer: Any) -> tuple[list[int], str]:
-    """Return the token ids in front of a first user message, and the first word that the template writes behind it.
-
-    Raises:
-        InputError: a template that shows the user's words otherwise.
-    """
-    words = "WORDS"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": words}], tokenize=False, add_generation_prompt=True
-    )
-    before, found, behind = text.partition(words)
-    if not found or not behind.split():
-        expected = "a template that shows a user's words, and where they end"
-        raise InputError("chat_template", repr(text[-80:]), expected, "Use prompts of your own.")
-    return tokenizer(before, add_special_tokens=False)["input_ids"], behind.split()[0]
+@functools.lru_cache(maxsize=8)
+def pin_date(template: str, date: str | None) -> str:
+    """Return the template with `strftime_now` at midnight of a date, such as 2026-11-27; unchanged without one."""
+    if date is None or "strftime_now" not in template:
+        return template
+    day = datetime.datetime.fromisoformat(date)
+    # transformers passes no functions to templates: a macro takes the place of its own function.
+    values = "".join(f"|replace({json.dumps(form)}, {json.dumps(day.strftime(form))})" for form in DATE_FORMATS)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{values} }}}}{{% endmacro %}}\n{template}"
 
 
-def supervised_ids(tokenizer: Any, messages: Messages) -> tuple[list[int], list[bool]]:
-    """Tokenize a whole conversation; return ids and a mask that is true on the assistant's tokens.
+def render(
+    tokenizer: Any, messages: Messages, inputs: TemplateInputs | None = None, add_generation_prompt: bool = False
+) -> str:
+    """Return the chat template's text of messages.
 
     Raises:
-        InputError: a template without generation tags, or a mask that is all zero: training would learn nothing.
-        RowError: the template refuses these messages.
+        RowError: the template refuses the messages.
     """
-    # Without these tags the tokenizer returns a mask of zeros and a warning only.
-    template = tokenizer.get_chat_template()
-    if "generation" not in template or "endgeneration" not in template:
-        raise InputError("chat_template", "no {% generation %} tags", "a template that marks the answers", MASK_REMEDY)
-    encoded = _apply_template(tokenizer, messages, return_assistant_tokens_mask=True)
-    mask = [bool(value) for value in encoded["assistant_masks"]]
-    if not any(mask):
-        raise InputError("loss_mask", "all zero", "a mask that covers the assistant's tokens", MASK_REMEDY)
-    return encoded["input_ids"], mask
-
-
-def _apply_template(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
     from jinja2 import TemplateError
 
+    tools, variables, date = map((inputs or {}).get, ("tools", "variables", "date"))
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options["chat_template"] = pin_date(tokenizer.get_chat_template(tools=tools), date)
+        text = tokenizer.apply_chat_template(messages, **options, **(variables or {}))
+        # No tokenizer takes half of a surrogate pair.
+        text.encode()
     except TemplateError as error:
         raise RowError(f"the chat template refuses it: {error}") from error
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         # Expressions in the template raise these.
         raise RowError(f"the chat template fails on it ({type(error).__name__}: {error})") from error
+    return text
+
+
+def prompt_ids(tokenizer: Any, messages: Messages, inputs: TemplateInputs | None = None) -> list[int]:
+    """Tokenize messages up to and including the generation prompt; RowError if the template refuses them."""
+    return encode(tokenizer, render(tokenizer, messages, inputs, add_generation_prompt=True))
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokenize text that a template has written, whose special tokens are in it."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def function_of(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the function of a tool or of a call."""
+    inner = part.get("function")
+    return inner if isinstance(inner, Mapping) else part
+
+
+def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set[str]:
+    """Return the fields beside role and content, tools included, of which the template leaves something out."""
+    calls = [("tool_calls", call) for message in messages for call in message.get("tool_calls", ())]
+    named = [("tools", tool) for tool in inputs.get("tools") or ()] + calls
+    values = [(field, function_of(part).get("name")) for field, part in named]
+    for field in ("reasoning_content", "tool_call_id", "name"):
+        values += [(field, message.get(field)) for message in messages]
+    values = [(field, value.strip()) for field, value in values if isinstance(value, str)]
+    text = render(tokenizer, messages, inputs) if values else ""
+    return {field for field, value in values if value not in text}
+
+
+def user_turn(tokenizer: Any, inputs: TemplateInputs | None = None) -> tuple[list[int], str]:
+    """Return the token ids in front of a first user message, and the first word that the template writes behind it.
+
+    Raises:
+        InputError: a template that shows the user's words otherwise.
+    """
+    text = render(tokenizer, PROBE[:1], inputs, add_generation_prompt=True)
+    before, found, behind = text.partition(PROBE[0]["content"])
+    if not found or not behind.split():
+        expected = "a template that shows a user's words, and where they end"
+        raise InputError("chat_template", repr(text[-80:]), expected, "Use prompts of your own.")
+    return encode(tokenizer, before), behind.split()[0]
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return id -> text of the tokens that stand for structure, not for text."""
+    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
+def check_mask(tokenizer: Any, inputs: TemplateInputs) -> None:
+    """Raise InputError for generation tags that are not on the assistant's words, or on others too."""
+    with contextlib.suppress(RowError):
+        text, spans = answer_spans(tokenizer, PROBE, inputs)
+        learned = "".join(text[start:end] for start, end in spans)
+        shown = [said for said in PROBE if said["content"] in text]
+        wrong = [said for said in shown if (said["content"] in learned) != (said["role"] == "assistant")]
+        if wrong:
+            found = f"a mask on {learned!r}, which is wrong about the {wrong[0]['role']}'s {wrong[0]['content']!r}"
+            raise InputError("chat_template", found, "a mask on the assistant's words alone", TAG_REMEDY)
+
+
+def supervised_ids(
+    tokenizer: Any, messages: Messages, inputs: TemplateInputs | None = None, not_learned: Sequence[int] = ()
+) -> tuple[list[int], list[bool]]:
+    """Tokenize a whole conversation; return ids and a mask that is true on the assistant's tokens.
+
+    A token that holds the end of one part and the beginning of another is not in the mask. not_learned: numbers of
+    messages whose answers are left out of it.
+
+    Raises:
+        RowError: the template refuses these messages, or no token is left to learn from.
+    """
+    text, spans = answer_spans(tokenizer, messages, inputs or {}, not_learned)
+    ids = encode(tokenizer, text)
+    mask = [False] * len(ids)
+    for start, end in spans:
+        before, through = encode(tokenizer, text[:start]), encode(tokenizer, text[:end])
+        # transformers' own mask runs to the end of the text where the last letter has no token (transformers#47325).
+        first, stop = len(before), num_common(through, ids)
+        if ids[:first] != before:
+            first = len(ids) - num_common(reversed(encode(tokenizer, text[start:])), reversed(ids))
+        mask[first:stop] = [True] * (stop - first)
+    if not any(mask):
+        raise RowError("no answer to learn from: the template shows none, or all have weight 0")
+    return ids, mask
+
+
+def num_common(left: Iterable[int], right: Iterable[int]) -> int:
+    """Return how many items two sequences have in common at their beginning."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+def answer_spans(
+    tokenizer: Any, messages: Messages, inputs: TemplateInputs, not_learned: Sequence[int] = ()
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return a conversation's text, and [start, end) of the answers in it: between generation tags, if the template
+    has them."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = render(tokenizer, messages, inputs)
+    template = pin_date(tokenizer.get_chat_template(tools=inputs.get("tools")), inputs.get("date"))
+    tagged = TAG.search(template) is not None
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    searched = not_learned if tagged else answers
+    found = {number: answer_span(tokenizer, messages, inputs, number, text) for number in searched}
+    left_out = [found[number] for number in not_learned]
+    if tagged:
+        variables = {**tokenizer.special_tokens_map, **(inputs.get("variables") or {})}
+        options = {"tools": inputs.get("tools"), "chat_template": template, "return_assistant_tokens_mask": True}
+        (again,), (spans,) = render_jinja_template([messages], **options, **variables)
+        assert again == text
+    else:
+        spans = list(found.values())
+    return text, [(s, e) for s, e in spans if s < e and not any(s < stop and start < e for start, stop in left_out)]
+
+
+def answer_span(tokenizer: Any, messages: Messages, inputs: TemplateInputs, number: int, text: str) -> tuple[int, int]:
+    """Return [start, end) of answer `number` in the conversation's text, with its end token.
+
+    It begins where the prompt for it ends, and ends where the conversation up to it ends, if these are the beginning of
+    the whole. Where a template shows earlier answers otherwise than the last one, or begins a prompt with words that
+    it leaves out later (an empty thought), another answer is put into its place: what stays equal is not the answer.
+
+    Raises:
+        RowError: neither shows where it is.
+    """
+
+    def beginning(part: Messages, **options: Any) -> int | None:
+        """Return the length of a part's text if the whole begins with it."""
+        with contextlib.suppress(RowError):
+            if part and text.startswith(shown := render(tokenizer, part, inputs, **options)):
+                return len(shown)
+        return None
+
+    special = "|".join(map(re.escape, sorted(special_tokens(tokenizer).values(), key=len, reverse=True))) or "(?!)"
+    start = beginning(messages[:number], add_generation_prompt=True)
+    end = beginning(messages[: number + 1])
+    if start is None or end is None:
+        other = [*messages[:number], {"role": "assistant", "content": PLACEHOLDER}, *messages[number + 1 :]]
+        head, *tails = render(tokenizer, other, inputs).split(PLACEHOLDER)
+        if len(tails) != 1 or not text.startswith(head) or not text.endswith(tails[0]):
+            remedy = "Pass --chat-template FILE with {% generation %} tags, or --invalid drop."
+            raise RowError(f"the chat template does not show where the answer in message {number} is", remedy)
+        start = len(head) if start is None else start
+        closing = re.match(rf"\s*(?:{special})", tails[0])
+        end = len(text) - len(tails[0]) + (closing.end() if closing else 0) if end is None else end
+    # Behind the end token some templates write a line break, which no target samples.
+    if ended := re.fullmatch(rf"(.*(?:{special}))\s+", text[start:end], re.DOTALL):
+        end = start + ended.end(1)
+    # An answer that the template leaves empty has an end token at most.
+    return (start, end) if re.sub(special, "", text[start:end]).strip() else (start, start)

@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,13 @@ from draftsmith.data.text.conversations import (
     row_label,
 )
 from draftsmith.data.text.sources import BENCHMARKS, OPENERS, named_split, open_source
-from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.data.text.template import (
+    Messages,
+    RowError,
+    TemplateInputs,
+    load_chat_tokenizer,
+    prompt_ids,
+)
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task
@@ -38,7 +44,7 @@ class BenchPrompt:
 
     messages: the conversation that `prompt_ids` hold, where the user has more to ask. later: the user's later turns.
     turn: turn of the conversation, from 1. number: number of the question in its run, from 0, the same in all its
-    turns.
+    turns. template_inputs: what the template reads beside the messages.
     """
 
     id: str
@@ -48,6 +54,7 @@ class BenchPrompt:
     later: tuple[str, ...] = ()
     turn: int = 1
     number: int = 0
+    template_inputs: TemplateInputs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,8 @@ def artefact_rows(directory: Path, target: str, turns: Turns) -> Iterator[Prompt
     def prompt(row: Mapping[str, Any], task: str) -> BenchPrompt:
         later = user_texts(json.loads(row["later"])) if turns == "all" else ()
         first = tuple(json.loads(row["messages"])) if later else ()
-        return BenchPrompt(str(row["id"]), list(row["prompt_ids"]), task, first, later)
+        inputs = json.loads(row.get("template_inputs") or "{}")
+        return BenchPrompt(str(row["id"]), list(row["prompt_ids"]), task, first, later, template_inputs=inputs)
 
     for entry in manifest.files:
         if entry.name.endswith(".parquet"):
@@ -159,10 +167,11 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
 
     def prompt(raw: Mapping[str, Any], name: str, task: str, where: str) -> BenchPrompt:
         with row_errors(where):
-            asked = open_turns(read_chat(raw, {}), turns)
-            ids = list(prompt_ids(tokenizer, asked.opening))
+            asked = open_turns(chat := read_chat(raw, {}), turns)
+            ids = list(prompt_ids(tokenizer, asked.opening, chat.inputs))
         later = user_texts(asked.later)
-        return BenchPrompt(name, ids, task, tuple(asked.opening) if later else (), later)
+        messages = tuple(asked.opening) if later else ()
+        return BenchPrompt(name, ids, task, messages, later, template_inputs=chat.inputs)
 
     # Only the rows that are kept apply the template, which takes most of the time.
     for number in range(len(opened)):
@@ -237,7 +246,7 @@ def next_turn(tokenizer: Any, prompt: BenchPrompt, answer: Sequence[int]) -> Ben
     text = tokenizer.decode(list(answer), skip_special_tokens=True)
     said = {"role": "assistant", "content": text}, {"role": "user", "content": prompt.later[0]}
     messages = (*prompt.messages, *said)
-    ids = list(prompt_ids(tokenizer, [dict(message) for message in messages]))
+    ids = list(prompt_ids(tokenizer, [dict(message) for message in messages], prompt.template_inputs))
     return dataclasses.replace(prompt, prompt_ids=ids, messages=messages, later=prompt.later[1:], turn=prompt.turn + 1)
 
 

@@ -190,15 +190,28 @@ PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor 
 NEVER = PLAIN + "{% if false %}{% generation %}x{% endgeneration %}{% endif %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "what"),
-    [(PLAIN, "found no {% generation %} tags"), (NEVER, "loss_mask: found all zero"), ("", "expected a chat template")],
-)
-def test_a_template_that_gives_no_mask_is_an_error(pair, tmp_path, template, what):
-    path = tmp_path / "template.jinja"
-    path.write_text(template)
-    with pytest.raises(InputError, match=what + ".*--chat-template FILE"):
-        supervised_ids(load_chat_tokenizer(str(pair[0]), path), HI)
+def test_a_template_that_gives_no_mask_is_an_error(make, tmp_path):
+    for template, what in ((NEVER, "a mask on the assistant's words"), ("", "expected a chat template")):
+        (path := tmp_path / "template.jinja").write_text(template)
+        with pytest.raises(InputError, match=what + ".*--chat-template FILE"):
+            make([{"messages": HI}], supervised=True, chat_template=path)
+
+
+def test_one_answer_that_a_template_leaves_empty_is_its_rows_fault(make, tmp_path):
+    """Templates of thinking models drop the thought: of an answer that is nothing else, no token is left."""
+    template = PLAIN.replace(
+        "{{ m.content }}", "{% generation %}{{ m.content.split('</think>')[-1] }}{% endgeneration %}"
+    )
+    template = template.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}")
+    template = template.replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
+    (path := tmp_path / "template.jinja").write_text(template)
+    rows = [{"messages": chat((USER, "Hi"), (ASSISTANT, f"<think>x</think>{answer}"))} for answer in ("", "Ho")]
+    with pytest.raises(InputError, match="line 1: found no answer to learn from"):
+        make(rows, supervised=True, chat_template=path)
+    (tmp_path / "out" / "started.json").unlink()
+    (row,) = make(rows, supervised=True, chat_template=path, invalid="drop")
+    assert sum(row["loss_mask"]) == len(tiny_tokenizer()("Ho")["input_ids"])
+    assert Manifest.read(tmp_path / "out").counts["invalid_dropped"] == 1
 
 
 def test_a_tokenizer_without_template_is_an_error(pair, tmp_path):

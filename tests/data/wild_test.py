@@ -165,7 +165,8 @@ def test_text_of_a_table_that_is_not_utf_8_is_a_bad_row(make):
 
 KEYS = st.sampled_from(
     ["prompt", "answer", "messages", "conversations", "turns", "instruction", "input", "id", "task", "split",
-     "role", "content", "from", "value", "type", "text"]
+     "role", "content", "from", "value", "type", "text", "system", "history", "tools", "tool_calls", "function",
+     "arguments", "name", "tool_call_id", "reasoning", "weight", "chat_template_kwargs"]
 ) | st.text(max_size=3)  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=6),
@@ -173,18 +174,27 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 TURN = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system", "tool", "human"]), "content": st.text(max_size=5) | VALUES}
+    {
+        "role": st.sampled_from(["user", "assistant", "system", "tool", "human"]),
+        "content": st.text(max_size=5) | VALUES,
+    },
+    optional={
+        "tool_calls": st.lists(VALUES, max_size=2) | VALUES,
+        "reasoning": VALUES,
+        "weight": VALUES,
+        "name": VALUES,
+    },
 )
 ROW = st.dictionaries(KEYS, VALUES, max_size=4) | st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)})
 LINE = (ROW | VALUES).map(lambda row: json.dumps(row).encode()) | st.binary(max_size=20) | st.just(GOOD)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(rows=st.lists(LINE, min_size=1, max_size=6), end=st.sampled_from([b"\n", b"\r\n"]))
-def test_whatever_is_in_a_file_nothing_is_lost_silently(make, rows, end):
+@given(rows=st.lists(LINE, min_size=1, max_size=6), end=st.sampled_from([b"\n", b"\r\n"]), supervised=st.booleans())
+def test_whatever_is_in_a_file_nothing_is_lost_silently(make, rows, end, supervised):
     content = end.join(rows)
     try:
-        kept, counts = make(content, invalid="drop", overlong="drop")
+        kept, counts = make(content, invalid="drop", overlong="drop", supervised=supervised)
     except InputError as error:
         assert "\n" not in str(error).strip()
     else:
@@ -194,4 +204,4 @@ def test_whatever_is_in_a_file_nothing_is_lost_silently(make, rows, end):
         assert len({row["id"] for row in kept}) == len(kept)
         if lost:
             with pytest.raises(InputError):
-                make(content)
+                make(content, supervised=supervised)

@@ -1,0 +1,139 @@
+"""Chat templates written anew with the traits of public ones, and a tokenizer that has their special tokens."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tiny_models import tiny_llama_dir
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = [
+    *("<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "<|eom|>", "<|python_tag|>"),
+    *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"),
+    *("<|User|>", "<|Assistant|>", "<|eos|>"),
+]
+
+# Qwen2.5, SmolLM2: a default system message, a line break behind every turn, calls as text.
+CHATML = """\
+{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif m.tool_calls %}{{ '<|im_start|>assistant' + ('\\n' + m.content if m.content else '') }}
+        {%- for call in m.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}
+        {%- endfor %}{{ '<|im_end|>\\n' }}
+    {%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# The same with tags that leave the line break out, as SmolLM3 has them.
+CHATML_TAGGED = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- else %}{{ m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# Llama 3.1: headers, trimmed text, today's date, calls that end with another token.
+LLAMA3 = """\
+{{- '<|begin|><|header|>system<|/header|>\\n\\nToday: ' + strftime_now('%d %b %Y') + '<|eot|>' }}
+{%- for m in messages %}
+    {%- if m.tool_calls %}{{ '<|header|>assistant<|/header|>\\n\\n<|python_tag|>' + m.tool_calls[0].function.name }}
+        {{- '(' + m.tool_calls[0].function.arguments.code + ')<|eom|>' }}
+    {%- elif m.role == 'tool' %}{{ '<|header|>ipython<|/header|>\\n\\n' + m.content + '<|eot|>' }}
+    {%- else %}{{ '<|header|>' + m.role + '<|/header|>\\n\\n' + m.content | trim + '<|eot|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\\n\\n' }}{%- endif %}"""
+
+# Mistral v3: no generation prompt, ids of nine letters, tools before the last question.
+MISTRAL = """\
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}{{ '<s>' }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if tools and m == users[-1] %}
+            {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}{{ '[INST] ' + m.content + '[/INST]' }}
+    {%- elif m.tool_calls %}{{ '[TOOL_CALLS]' }}
+        {%- for call in m.tool_calls %}
+            {%- if call.id | length != 9 %}{{ raise_exception('ids of nine letters') }}{%- endif %}
+            {{- '{"name": "' + call.function.name + '", "id": "' + call.id + '"}' }}
+        {%- endfor %}{{ '</s>' }}
+    {%- elif m.role == 'tool' %}
+        {%- if m.tool_call_id | length != 9 %}{{ raise_exception('ids of nine letters') }}{%- endif %}
+        {{- '[TOOL_RESULTS]' + m.tool_call_id + m.content + '[/TOOL_RESULTS]' }}
+    {%- else %}{{ ' ' + m.content + '</s>' }}{%- endif %}
+{%- endfor %}"""
+
+# gpt-oss: channels; the last answer shows its thinking and ends with another token than the others.
+HARMONY = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- if m.thinking and loop.last %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{%- endif %}"""
+
+# Qwen3: thinking is shown behind the last question only, if empty too.
+QWEN3 = """\
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' and loop.index0 > ns.last %}
+        {{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}
+    {%- endif %}{{ m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+
+# DeepSeek-R1's distillations: a prompt opens the thought that no answer shows later.
+R1 = """\
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '<|User|>' + m.content }}
+    {%- else %}{{ '<|Assistant|>' + m.content.split('</think>')[-1] + '<|eos|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{%- endif %}"""
+
+
+@functools.cache
+def chat_tokenizer(template: str, end: str = "<|im_end|>") -> Any:
+    """A byte-level tokenizer of single bytes, two line breaks in one token, and the special tokens of all templates."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(["\n\n"] * 9, trainers.BpeTrainer(vocab_size=257, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token="<s>", chat_template=template, model_max_length=2048
+    )
+
+
+def chat_model(path: Path, template: str, end: str = "<|im_end|>") -> Path:
+    """A tiny target with this template."""
+    tokenizer = chat_tokenizer(template, end)
+    directory = tiny_llama_dir(path, vocab=len(tokenizer), max_position_embeddings=2048)
+    tokenizer.save_pretrained(str(directory))
+    return directory
+
+
+def rendered(template: str, messages: list[dict], **variables: Any) -> str:
+    """The template's text by jinja itself, with transformers' settings."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = json.dumps
+    environment.globals["strftime_now"] = lambda form: variables["now"].strftime(form)
+    return environment.from_string(template).render(messages=messages, **variables)

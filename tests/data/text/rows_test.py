@@ -1,0 +1,200 @@
+"""What rows say beside role and text, up to the prompt, the mask and the counts, against jinja's own rendering."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_templates import CHATML, MISTRAL, chat_model, chat_tokenizer, rendered
+from turn_taking import ASSISTANT, SYSTEM, USER, chat, rows_of
+
+from draftsmith.data.engines.openai import chat_body
+from draftsmith.data.prompts import PromptsConfig, run
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.text.conversations import parse_columns, read_chat
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.modules.types import InputError
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+CALLED = [
+    {"role": USER, "content": "Warm?"},
+    {"role": ASSISTANT, "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "5 C", "tool_call_id": "abcdefghi"},
+    {"role": ASSISTANT, "content": "No."},
+]
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory):
+    root = tmp_path_factory.mktemp("targets")
+    return {
+        template: chat_model(root / name, template) for name, template in (("chatml", CHATML), ("mistral", MISTRAL))
+    }
+
+
+@pytest.fixture
+def make(targets, tmp_path):
+    """`data prompts` of these rows, as JSONL or Parquet: (kept rows, counts)."""
+    runs = iter(range(99))
+
+    def make(rows: list[dict], template: str = CHATML, table: bool = False, **settings):
+        source = tmp_path / f"{next(runs)}.{'parquet' if table else 'jsonl'}"
+        if table:
+            pq.write_table(pa.Table.from_pylist(rows), source)
+        else:
+            source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        output = run(PromptsConfig(str(source), str(targets[template]), source.with_suffix(""), **settings))
+        return rows_of(output), Manifest.read(output).counts
+
+    return make
+
+
+def text_of(row: dict, name: str = "input_ids") -> str:
+    return chat_tokenizer(CHATML).decode(row[name])
+
+
+def learned(row: dict) -> str:
+    mask = row["loss_mask"]
+    return chat_tokenizer(CHATML).decode([t for t, counted in zip(row["input_ids"], mask, strict=True) if counted])
+
+
+# As OpenAI, LlamaFactory and Glaive write them.
+WRITTEN = {
+    "objects": ([TOOL], CALL),
+    "JSON text": (json.dumps([TOOL]), {**CALL, "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}),
+    "functions alone": ([TOOL["function"]], CALL),
+    "functions with a type": ([{"type": "function", **TOOL["function"]}], CALL),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+@pytest.mark.parametrize("table", [False, True])
+def test_tools_and_calls_reach_the_template_and_the_mask(make, case, table):
+    tools, call = WRITTEN[case]
+    said = [CALLED[0], {**CALLED[1], "tool_calls": [call]}, *CALLED[2:]]
+    # Other rows give a table fields that this one has not.
+    other_call = {**CALL, "function": {"name": "clock", "arguments": {"zone": "CET"}}}
+    other = {"role": ASSISTANT, "content": None, "tool_calls": [other_call]}
+    rows = [{"messages": said, "tools": tools}, {"messages": [CALLED[0], other, *CALLED[2:]], "tools": None}]
+    if case == "JSON text":
+        rows = rows[:1]
+    (first, *others), counts = make(rows, table=table, supervised=True)
+    assert text_of(first) == rendered(CHATML, CALLED, tools=[TOOL])
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+    assert learned(first) == f"I look.\n{call}No.<|im_end|>"
+    if others:
+        assert (
+            learned(others[0])
+            == call.replace("weather", "clock").replace('city": "Oslo', 'zone": "CET') + "No.<|im_end|>"
+        )
+    # This template does not show the ids of calls.
+    assert {name: value for name, value in counts.items() if name.endswith(("_ignored", "_not_shown"))} == {
+        "tool_call_id_not_shown": len(rows)
+    }
+
+
+def test_calls_and_tools_are_there_where_only_the_last_turn_is_asked(make, targets, tmp_path):
+    said = [*CALLED, {"role": USER, "content": "Sure?"}]
+    (row,), counts = make([{"messages": said, "tools": [TOOL]}], MISTRAL, turns="last")
+    expected = rendered(MISTRAL, said, tools=[TOOL])
+    assert text_of(row, "prompt_ids") == expected and "[AVAILABLE_TOOLS]" in expected
+    assert not [name for name in counts if name.endswith("_not_shown")]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": said, "tools": [TOOL]}))
+    (asked,) = read_prompts(str(tmp_path / "x.jsonl"), str(targets[MISTRAL]))
+    assert asked.prompt_ids == row["prompt_ids"]
+
+
+ANSWER = chat((USER, "Q"), (ASSISTANT, "A"))
+NAMED = chat((SYSTEM, "Be brief."), *((m["role"], m["content"]) for m in ANSWER))
+COLUMNS = [
+    ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "system": "Be brief."}, NAMED),
+    ({"messages": ANSWER, "system_prompt": "Be brief."}, NAMED),
+    ({"prompt": "Q", "answer": "A", "system_prompt": "Be brief."}, NAMED),
+    ({"messages": ANSWER, "system": "  "}, ANSWER),
+    ({"turns": ["Q", "R"], "system": "Be brief."}, NAMED[:2]),
+    (
+        {"instruction": "Q", "output": "A", "system": "Be brief.", "history": [["1", "2"], ["3", "4"]]},
+        [NAMED[0], *chat((USER, "1"), (ASSISTANT, "2"), (USER, "3"), (ASSISTANT, "4")), *ANSWER],
+    ),
+    # A Parquet file of chats with both ways of naming roles.
+    ({"messages": [{"role": None, "content": None, "from": "human", "value": "Q"}]}, ANSWER[:1]),
+]
+
+
+@pytest.mark.parametrize(("row", "messages"), COLUMNS)
+def test_columns_beside_a_chat_become_its_messages(row, messages):
+    found = read_chat(row, {})
+    assert found.messages == messages and not found.ignored
+
+
+def test_columns_beside_a_chat_can_be_mapped():
+    mapping = parse_columns("prompt=q,system=rules,tools=functions")
+    found = read_chat({"q": "Q", "rules": "Be brief.", "functions": [TOOL]}, mapping)
+    assert (found.messages, found.inputs) == (NAMED[:2], {"tools": [TOOL]})
+
+
+@pytest.mark.parametrize(("key", "value"), [("weight", 0), ("weight", 0.0), ("loss", False), ("train", False)])
+def test_an_answer_that_is_not_to_be_learned_is_context(make, key, value):
+    said = chat((USER, "Q"), (ASSISTANT, "BAD"), (USER, "Q"), (ASSISTANT, "GOOD"))
+    said = [said[0], {**said[1], key: value}, *said[2:]]
+    (row,), _ = make([{"messages": said, "system": "s"}], supervised=True)
+    assert "BAD" in text_of(row) and learned(row) == "GOOD<|im_end|>"
+    dropped, counts = make([{"messages": said[:2]}, {"messages": said}], supervised=True, invalid="drop")
+    assert len(dropped) == 1 and counts["invalid_dropped"] == 1
+
+
+def test_what_is_not_read_or_not_shown_is_counted_by_its_name(make):
+    thought = {**ANSWER[1], "reasoning": "hm", "markdown": "x", "empty": None}
+    rows = [
+        {"messages": [ANSWER[0], thought]},
+        {"messages": NAMED, "system": "Other.", "history": "none", "tools": "?"},
+    ]
+    _, counts = make(rows, supervised=True)
+    assert {name: value for name, value in counts.items() if name.endswith(("_ignored", "_not_shown"))} == {
+        "reasoning_content_not_shown": 1, "markdown_ignored": 1, "system_ignored": 1, "history_ignored": 1,
+        "tools_ignored": 1,
+    }  # fmt: skip
+
+
+def test_answers_may_be_empty_where_they_are_not_read(make):
+    rows = [
+        {"messages": [CALLED[0], {"role": ASSISTANT, "content": None, "tool_calls": [{}]}, *CALLED[2:]]},
+        {
+            "conversations": [
+                {"from": "human", "value": "Q"},
+                {"from": "gpt", "value": ""},
+                {"from": "human", "value": "R"},
+            ]
+        },
+    ]
+    kept, counts = make(rows)
+    assert len(kept) == 2 and counts["later_turns"] == 2
+    with pytest.raises(InputError, match="line 1: found an assistant turn has no text"):
+        make(rows[1:], turns="last")
+    with pytest.raises(InputError, match="line 1: found an assistant turn has no text"):
+        make([{"messages": [*ANSWER, ANSWER[0], {"role": ASSISTANT, "content": ""}]}], supervised=True)
+
+
+def test_variables_of_a_row_reach_the_template(make, targets):
+    template = CHATML.replace(
+        "'<|im_start|>assistant\\n' }}{%- endif %}", "'<|im_start|>' + mood + '\\n' }}{%- endif %}"
+    )
+    (targets[CHATML].parent / "mood.jinja").write_text(template)
+    settings = {"chat_template": targets[CHATML].parent / "mood.jinja", "invalid": "drop"}
+    rows = [{"prompt": "Q", "chat_template_kwargs": {"mood": "calm"}}]
+    (row,), _ = make(rows, **settings)
+    assert text_of(row, "prompt_ids") == rendered(template, ANSWER[:1], mood="calm", add_generation_prompt=True)
+    assert json.loads(row["template_inputs"]) == {"variables": {"mood": "calm"}}
+
+
+def test_a_server_that_applies_its_template_gets_what_the_prompt_shows(make):
+    said = [*CALLED, {"role": USER, "content": "Sure?"}]
+    (row,), _ = make([{"messages": said, "tools": [TOOL], "chat_template_kwargs": {"mood": "calm"}}], turns="last")
+    body = chat_body(row)
+    assert (body["tools"], body["chat_template_kwargs"]) == ([TOOL], {"mood": "calm"})
+    assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+    assert [message["content"] for message in body["messages"]] == [message["content"] for message in said]
