@@ -170,6 +170,48 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
+def follow_answer(
+    tokenizer: Any,
+    asked: Sequence[int],
+    messages: Messages,
+    inputs: TemplateInputs,
+    answer: Sequence[int],
+    following: Messages,
+    text: str | None = None,
+) -> tuple[Messages, list[int]]:
+    """Return a conversation with an answer and the messages behind it, and its tokens up to the next answer.
+
+    The answer is shown as a server shows it: its text, through the template. An answer whose special tokens say more
+    than where it ends (channels, calls of tools) would lose that: its tokens are repeated as they were sampled.
+
+    asked: tokens of `messages`, that were answered. text: of the answer, if a server returned it.
+
+    Raises:
+        RowError: the template refuses the conversation.
+    """
+    special = special_tokens(tokenizer)
+    body = answer[:-1] if answer and answer[-1] in special else answer
+    if text is None:
+        text = tokenizer.decode(list(answer), skip_special_tokens=True)
+    answered = [*messages, {"role": "assistant", "content": text}, *following]
+    repeated = any(message["role"] == "assistant" for message in messages) and list(asked) != prompt_ids(
+        tokenizer, messages, inputs
+    )
+    if not repeated and special.keys().isdisjoint(body):
+        return answered, prompt_ids(tokenizer, answered, inputs)
+
+    # The template says what stands behind an answer. Its end token replaces the sampled one, which may be for sampling
+    # only (<|return|>); a call keeps its own (<|call|>, <|eom_id|>).
+    replaced = [*messages, {"role": "assistant", "content": PLACEHOLDER}, *following]
+    whole = render(tokenizer, replaced, inputs, add_generation_prompt=True)
+    behind = encode(tokenizer, whole.rpartition(PLACEHOLDER)[2])
+    if PLACEHOLDER not in whole or encode(tokenizer, whole)[-len(behind) :] != behind:
+        raise RowError("the chat template does not show where an answer ends")
+    if following[0]["role"] == "tool" and behind[0] in special:
+        body, behind = answer, behind[1:]
+    return answered, [*asked, *body, *behind]
+
+
 def check_mask(tokenizer: Any, inputs: TemplateInputs) -> None:
     """Raise InputError for generation tags that are not on the assistant's words, or on others too."""
     with contextlib.suppress(RowError):

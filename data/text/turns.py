@@ -1,9 +1,9 @@
 """Conversations that the target answers turn by turn, each turn after its own answers to the turns before.
 
-A later turn shows earlier answers as a server does: their text, through the chat template. If that begins with the very
-tokens that were asked and sampled, the conversation continues in the same row, and the shared part is read once. If not
-(a template that drops earlier thinking or trims answers, a text that tokenizes differently), another row begins with
-what is really shown as its prompt.
+A later turn shows earlier answers as a server does: their text, through the chat template; or their tokens as sampled,
+where special tokens give an answer structure. If that begins with the very tokens that were asked and sampled, the
+conversation continues in the same row, and the shared part is read once. If not (a template that drops earlier thinking
+or trims answers, a text that tokenizes differently), another row begins with what is really shown as its prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftsmith.data.models.identity import template_hash
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import SPLIT, ShardContent
 from draftsmith.data.text.answers import spans
-from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.data.text.template import Messages, RowError, follow_answer, load_chat_tokenizer
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -77,6 +77,7 @@ class Conversation:
         later turn's prompt must have fewer tokens."""
         self._prompt_row, self._tokenizer, self._max_length = row, tokenizer, max_length
         self._later: list[Messages] = json.loads(row["later"])
+        self._inputs = json.loads(row.get("template_inputs", "{}"))
         self._rows: list[dict[str, Any]] = []
         self.prompt: list[int] | None = list(row["prompt_ids"])
         self.messages: Messages = json.loads(row["messages"]) if self._later else []
@@ -99,17 +100,14 @@ class Conversation:
         for name, value in (("text", answer.text), ("server_tokens", answer.server_tokens)):
             row[name] = None if row[name] is None or value is None else row[name] + value
 
-        # Show the next turn what a server would show: the answer's text, through the template.
-        self.prompt = None
+        asked, self.prompt = self.prompt, None
         if not self._later:
             return
         text = answer.text if answer.retokenised else None
-        if text is None:
-            text = self._tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
-        messages = [*self.messages, {"role": "assistant", "content": text}, *self._later[0]]
-        reason, prompt = "", []
+        reason, messages, prompt = "", self.messages, list[int]()
         try:
-            prompt = prompt_ids(self._tokenizer, messages)
+            conversation = (asked, self.messages, self._inputs, answer.tokens, self._later[0], text)
+            messages, prompt = follow_answer(self._tokenizer, *conversation)
         except RowError:
             reason = "turns_refused_by_template"
         if not answer.ended:

@@ -29,6 +29,7 @@ from draftsmith.data.text.template import (
     Messages,
     RowError,
     TemplateInputs,
+    follow_answer,
     load_chat_tokenizer,
     prompt_ids,
 )
@@ -243,11 +244,10 @@ def next_turn(tokenizer: Any, prompt: BenchPrompt, answer: Sequence[int]) -> Ben
     Raises:
         RowError: the chat template refuses the conversation.
     """
-    text = tokenizer.decode(list(answer), skip_special_tokens=True)
-    said = {"role": "assistant", "content": text}, {"role": "user", "content": prompt.later[0]}
-    messages = (*prompt.messages, *said)
-    ids = list(prompt_ids(tokenizer, [dict(message) for message in messages], prompt.template_inputs))
-    return dataclasses.replace(prompt, prompt_ids=ids, messages=messages, later=prompt.later[1:], turn=prompt.turn + 1)
+    asked, following = list(map(dict, prompt.messages)), [{"role": "user", "content": prompt.later[0]}]
+    messages, ids = follow_answer(tokenizer, prompt.prompt_ids, asked, prompt.template_inputs, answer, following)
+    now = {"prompt_ids": ids, "messages": tuple(messages), "later": prompt.later[1:], "turn": prompt.turn + 1}
+    return dataclasses.replace(prompt, **now)
 
 
 def longest_conversation(tokenizer: Any, prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
