@@ -69,7 +69,8 @@ class PromptsConfig(RemoteCode):
             the prompts.
         target: Directory or hub id of the target model, or embedded:target; its tokenizer and context length are used.
         output: Directory to write.
-        columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key.
+        columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key; also
+            of messages, task, split, system, history, tools and chat_template_kwargs.
         split: Only this split: of a `datasets` source, or by the rows' column `split`.
         task: Only rows whose column `task` (or `category`) has this value, or one of several separated by commas.
         limit: Only the first so many rows that pass the filters; 0 takes all.
@@ -78,7 +79,7 @@ class PromptsConfig(RemoteCode):
         turns: User turns that the target answers: all, each after its own answers to those before; the first; or the
             last, after the source's answers to those before.
         supervised: Keep the source's answers: input_ids of whole conversations, and a loss mask on the assistant's
-            tokens of all turns.
+            tokens of all turns, except answers of weight 0.
         chat_template: File with a Jinja chat template to use instead of the tokenizer's own.
         max_length: Longest prompt (supervised: conversation) in tokens, for later turns with the answers before them;
             0 is the target's context.
