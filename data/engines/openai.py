@@ -29,7 +29,7 @@ from draftsmith.data.store.reading import misfits
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed
-from draftsmith.data.text.template import RowError, check_context, context_length, function_of
+from draftsmith.data.text.template import RowError, check_context, context_length
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
 from draftsmith.modules.types import InputError, at_least
 
@@ -248,8 +248,9 @@ def chat_body(row: dict[str, Any]) -> dict[str, Any]:
         found, remedy = f"prompts of {inputs['date']}", "Pass --server.dialect vllm, or make the prompts again."
         raise InputError("chat_template", found, f"{today}, which the server's template shows", remedy)
     # The protocol has arguments as JSON text.
-    for function in (function_of(call) for message in messages for call in message.get("tool_calls", ())):
-        if not isinstance(function.get("arguments", ""), str):
+    for call in (call for message in messages for call in message.get("tool_calls", ())):
+        function = call.get("function")
+        if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str):
             function["arguments"] = json.dumps(function["arguments"])
     beside = {"tools": inputs.get("tools"), "chat_template_kwargs": inputs.get("variables")}
     return {"messages": messages} | {name: value for name, value in beside.items() if value}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.console import without_controls
 from draftsmith.data.models.loading import load_tokenizer, read_config
 from draftsmith.data.store.reading import read_text
 from draftsmith.modules.types import InputError
@@ -35,11 +36,12 @@ DATE_FORMATS = ["%-d", "%-m", *(f"%{letter}" for letter in "aAdebBmyYjwuHIMSpxXc
 class RowError(ValueError):
     """A row that cannot be used: stages count it, or raise an InputError that names it.
 
-    remedy: what to do; empty if the row itself must be corrected. reason: name under which it is counted.
+    message: printed in one line, and no terminal obeys what the row says in it. remedy: what to do; empty if the row
+    itself must be corrected. reason: name under which it is counted.
     """
 
     def __init__(self, message: str, remedy: str = "", reason: str = "invalid"):
-        super().__init__(message)
+        super().__init__(without_controls(message.replace("\n", "\\n")))
         self.remedy, self.reason = remedy, reason
 
 
@@ -132,22 +134,23 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def function_of(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the function of a tool or of a call."""
-    inner = part.get("function")
-    return inner if isinstance(inner, Mapping) else part
-
-
 def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set[str]:
-    """Return the fields beside role and content, tools included, of which the template leaves something out."""
-    calls = [("tool_calls", call) for message in messages for call in message.get("tool_calls", ())]
-    named = [("tools", tool) for tool in inputs.get("tools") or ()] + calls
-    values = [(field, function_of(part).get("name")) for field, part in named]
-    for field in ("reasoning_content", "tool_call_id", "name"):
-        values += [(field, message.get(field)) for message in messages]
-    values = [(field, value.strip()) for field, value in values if isinstance(value, str)]
-    text = render(tokenizer, messages, inputs) if values else ""
-    return {field for field, value in values if value not in text}
+    """Return the fields beside role and content, tools included, without which the text would be the same."""
+    template = tokenizer.get_chat_template(tools=inputs.get("tools"))
+    names = {"chat_template_kwargs"} if any(name not in template for name in inputs.get("variables", ())) else set()
+    without: list[tuple[str, Messages, TemplateInputs]] = []
+    for i, message in enumerate(messages):
+        for name in message.keys() - {"role", "content"}:
+            other = {key: value for key, value in message.items() if key != name}
+            without.append((name, [*messages[:i], other, *messages[i + 1 :]], inputs))
+    if "tools" in inputs:
+        without.append(("tools", messages, {**inputs, "tools": None}))
+    for name, fewer, others in without:
+        # A template that refuses less than this reads it.
+        with contextlib.suppress(RowError):
+            if render(tokenizer, fewer, others) == render(tokenizer, messages, inputs):
+                names.add(name)
+    return names
 
 
 def user_turn(tokenizer: Any, inputs: TemplateInputs | None = None) -> tuple[list[int], str]:

@@ -28,6 +28,7 @@ BAD_ROWS: dict[str, tuple[bytes, str]] = {
     "a truncated row": (b'{"prompt": "a', "not JSON"),
     "no object": (b"3", "a JSON int, not an object"),
     "other columns": (b'{"question": "a"}', "columns question, none of messages.*--columns prompt=NAME"),
+    "a name that a terminal obeys": (rb'{"a\u001b[1m\n": "b"}', r"columns a\\x1b\[1m\\n, none of messages"),
     "a number for text": (b'{"prompt": 7}', "prompt is 7, expected text"),
     "messages as text": (b'{"messages": "Hi"}', "messages is 'Hi', expected a list"),
     "an unknown role": (b'{"messages": [{"role": "robot", "content": "a"}]}', "unknown role 'robot'"),
