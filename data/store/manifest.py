@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import read_object
@@ -141,7 +141,7 @@ def open_artefact(
     directory: Path,
     kind: str | tuple[str, ...] | None = None,
     identity: Mapping[str, Any] | None = None,
-    check: Literal["sha256", "size"] = "sha256",
+    check: str = "sha256",
 ) -> Manifest:
     """Return the manifest of an artefact that is complete, of this kind, intact, and made with these models.
 
@@ -152,6 +152,7 @@ def open_artefact(
         InputError: lists every differing key, with the command that makes the artefact again; or names the first
             missing, truncated or altered file.
     """
+    assert check in ("sha256", "size")
     directory = Path(directory)
     manifest = Manifest.read(directory)
     kinds = (kind,) if isinstance(kind, str) else kind

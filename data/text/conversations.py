@@ -41,7 +41,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 TURN_KEYS = ("tool_calls", "tool_call_id", "name")
 # An answer with 0 or false under one of these is not learned (OpenAI, ms-swift, axolotl).
 WEIGHTS = ("weight", "loss", "train")
-EMPTY = (None, "", [], {})
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 READ_KEYS = {"role", "from", "content", "value", *TURN_KEYS, *REASONING, *WEIGHTS}
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
@@ -319,7 +319,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
         content = ""
     else:
         content = _filled(content, f"a {role} turn")
-    message = {"role": role, "content": content}
+    message: dict[str, Any] = {"role": role, "content": content}
     message |= {key: turn[key] for key in TURN_KEYS if turn.get(key) not in EMPTY}
     if _is_text(reasoning := _first(turn, REASONING)):
         message["reasoning_content"] = well_formed(reasoning, "the reasoning of a turn")

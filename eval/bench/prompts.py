@@ -246,8 +246,8 @@ def next_turn(tokenizer: Any, prompt: BenchPrompt, answer: Sequence[int]) -> Ben
     """
     asked, following = list(map(dict, prompt.messages)), [{"role": "user", "content": prompt.later[0]}]
     messages, ids = follow_answer(tokenizer, prompt.prompt_ids, asked, prompt.template_inputs, answer, following)
-    now = {"prompt_ids": ids, "messages": tuple(messages), "later": prompt.later[1:], "turn": prompt.turn + 1}
-    return dataclasses.replace(prompt, **now)
+    now, later = tuple(messages), prompt.later[1:]
+    return dataclasses.replace(prompt, prompt_ids=ids, messages=now, later=later, turn=prompt.turn + 1)
 
 
 def longest_conversation(tokenizer: Any, prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
