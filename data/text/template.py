@@ -240,17 +240,31 @@ def supervised_ids(
     """
     text, spans = answer_spans(tokenizer, messages, inputs or {}, not_learned)
     ids = encode(tokenizer, text)
-    mask = [False] * len(ids)
-    for start, end in spans:
-        before, through = encode(tokenizer, text[:start]), encode(tokenizer, text[:end])
-        # transformers' own mask runs to the end of the text where the last letter has no token (transformers#47325).
-        first, stop = len(before), num_common(through, ids)
-        if ids[:first] != before:
-            first = len(ids) - num_common(reversed(encode(tokenizer, text[start:])), reversed(ids))
-        mask[first:stop] = [True] * (stop - first)
+    cuts = [0, *itertools.chain.from_iterable(spans), len(text)]
+    parts = [encode(tokenizer, text[start:end]) for start, end in itertools.pairwise(cuts)]
+    if list(itertools.chain.from_iterable(parts)) == ids:
+        mask = [number % 2 == 1 for number, part in enumerate(parts) for _ in part]
+    else:
+        # A tokenizer joins two parts, or begins each with a blank.
+        mask = joined_mask(tokenizer, text, ids, spans)
     if not any(mask):
         raise RowError("no answer to learn from: the template shows none, or all have weight 0")
     return ids, mask
+
+
+def joined_mask(tokenizer: Any, text: str, ids: list[int], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return the mask of spans of a text, by the tokens that the text has up to their ends, or from their beginnings.
+
+    transformers' own mask runs to the end of the text where the last letter has no token (transformers#47325).
+    """
+    mask = [False] * len(ids)
+    for start, end in spans:
+        before, stop = encode(tokenizer, text[:start]), num_common(encode(tokenizer, text[:end]), ids)
+        first = len(before)
+        if ids[:first] != before:
+            first = len(ids) - num_common(reversed(encode(tokenizer, text[start:])), reversed(ids))
+        mask[first:stop] = [True] * (stop - first)
+    return mask
 
 
 def num_common(left: Iterable[int], right: Iterable[int]) -> int:
