@@ -85,7 +85,9 @@ def chain(pair, source, tmp_path_factory) -> Chain:
         "acceptance": acceptance.AcceptanceConfig(
             out / "responses", str(target), out / "acceptance", str(draft), **own
         ),
-        "features": features.FeaturesConfig(out / "responses", str(target), out / "features", tokens_per_batch=64, **read),
+        "features": features.FeaturesConfig(
+            out / "responses", str(target), out / "features", tokens_per_batch=64, **read
+        ),
     }
     for stage, config in configs.items():
         run_stage(stage, config)

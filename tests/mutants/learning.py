@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant("fp8-without-its-scale", "train/lit_drafter.py", "features=decoded(data.features, data.scale), scale",
            "features=decoded(data.features, data.scale * 0 + 1), scale", ("tests/train/feature_cache_test.py",)),
     Mutant("shards-last-write-unheard", "data/store/shards.py",
-           "        if write is not None:\n            write.result()\n\n    # The manifest", "\n    # The manifest",
+           "        for write in writing:\n            write.result()\n", "",
            ("tests/data/interruption_test.py",)),
     Mutant("mixing-labels-of-the-targets-tokens", DATASETS, "values[drafted] = self._values(name, row)[kept]",
            "values[positions] = self._values(name, row)", (DATASET_TEST,)),
