@@ -69,10 +69,11 @@ class BetweenSteps(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.saved_step = trainer.global_step
-        name, total = f"train {pl_module.head.kind}", pl_module.total_steps
-        drawn = progress_bar(
-            name, total, "steps", trainer.global_step, enabled=rank() == 0, state=lambda: self._training_loss(", ")
-        )
+        name, limit = f"train {pl_module.head.kind}", pl_module.time_limit
+        size = (pl_module.total_steps, "steps", trainer.global_step)
+        if limit is not None:
+            size = (round(60 * self.config.minutes), "s", limit.begin())
+        drawn = progress_bar(name, *size, enabled=rank() == 0, state=lambda: self._training_loss(", "))
         self._advance = self._bar.enter_context(drawn)
         self._began, self._began_at = trainer.global_step, time.monotonic()
         if pl_module.validates_first and trainer.global_step == 0:
@@ -123,6 +124,7 @@ class BetweenSteps(pl.Callback):
             self._logged = metrics
             log_metrics(trainer, metrics, step)
 
+        began = time.monotonic()
         # Validation decides which head is best/. A signal leaves no time for it.
         stopping = bool(pl_module.signal_agreed)
         validated = final or (step % self.val_every == 0 and not stopping)
@@ -138,8 +140,10 @@ class BetweenSteps(pl.Callback):
             trainer.save_checkpoint(path_of(self.config.output / FOLDER, step))
             if not self._agree_on_failure(trainer, f"the checkpoint of step {step}", self.checkpoints.failure):
                 self.saved_step = step
-        trainer.should_stop |= stopping
-        self._advance(1)
+        if pl_module.time_limit is not None:
+            pl_module.time_limit.pause(time.monotonic() - began)
+        trainer.should_stop |= stopping or final
+        self._advance(1 if pl_module.time_limit is None else pl_module.time_limit.passed())
         self.telemetry.resume()
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ def run(config: TrainedConfig) -> Path:
     from draftsmith.train.fit import finished, fit
     from draftsmith.train.loggers import wandb_client
 
+    since = time.monotonic()
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
         config = acceptance.with_size(acceptance.with_defaults(config))
@@ -57,7 +59,7 @@ def run(config: TrainedConfig) -> Path:
         announce(config)
     with ExitStack() as clients:
         training = prepare(config, clients)
-        best = fit(training)
+        best = fit(training, since)
     if isinstance(config, TrainDrafterConfig) and not config.drafter.is_model and is_first_process():
         explain(best, config, training)
     return best

@@ -39,6 +39,9 @@ class Optimisation:
     Attributes:
         epochs: Passes over the data; not used when max_steps is given.
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
+        minutes: As many steps as fit in so many minutes, counted from the command's start over all runs of it, with the
+            last validation and saves in them; the learning rate follows the clock. In the place of epochs and
+            max_steps.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
         tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, instead of batch_size;
             steps hold whole sequences. A drafter's are packed end to end, without padding. 0 counts sequences.
@@ -68,6 +71,7 @@ class Optimisation:
 
     epochs: int = 3
     max_steps: int = 0
+    minutes: float = 0.0
     batch_size: int = 32
     tokens_per_batch: int = 0
     accumulate: int = volatile(1)
@@ -181,6 +185,13 @@ class TrainConfig(Optimisation, Hardware, Tracking, RemoteCode):
         self.check_least(1, "epochs", "batch_size", "accumulate", "devices", "log_every", "keep")
         self.check_least(0, "max_steps", "tokens_per_batch", "max_length", "num_workers", "num_threads", "val_every")
         self.check_least(0, "save_every", "clip", "weight_decay", "max_bad_steps")
+        if not 0 <= self.minutes < math.inf:
+            raise InputError("minutes", self.minutes, "0 or a positive number", "Change it.")
+        for name in ("max_steps", "epochs") if self.minutes else ():
+            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if given != default:
+                remedy = f"Leave {name} out, also of a --config (its default is {default})."
+                raise InputError("minutes", f"{self.minutes:g} with {name} {given}", "one of the two", remedy)
         if 0 < self.max_length < MIN_LENGTH:
             raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
         for name in ("val_share", "warmup_share", "min_lr_share"):
@@ -192,6 +203,12 @@ class TrainConfig(Optimisation, Hardware, Tracking, RemoteCode):
             raise InputError("betas", list(self.betas), "two numbers in [0, 1)", "Change them.")
         if not 0 <= self.seed < 2**63:
             raise InputError("seed", self.seed, "an integer from 0 to 2^63 - 1", "Change it.")
+
+    def num_steps(self, per_epoch: int) -> int:
+        """Return the number of steps, of which an epoch has `per_epoch`; MOST if the clock decides."""
+        if self.minutes:
+            return MOST
+        return self.max_steps or self.epochs * per_epoch
 
     def check_least(self, least: int, *names: str) -> None:
         """Raise InputError if one of these options is out of range; None is not checked."""

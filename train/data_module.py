@@ -325,7 +325,7 @@ class HeadDataModule(pl.LightningDataModule):
         train.collate = val.collate = collate
         self.count, self.logit_rows = count, logit_rows
         self.order = order_of(config, train.lengths)
-        self.total_steps = config.max_steps or config.epochs * self.order.steps_per_epoch
+        self.total_steps = config.num_steps(self.order.steps_per_epoch)
 
     def train_dataloader(self) -> StepLoader:
         assert self.trainer is not None

@@ -41,6 +41,7 @@ from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
 from draftsmith.train.tau import TauProbe
 from draftsmith.train.telemetry import Telemetry
+from draftsmith.train.time_limit import TimeLimit
 from draftsmith.train.verdict import mismatch
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -92,8 +93,10 @@ def finished(config: TrainConfig) -> Path | None:
     return config.output / "best"
 
 
-def fit(training: PreparedTraining) -> Path:
+def fit(training: PreparedTraining, since: float | None = None) -> Path:
     """Train, or resume a training, and return best/.
+
+    since: value of `time.monotonic` from which --minutes count; None: now.
 
     Raises:
         InputError: the run to be resumed was begun with other settings or data, or the disk took no head.
@@ -133,14 +136,16 @@ def fit(training: PreparedTraining) -> Path:
     made_from = {name: value for name, value in dataclasses.asdict(provenance).items() if name != "job"}
     loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, made_from | versions)
     if step:
-        say_on_rank_zero(f"resuming at step {step} of {module.total_steps}")
+        say_on_rank_zero(f"resuming at step {step}" + ("" if config.minutes else f" of {module.total_steps}"))
 
+    if config.minutes:
+        module.time_limit = TimeLimit(config.minutes, since)
     with quiet(), tensor_cores(config):
         arguments = trainer_arguments(config)
         arguments["plugins"].append(checkpoints)
         trainer = pl.Trainer(
             **arguments,
-            max_steps=module.total_steps,
+            max_steps=data.total_steps,
             logger=loggers,
             callbacks=[between.telemetry, between, StopOnSignal()],
             default_root_dir=config.output,

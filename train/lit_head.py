@@ -24,6 +24,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import MicroBatch
 from draftsmith.train.metrics import Means, rank, sum_over_ranks
 from draftsmith.train.optimizers import MuonAdamW, hidden_matrices, lr_schedule
+from draftsmith.train.time_limit import TimeLimit
 
 # Signals that end a run between steps; the first that any rank received counts. SIGUSR1 is SLURM's warning before the
 # time limit (train/signals.py).
@@ -54,6 +55,8 @@ class LitHead(pl.LightningModule):
         self.bad_steps = BadSteps(config.max_bad_steps, frozen)
         # All ranks skip the running step: something in it was not finite.
         self.skips_step = False
+        # Of a training by the clock.
+        self.time_limit: TimeLimit | None = None
         # Set by this rank's signal handler; then agreed on by all ranks, so that all stop after the same step.
         self.signal_received = 0
         self.signal_agreed = 0
@@ -96,10 +99,14 @@ class LitHead(pl.LightningModule):
         if batch.first:
             # Agree with the other ranks on the step's number of tokens, and on whether to stop after it.
             tokens, self.signal_agreed = float(batch.step_tokens or 0.0), self.signal_received
+            if self.time_limit is not None:
+                self.total_steps = self.time_limit.total_steps(self.trainer.global_step)
             if ranks > 1:
-                flags = [tokens, *(self.signal_received == number for number in SIGNALS)]
+                total = self.total_steps if self.trainer.is_global_zero else 0
+                flags = [tokens, total, *(self.signal_received == number for number in SIGNALS)]
                 counts = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device))
-                tokens, *received = counts.tolist()
+                tokens, total, *received = counts.tolist()
+                self.total_steps = int(total)
                 self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
             # Without a token that counts the loss is zero.
             self._step_tokens = tokens or 1.0
@@ -204,12 +211,16 @@ class LitHead(pl.LightningModule):
         """Save what is yet to be logged too, so that a resumed run logs the same numbers."""
         checkpoint["means"] = self.means.state()
         checkpoint["bad_steps"] = self.bad_steps.state()
+        if self.time_limit is not None:
+            checkpoint["time_limit"] = self.time_limit.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # The state is that of all ranks together.
         if rank() == 0:
             self.means.load(checkpoint["means"])
         self.bad_steps.load(checkpoint["bad_steps"])
+        if self.time_limit is not None:
+            self.time_limit.load(checkpoint["time_limit"])
 
     def configure_optimizers(self) -> Any:
         config = self.config
@@ -230,6 +241,9 @@ class LitHead(pl.LightningModule):
                 [{"params": params, "weight_decay": decay} for params, decay in groups if params],
                 lr=config.lr, betas=config.betas,
             )  # fmt: skip
-        share = lr_schedule(config.schedule, self.total_steps, config.warmup_share, config.min_lr_share)
+
+        def share(step: int) -> float:
+            return lr_schedule(config.schedule, self.total_steps, config.warmup_share, config.min_lr_share)(step)
+
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

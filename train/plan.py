@@ -208,7 +208,8 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
     context = min(shape.max_position, head_shape.max_position)
     documents = training_documents(config, context, drafter.lookahead, samples, length)
     order = order_of(config, documents.lengths)
-    steps = config.max_steps or config.epochs * order.steps_per_epoch
+    # Of a training by the clock nobody knows the steps: facts are those of an epoch.
+    steps = order.steps_per_epoch if config.minutes else config.num_steps(order.steps_per_epoch)
 
     # The largest part of a rank: samples of a step are dealt out in turn to ranks and accumulated parts.
     part_tokens, shares = 0, world * config.accumulate
@@ -456,10 +457,11 @@ def announce(config: TrainDrafterConfig) -> None:
         return
     plan = plan_of(config)
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
+    planned = f"{config.minutes:g} minutes of" if config.minutes else f"{plan.steps:,}"
     say_on_rank_zero(
         f"plan: {short(plan.trained).strip()} trained and {short(plan.frozen).strip()} frozen parameters, "
         f"about {short(plan.peak)}B of memory a rank ({ranks}, {LAYOUTS[plan.strategy]})\n"
-        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {short(plan.step_flops)}FLOPs each; "
+        f"plan: {planned} steps, {plan.steps_per_epoch:,} an epoch, {short(plan.step_flops)}FLOPs each; "
         f"checkpoints {short(plan.checkpoint_bytes)}B each, {short(plan.disk_bytes)}B at most"
     )
     remedy = f"Free some space, pass a smaller --keep ({plan.checkpoint_bytes:,} bytes each), or use another disk."
