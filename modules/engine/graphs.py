@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -56,7 +57,14 @@ class Graphed:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Of this thread only: another one may be pinning a batch meanwhile, which a capture of all threads forbids.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = self._fn(*buffers, *static)
+        collects = gc.isenabled()
+        # An older graph that is collected meanwhile would spoil the capture.
+        gc.disable()
+        try:
+            # Of this thread only: another one may be pinning a batch meanwhile, which a capture of all threads forbids.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = self._fn(*buffers, *static)
+        finally:
+            if collects:
+                gc.enable()
         return graph, buffers, outputs
