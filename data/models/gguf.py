@@ -21,7 +21,7 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.store.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
 from draftsmith.data.store.reading import read_object
-from draftsmith.modules.formats.gguf import ADJACENT_ROPE, from_gguf_name, read_rope, shortest, to_halves
+from draftsmith.modules.formats.gguf import ADJACENT_ROPE, from_gguf_name, read_layers, to_halves
 from draftsmith.modules.targets.llama import empty_model, llama_config
 from draftsmith.modules.types import InputError
 
@@ -172,13 +172,6 @@ def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, An
     if kind not in CLASSES:
         raise InputError("model", f"{file} of architecture {kind}", f"one of {', '.join(CLASSES)}", REMEDY)
 
-    def setting(name: str, default: Any = None) -> Any:
-        value = fields.get(f"{kind}.{name}", default)
-        if not isinstance(value, int | float) or value <= 0:
-            found = f"{file} with {kind}.{name} {'missing' if value is None else value}"
-            raise InputError("model", found, "one number above 0, for all layers", REMEDY)
-        return value
-
     names = {name: from_gguf_name(name) for name in tensors if name != "rope_freqs.weight"}
     if unknown := sorted(name for name, ours in names.items() if ours is None):
         found = f"{file} with {len(unknown)} tensors of another design ({', '.join(unknown[:3])})"
@@ -191,24 +184,17 @@ def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, An
     if (num_tokens := len(fields.get("tokenizer.ggml.tokens") or [])) > vocab_size:
         found = f"{file} with {num_tokens:,} tokens and {vocab_size:,} rows of token_embd.weight"
         raise InputError("model", found, "a row for each token", REMEDY)
-    hidden, heads = setting("embedding_length"), setting("attention.head_count")
-    head_dim = setting("attention.key_length", hidden // heads)
-    if (values := setting("attention.value_length", head_dim)) != head_dim:
-        raise InputError("model", f"{file} with values of {values} numbers", f"{head_dim}, as keys have", REMEDY)
+    divisors = tensors.get("rope_freqs.weight")
+    try:
+        layers = read_layers(kind, fields, None if divisors is None else torch.from_numpy(divisors.data.copy()))
+    except InputError as error:
+        raise error.within(str(file), REMEDY) from error
     config = {
+        **layers,
         "architectures": [CLASSES[kind]],
         "model_type": kind,
         "hidden_act": "silu",
         "vocab_size": vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": setting("feed_forward_length"),
-        "num_hidden_layers": setting("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": setting("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": setting("context_length"),
-        "rms_norm_eps": shortest(setting("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": {"rope_type": "default", "rope_theta": shortest(setting("rope.freq_base", 10000.0))},
         "attention_bias": kind == "llama" and "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         # LlamaConfig's own default for an absent id is 1.
@@ -216,9 +202,6 @@ def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, An
         "eos_token_id": _end_tokens(fields),
         "dtype": "float32",
     }
-    divisors = tensors.get("rope_freqs.weight")
-    stored = None if divisors is None else torch.from_numpy(divisors.data.copy())
-    config["rope_parameters"] = read_rope(llama_config(config), fields, kind, stored)
     if config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = shapes["embed_tokens.weight"]
     empty_model(llama_config(config), shapes, str(file))

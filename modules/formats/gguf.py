@@ -33,6 +33,7 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+REMEDY = "Use another model, or its transformers directory."
 # Architectures whose rotary pairs are neighbours (0, 1) in GGUF, and halves (0, d/2) in transformers' files.
 ADJACENT_ROPE = ("llama", "eagle3")
 
@@ -69,43 +70,69 @@ def rope_divisors(llama: LlamaConfig) -> dict[str, Tensor]:
     return {"rope_freqs.weight": rope_frequencies(plain) / rope_frequencies(llama)}
 
 
-def read_rope(plain: LlamaConfig, metadata: Mapping[str, Any], kind: str, divisors: Tensor | None) -> dict[str, Any]:
-    """Return transformers' `rope_parameters` of a GGUF file, as llama.cpp reads it (src/llama-model.cpp, load_hparams).
+def read_layers(kind: str, metadata: Mapping[str, Any], divisors: Tensor | None) -> dict[str, Any]:
+    """Return sizes and rotary settings of a GGUF file as fields of `config.json`, as llama.cpp reads them.
 
-    plain: sizes and rotary base. divisors: the file's `rope_freqs.weight` [head_dim / 2], of Llama 3's scaling.
+    kind: the architecture (src/llama-model.cpp, load_hparams). divisors: the file's `rope_freqs.weight` [head_dim / 2],
+    of Llama 3's scaling.
 
     Raises:
-        InputError: a scaling that our layers do not compute.
+        InputError: a setting is missing, or one that our layers do not compute with.
     """
 
-    def read(name: str, default: Any) -> Any:
-        return metadata.get(f"{kind}.rope.{name}", default)
+    def number(name: str, default: float | None = None) -> Any:
+        value = metadata.get(f"{kind}.{name}", default)
+        if not isinstance(value, int | float) or value <= 0:
+            found = "nothing" if value is None else value
+            raise InputError(f"{kind}.{name}", found, "one number above 0, for all layers", REMEDY)
+        return value
 
-    remedy = "Use another model."
+    hidden, heads = number("embedding_length"), number("attention.head_count")
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": number("attention.key_length", hidden // heads),
+        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": shortest(number("attention.layer_norm_rms_epsilon")),
+    }
+    plain = LlamaConfig(1, *sizes.values(), rope_theta=shortest(number("rope.freq_base", 10000.0)))
+    return sizes | {"rope_parameters": _read_rope(kind, metadata, plain, divisors)}
+
+
+def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divisors: Tensor | None) -> dict[str, Any]:
+    """Return transformers' `rope_parameters`. plain: sizes and rotary base."""
+
+    def read(name: str, default: Any) -> Any:
+        return metadata.get(f"{kind}.{name}", default)
+
     # Without a type the scaling is linear, and a factor of 0 is none. scale_linear is the name in files of 2023.
-    scaling, factor = read("scaling.type", "linear"), read("scaling.factor", read("scale_linear", 0))
+    scaling = read("rope.scaling.type", "linear")
+    factor = read("rope.scaling.factor", read("rope.scale_linear", 0))
     for name, value, allowed in (
-        ("dimension_count", read("dimension_count", plain.head_dim), (plain.head_dim,)),
-        ("scaling.attn_factor", read("scaling.attn_factor", 1.0), (1.0,)),
-        ("scaling.type", scaling, ("none", "linear")),
+        ("attention.value_length", read("attention.value_length", plain.head_dim), (plain.head_dim,)),
+        ("rope.dimension_count", read("rope.dimension_count", plain.head_dim), (plain.head_dim,)),
+        ("rope.scaling.attn_factor", read("rope.scaling.attn_factor", 1.0), (1.0,)),
+        ("rope.scaling.type", scaling, ("none", "linear")),
     ):
         if value not in allowed:
-            raise InputError(f"{kind}.rope.{name}", value, " or ".join(map(str, allowed)), remedy)
+            raise InputError(f"{kind}.{name}", value, " or ".join(map(str, allowed)), REMEDY)
     if not isinstance(factor, int | float):
-        raise InputError(f"{kind}.rope.scaling.factor", factor, "a number", remedy)
+        raise InputError(f"{kind}.rope.scaling.factor", factor, "a number", REMEDY)
     is_linear = scaling == "linear" and factor not in (0, 1)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": plain.rope_theta}
     if divisors is None:
         return rope | ({"rope_type": "linear", "factor": shortest(factor)} if is_linear else {})
     if is_linear or divisors.shape != (plain.head_dim // 2,):
         found = f"{list(divisors.shape)}{', beside linear scaling' if is_linear else ''}"
-        expected = f"[{plain.head_dim // 2}], without another scaling"
-        raise InputError("rope_freqs.weight", found, expected, remedy)
+        raise InputError("rope_freqs.weight", found, f"[{plain.head_dim // 2}], without another scaling", REMEDY)
     # Only the effect on each frequency is stored. All published models have Llama 3's own numbers but for the factor.
     llama3 = RopeScaling("llama3", shortest(float(divisors.max())))
     scaled = rope_frequencies(dataclasses.replace(plain, rope_scaling=llama3))
     if not torch.allclose(rope_frequencies(plain) / divisors.float(), scaled, rtol=1e-4, atol=0):
-        raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions", remedy)
+        raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions", REMEDY)
     return rope | {
         "rope_type": "llama3",
         "factor": llama3.factor,

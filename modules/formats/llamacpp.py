@@ -19,9 +19,8 @@ from draftsmith.modules.formats.eagle3 import IDS, NUM_STATES, Eagle3Format, lay
 from draftsmith.modules.formats.gguf import (
     LAYER_NAMES,
     llama_metadata,
-    read_rope,
+    read_layers,
     rope_divisors,
-    shortest,
     to_adjacent,
     to_halves,
 )
@@ -169,27 +168,9 @@ def read_fields(architecture: str, metadata: Mapping[str, Any], tensors: Mapping
     """Return the sizes and rotary settings of a head's GGUF file as fields of `config.json`.
 
     Raises:
-        InputError: metadata are missing.
+        InputError: metadata are missing, or other ones than our layers compute with.
     """
-    names = {
-        "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length",
-        "num_hidden_layers": "block_count",
-        "num_attention_heads": "attention.head_count",
-        "num_key_value_heads": "attention.head_count_kv",
-        "head_dim": "attention.key_length",
-        "max_position_embeddings": "context_length",
-    }
-    base = shortest(required(architecture, metadata, "rope.freq_base"))
-    config: dict[str, Any] = {
-        "gguf": architecture,
-        "vocab_size": metadata.get(f"{architecture}.vocab_size") or len(metadata["tokenizer.ggml.tokens"]),
-        **{field: required(architecture, metadata, name) for field, name in names.items()},
-        "rms_norm_eps": shortest(required(architecture, metadata, "attention.layer_norm_rms_epsilon")),
-        "rope_parameters": {"rope_type": "default", "rope_theta": base},
-    }
-    if "output.weight" in tensors:
-        config["draft_vocab_size"] = len(tensors["output.weight"])
-    plain = llama_config(config, rope_settings(config))
-    config["rope_parameters"] = read_rope(plain, metadata, architecture, tensors.get("rope_freqs.weight"))
-    return config
+    own = {"draft_vocab_size": len(tensors["output.weight"])} if "output.weight" in tensors else {}
+    vocab_size = metadata.get(f"{architecture}.vocab_size") or len(metadata["tokenizer.ggml.tokens"])
+    layers = read_layers(architecture, metadata, tensors.get("rope_freqs.weight"))
+    return {"gguf": architecture, "vocab_size": vocab_size, **layers, **own}

@@ -23,9 +23,10 @@ MUTANTS = [
            (f"{LOADING_TEST}::test_an_output_embedding_of_its_own_counts_in_a_model_that_says_it_is_tied",)),
     Mutant("gguf-end-tokens-of-the-metadata-only", GGUF, "*ids, *(number for number, text in enumerate(tokens) if text in known)",
            "*ids", (f"{GGUF_TEST}::test_answers_end_where_they_end_in_llama_cpp",)),
-    Mutant("gguf-scaling-needs-a-type", GGUF_SETTINGS, 'read("scaling.type", "linear")', 'read("scaling.type", "none")',
+    Mutant("gguf-scaling-needs-a-type", GGUF_SETTINGS, 'read("rope.scaling.type", "linear")',
+           'read("rope.scaling.type", "none")',
            (ROPE,)),
-    Mutant("gguf-old-scaling-unread", GGUF_SETTINGS, 'read("scale_linear", 0)', "0", (ROPE,)),
+    Mutant("gguf-old-scaling-unread", GGUF_SETTINGS, 'read("rope.scale_linear", 0)', "0", (ROPE,)),
     Mutant("gguf-unknown-settings-unread", GGUF, "if setting == name or", "if True or", (NAMED,)),
     Mutant("gguf-any-rule-of-splitting", GGUF, "and splits not in GPT2_SPLITS", "and False", (NAMED,)),
 ]  # fmt: skip
