@@ -6,11 +6,11 @@ transformers reads more of a config.json than we do. What it reads in another wa
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,26 +85,27 @@ def _compare(shape: LlamaConfig, small: dict[str, Any]) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (1, NUM_TOKENS), generator=generator)
     try:
-        with torch.random.fork_rng(devices=[]):
-            # transformers writes into the objects inside.
-            settings = AutoConfig.for_model(small["model_type"]).from_dict(copy.deepcopy(small))
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), torch.no_grad():
+            # From a file, as for the model itself: transformers takes some files for those of another family.
+            write_json(Path(folder, "config.json"), small)
+            settings = AutoConfig.from_pretrained(folder)
             model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
+            for name, weight in model.named_parameters():
+                # Small embeddings, so that the norms' epsilon counts.
+                scale = 0.02 if "embed" in name else weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
+            theirs = model(input_ids=ids, use_cache=False).logits[0]
     except Exception as error:  # each architecture refuses in its own way
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return f"of a config.json that transformers refuses ({reason})"
-    with torch.inference_mode():
-        for name, weight in model.named_parameters():
-            # Small embeddings, so that the norms' epsilon counts.
-            scale = 0.02 if "embed" in name else weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
-        ids = torch.randint(VOCAB, (1, NUM_TOKENS), generator=generator)
-        theirs = model(input_ids=ids, use_cache=False).logits[0]
-        info = ModelInfo(shape.hidden_size, VOCAB, shape.num_layers, NUM_TOKENS, (), {})
-        try:
-            lean = LlamaLM(model_from_state(shape, model.state_dict(), torch.float32), info)
-        except InputError as error:
-            return f"whose tensors are not transformers' ({error.found})"
+    info = ModelInfo(shape.hidden_size, VOCAB, shape.num_layers, NUM_TOKENS, (), {})
+    try:
+        lean = LlamaLM(model_from_state(shape, model.state_dict(), torch.float32), info)
+    except InputError as error:
+        return f"whose tensors are not transformers' ({error.found})"
+    with torch.no_grad():
         difference = lean.lm_head(lean.features(ids))[0] - theirs
     spread = theirs - theirs.mean(-1, keepdim=True)
     share = (difference.norm() / spread.norm()).item()
@@ -114,9 +115,14 @@ def _compare(shape: LlamaConfig, small: dict[str, Any]) -> str:
 
 
 def _engine_hash() -> str:
-    """Hash the source of the lean engine, so that a changed one is compared again."""
+    """Hash the source of the lean engine and of this check, so that a changed one is compared again."""
     folder = Path(layers.__file__).parent
-    files = (folder / "layers.py", folder / "targets" / "llama.py", *sorted((folder / "engine").glob("*.py")))
+    files = (
+        Path(__file__),
+        folder / "layers.py",
+        folder / "targets" / "llama.py",
+        *sorted((folder / "engine").glob("*.py")),
+    )
     return _hash(*(file.read_text("utf-8") for file in files))
 
 

@@ -106,6 +106,18 @@ def test_rotary_settings_in_every_spelling_are_those_of_transformers(directory, 
         torch.testing.assert_close(lm.lm_head(lm.features(ids)), oracle(ids).logits, atol=1e-4, rtol=0)
 
 
+def test_a_field_that_only_transformers_reads_leaves_the_model_to_it(tmp_path, capsys):
+    """transformers takes a Mistral with layer_types for a Ministral, whose layers may have no window."""
+    directory = tiny_llama_dir(tmp_path / "model", family="mistral", sliding_window=5)
+    assert isinstance(load_lm(str(directory)), LlamaLM)
+    change_config(directory, layer_types=["full_attention"] * 2)
+    lm, ids = load_lm(str(directory)), torch.arange(5, 30)[None]
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(lm.lm_head(lm.features(ids)), oracle(ids, use_cache=False).logits)
+    assert isinstance(lm, HFLM) and "runs on transformers (engine: lean, whose logits differ" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("changes", [{"rms_eps": 1e-2}, {"rope_theta": 9000.0}, {"qkv_bias": True}])
 def test_a_lean_engine_that_computes_something_else_is_not_used(directory, tmp_path, monkeypatch, capsys, changes):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
