@@ -88,7 +88,7 @@ def read_layers(kind: str, metadata: Mapping[str, Any], divisors: Tensor | None)
         return value
 
     hidden, heads = number("embedding_length"), number("attention.head_count")
-    sizes: dict[str, Any] = {
+    sizes = {
         "hidden_size": hidden,
         "intermediate_size": number("feed_forward_length"),
         "num_hidden_layers": number("block_count"),
@@ -98,8 +98,8 @@ def read_layers(kind: str, metadata: Mapping[str, Any], divisors: Tensor | None)
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": shortest(number("attention.layer_norm_rms_epsilon")),
     }
-    plain = LlamaConfig(1, *sizes.values(), shortest(number("rope.freq_base", 10000.0)))
-    return sizes | {"rope_parameters": _read_rope(kind, metadata, plain, divisors)}
+    in_order: Any = (*sizes.values(), shortest(number("rope.freq_base", 10000.0)))
+    return sizes | {"rope_parameters": _read_rope(kind, metadata, LlamaConfig(1, *in_order), divisors)}
 
 
 def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divisors: Tensor | None) -> dict[str, Any]:
