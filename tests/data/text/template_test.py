@@ -39,6 +39,8 @@ THOUGHT = [*TWO[:3], {**TWO[3], "reasoning_content": "hm"}]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "python", "arguments": {"code": "1+1"}}}
 CALLED = [TWO[0], {"role": ASSISTANT, "content": "", "tool_calls": [CALL]}]
 CALLED += [{"role": "tool", "content": "2", "tool_call_id": "abcdefghi"}, {"role": ASSISTANT, "content": "2."}]
+PLAIN_TURNS = "{% for m in messages %}{{ '\n' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
+PLAIN_TURNS += "{% if add_generation_prompt %}{{ '\nassistant: ' }}{% endif %}"
 DAY = {"date": "2026-11-05"}
 # Template, messages, what it reads beside them, and the text, where ⟦...⟧ is what a target samples.
 BEGIN = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -103,6 +105,10 @@ CASES = {
     # The target was asked with one line break and samples another: no token of two is its.
     "an answer that begins with a line break": (
         CHATML, chat((USER, "Hi"), (ASSISTANT, "\nHo")), {}, f"{BEGIN[:-1]}\n\n⟦Ho<|im_end|>⟧\n",
+    ),
+    # One token ends the answer and begins the next turn.
+    "turns without special tokens": (
+        PLAIN_TURNS, TWO, {}, "\nuser: Hi\n\nassistant: ⟦Ho⟧\n\nuser: And?\n\nassistant: ⟦ So.\n⟧",
     ),
     "an answer that the template leaves empty": (
         R1, chat((USER, "Hi"), (ASSISTANT, "<think>hm</think>"), (USER, "And?"), (ASSISTANT, "So.")), {},
