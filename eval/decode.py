@@ -133,7 +133,9 @@ def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
     if config.prompt == "-":
         log_note("reading the prompt from standard input, up to its end")
     try:
-        text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
+        # Windows' pipes begin with a byte-order mark.
+        given = sys.stdin.read().removeprefix("\ufeff") if config.prompt == "-" else config.prompt
+        text = well_formed(given, "prompt")
         if not text.strip():
             raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
         if config.raw:

@@ -14,7 +14,7 @@ from tiny_world import draft_options, draft_words
 from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
-from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method
+from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method, encode_prompt
 from draftsmith.launch.cli import main
 
 
@@ -95,6 +95,12 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
     for directory, method in methods.items():
         config = DecodeConfig("Hi", models["target"], acceptance=directory, draft=(models["draft"], models["eagle"]))
         assert choose_method(config).label == method
+
+
+def test_a_byte_order_mark_on_stdin_is_no_token(models, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffWhat does it do?"))
+    piped = encode_prompt(DecodeConfig("-", models["target"]))[1]
+    assert piped == encode_prompt(DecodeConfig("What does it do?", models["target"]))[1]
 
 
 def test_what_cannot_be_streamed_is_an_error(models, capsys):
