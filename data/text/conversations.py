@@ -195,6 +195,8 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
     not_learned = [i for i, turn in enumerate(spoken) if _role(turn) == "assistant" and _weight(turn) == 0]
     ignored = {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
     ignored |= {key for turn in spoken for key in REASONING if turn.get(key) not in EMPTY and not _is_text(turn[key])}
+    # A weight is all or nothing.
+    ignored |= {key for turn in spoken for key in WEIGHTS if turn.get(key) not in (None, 0, 1)}
     ignored |= beside.keys() | ({"history"} & readable.keys())
     # The chat's own system message is nearer to it than a column.
     if system is not None and messages and messages[0]["role"] == "system":
@@ -210,7 +212,7 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
 def check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise RowError for an answer without text, calls or reasoning, where recorded answers are read."""
     for message in messages:
-        if message["role"] == "assistant" and not any(value for key, value in message.items() if key != "role"):
+        if message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", "reasoning_content"))):
             raise RowError("an assistant turn has no text")
 
 

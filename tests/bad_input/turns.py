@@ -28,6 +28,15 @@ def conversations(ground: Ground, tmp: Path) -> dict[str, object]:
     return {"made": made, "source": source}
 
 
+def templates(ground: Ground, tmp: Path) -> dict[str, object]:
+    """Templates that lose the user's words, and that mark them as the assistant's."""
+    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (parts := tmp / "parts.jinja").write_text(said.replace("m.content", "m.content[0].text"))
+    (tags := tmp / "tags.jinja").write_text("{% generation %}" + said + "{% endgeneration %}")
+    return {"parts": parts, "tags": tags}
+
+
+PROMPTS = "data prompts --source {chats} --target {target} --output {out} "
 ASK = "data responses --prompts {made} --target {target} --output {out}"
 TRAIN = "train eagle --data {features} --target {target} --output {out} --max-steps 1"
 ROWS = [
@@ -35,6 +44,10 @@ ROWS = [
         ("turns", "middle")),
     Row("supervised and only the last turn",
         "data prompts --source {chats} --target {target} --output {out} --turns last --supervised", ("turns", "last")),
+    Row("a template that reads lists of parts only", PROMPTS + "--chat-template {parts}",
+        ("parts.jinja", "the user's words", "--chat-template"), templates),
+    Row("tags around the user's words", PROMPTS + "--supervised --chat-template {tags}",
+        ("chat_template", "the assistant's words alone", "--chat-template"), templates),
     Row("the prompts' template is gone", ASK, ("template.jinja", "--chat-template"), conversations),
     Row("another template for later turns", ASK + " --chat-template {tmp}/other.jinja", ("chat_template",),
         conversations),

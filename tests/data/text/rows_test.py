@@ -151,7 +151,7 @@ def test_what_is_not_read_or_not_shown_is_counted_by_its_name(make, targets):
     """The template lists the tools and prints no calls: the name of a function in the text says nothing about them."""
     template = CHATML.replace("{%- elif m.tool_calls %}", "{%- elif false %}")
     (path := targets[CHATML].parent / "no-calls.jinja").write_text(template)
-    thought = {**ANSWER[1], "reasoning": "hm", "thinking": [1], "markdown": "x", "empty": None}
+    thought = {**ANSWER[1], "reasoning": "hm", "thinking": [1], "markdown": "x", "weight": 0.5, "empty": None}
     rows = [
         {"messages": [ANSWER[0], thought]},
         {"messages": NAMED, "system": "Other.", "history": "none", "tools": "?", "chat_template_kwargs": {"mood": 1}},
@@ -159,9 +159,9 @@ def test_what_is_not_read_or_not_shown_is_counted_by_its_name(make, targets):
     ]
     _, counts = make(rows, supervised=True, chat_template=path)
     assert {name: value for name, value in counts.items() if name.endswith(("_ignored", "_not_shown"))} == {
-        "reasoning_content_not_shown": 1, "thinking_ignored": 1, "markdown_ignored": 1, "system_ignored": 1,
-        "history_ignored": 1, "tools_ignored": 1, "chat_template_kwargs_not_shown": 1, "tool_calls_not_shown": 1,
-        "tool_call_id_not_shown": 1,
+        "reasoning_content_not_shown": 1, "thinking_ignored": 1, "markdown_ignored": 1, "weight_ignored": 1,
+        "system_ignored": 1, "history_ignored": 1, "tools_ignored": 1, "chat_template_kwargs_not_shown": 1,
+        "tool_calls_not_shown": 1, "tool_call_id_not_shown": 1,
     }  # fmt: skip
     # A template without tools.
     (path := targets[CHATML].parent / "no-tools.jinja").write_text(CHATML.replace("{%- if tools %}", "{%- if false %}"))
@@ -183,6 +183,9 @@ def test_answers_may_be_empty_where_they_are_not_read(make):
     assert len(kept) == 2 and counts["later_turns"] == 2
     with pytest.raises(InputError, match="line 1: found an assistant turn has no text"):
         make(rows[1:], turns="last")
+    named = [ANSWER[0], {"role": ASSISTANT, "name": "bot", "content": ""}, ANSWER[0]]
+    with pytest.raises(InputError, match="line 1: found an assistant turn has no text"):
+        make([{"messages": named}], turns="last")
     with pytest.raises(InputError, match="line 1: found an assistant turn has no text"):
         make([{"messages": [*ANSWER, ANSWER[0], {"role": ASSISTANT, "content": ""}]}], supervised=True)
 
