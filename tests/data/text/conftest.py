@@ -14,7 +14,7 @@ from draftsmith.data.models.hub import model_directory
 
 
 @pytest.fixture(scope="session")
-def source(tmp_path_factory) -> Path:
+def talks(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("source") / "rows.jsonl"
     rows = [{"id": f"row-{i}", "messages": conversation(i), "task": "edit"} for i in range(NUM_ROWS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -22,8 +22,8 @@ def source(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def asked(source, tmp_path_factory) -> Path:
-    return make_prompts(source, tmp_path_factory.mktemp("prompts") / "out")
+def asked(talks, tmp_path_factory) -> Path:
+    return make_prompts(talks, tmp_path_factory.mktemp("prompts") / "out")
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +42,9 @@ def oracle():
 
 
 @pytest.fixture(scope="session")
-def rewritten(source, tmp_path_factory) -> tuple[Path, Path]:
+def rewritten(talks, tmp_path_factory) -> tuple[Path, Path]:
     """A template that rewrites earlier answers, and responses by it."""
     root = tmp_path_factory.mktemp("rewritten")
     (root / "template.jinja").write_text(REWRITES)
-    asked = make_prompts(source, root / "prompts", chat_template=root / "template.jinja")
+    asked = make_prompts(talks, root / "prompts", chat_template=root / "template.jinja")
     return root / "template.jinja", make_responses(asked, root / "responses")

@@ -77,13 +77,13 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
         assert training_documents(config, 4096, LOOKAHEAD).lengths == train.lengths.tolist()
 
 
-def test_supervised_rows_keep_the_sources_answers_of_all_turns(source, tmp_path, tokenizer):
-    directory = make_prompts(source, tmp_path / "out", supervised=True)
+def test_supervised_rows_keep_the_sources_answers_of_all_turns(talks, tmp_path, tokenizer):
+    directory = make_prompts(talks, tmp_path / "out", supervised=True)
     for number, row in enumerate(rows_of(directory)):
         said = [tokenizer.decode(row["input_ids"][a:b], skip_special_tokens=True) for a, b in spans(row["loss_mask"])]
         assert said == [m["content"] for m in conversation(number) if m["role"] == ASSISTANT]
     with pytest.raises(InputError, match="turns: found last, expected all with --supervised"):
-        make_prompts(source, tmp_path / "other", supervised=True, turns="last")
+        make_prompts(talks, tmp_path / "other", supervised=True, turns="last")
 
 
 def test_what_will_be_learned_is_counted_by_answers():

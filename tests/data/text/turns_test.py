@@ -66,12 +66,12 @@ def test_turns_of_fastchat_are_all_asked_and_an_empty_one_is_the_rows_fault():
         open_turns(Chat(chat((SYSTEM, "s"))), "all")
 
 
-def test_prompts_hold_the_later_turns_and_count_them(asked, source, tmp_path):
+def test_prompts_hold_the_later_turns_and_count_them(asked, talks, tmp_path):
     assert counts_of(asked)["later_turns"] == 6 and counts_of(asked)["turns_not_asked"] == 0
     row = rows_of(asked)[2]
     assert [message["role"] for said in json.loads(row["later"]) for message in said] == [USER, USER]
     for turns, left in (("first", 6), ("last", 6)):
-        directory = make_prompts(source, tmp_path / turns, turns=turns)
+        directory = make_prompts(talks, tmp_path / turns, turns=turns)
         counts = counts_of(directory)
         assert (counts["later_turns"], counts["turns_not_asked"]) == (0, left)
     last = json.loads(rows_of(tmp_path / "last")[2]["messages"])
@@ -142,13 +142,13 @@ def test_a_template_that_rewrites_history_gives_a_row_a_turn_with_what_is_shown(
         assert oracle(torch.tensor([ids])).logits[0].argmax(-1).tolist()[start - 1 : -1] == ids[start:]
 
 
-def test_the_template_of_the_prompts_is_needed_for_later_turns(rewritten, source, tmp_path):
+def test_the_template_of_the_prompts_is_needed_for_later_turns(rewritten, talks, tmp_path):
     path = tmp_path / "moved.jinja"
     path.write_text(REWRITES)
-    asked = make_prompts(source, tmp_path / "prompts", chat_template=path)
+    asked = make_prompts(talks, tmp_path / "prompts", chat_template=path)
     own = tmp_path / "own.jinja"
     own.write_text(AutoTokenizer.from_pretrained(model_directory(TARGET)).chat_template)
-    plain = make_prompts(source, tmp_path / "plain", chat_template=own)
+    plain = make_prompts(talks, tmp_path / "plain", chat_template=own)
     own.unlink()
     assert counts_of(make_responses(plain, tmp_path / "by-own", max_new_tokens=3))["answers"] == NUM_ROWS
     path.rename(tmp_path / "elsewhere.jinja")
@@ -161,10 +161,10 @@ def test_the_template_of_the_prompts_is_needed_for_later_turns(rewritten, source
     assert rows_of(made) == rows_of(rewritten[1])
 
 
-def test_turns_that_are_not_asked_are_counted_by_reason(source, asked, tmp_path):
+def test_turns_that_are_not_asked_are_counted_by_reason(talks, asked, tmp_path):
     cut = make_responses(asked, tmp_path / "cut", max_new_tokens=3)
     assert counts_of(cut)["turns_after_cut_answer"] == 6 and counts_of(cut)["answers"] == NUM_ROWS
-    short = make_prompts(source, tmp_path / "short", max_length=100)
+    short = make_prompts(talks, tmp_path / "short", max_length=100)
     full = make_responses(short, tmp_path / "full")
     rows, counts = rows_of(full), counts_of(full)
     assert counts["turns_beyond_context"] > 0
@@ -173,7 +173,7 @@ def test_turns_that_are_not_asked_are_counted_by_reason(source, asked, tmp_path)
     template.write_text(
         "{% if messages | length > 2 %}{{ raise_exception('once') }}{% endif %}" + REWRITES.replace("[1:]", "[:]")
     )
-    asked_once = make_prompts(source, tmp_path / "once", chat_template=template)
+    asked_once = make_prompts(talks, tmp_path / "once", chat_template=template)
     assert counts_of(make_responses(asked_once, tmp_path / "refused"))["turns_refused_by_template"] == 6
 
 
