@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.modules.types import InputError
 
@@ -65,7 +65,8 @@ def add_folder(folder: str) -> None:
     if not modules:
         raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
     # Its absolute path.
-    folder, names = modules[0].module_finder.path, [module.name for module in modules]
+    finder: Any = modules[0].module_finder
+    folder, names = finder.path, [module.name for module in modules]
     # Python would import the file of the first folder, without a word.
     taken = {module.name for module in pkgutil.iter_modules(path for path in __path__ if path != folder)}
     if clash := sorted(taken & set(names)):

@@ -19,7 +19,7 @@ ROWS += [
     Row("a rate that is NaN", EAGLE + "--lr nan", ("--lr", "finite")),
     Row("a temperature that is NaN", DECODE + "--temperature nan", ("--temperature", "finite")),
     Row("a key that YAML reads as true", "decode Hi --target {target} --config {yaml}", ("key", "True", "c.yaml"),
-        lambda ground, to: {"yaml": to / "c.yaml", "x": (to / "c.yaml").write_text("server:\n  yes: 2")}),
+        lambda ground, to: {"yaml": to / "c.yaml", "x": (to / "c.yaml").write_text("server:\n  true: 2")}),
 ]  # fmt: skip
 ROWS += [
     Row("a billion Medusa heads", "plan medusa --target {target} --num-heads 1000000000", ("num_heads", "1 to 128")),
