@@ -20,8 +20,8 @@ from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import StateSource, acceptance_inputs, make_probes, state_source
-from draftsmith.data.heads.diagnosis import CHANCE, sign_test
-from draftsmith.data.heads.directory import build_head, kind_at, load_head, stored_tensors
+from draftsmith.data.heads.diagnosis import CHANCE, HeadVariant, held_readings, known_shape, settled, sign_test
+from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.manifest import compare_identity
 from draftsmith.data.store.reading import read_object
@@ -160,8 +160,11 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     longest = min([source.drafter.max_position, *(getattr(h.config, "max_position", 2**62) for h in heads)])
     # EAGLE-3 heads may read different layers of the target: the probes hold the states of all.
     layers = {number for head in heads for number in getattr(head.config, "capture", ())}
-    others = {} if ours is not None else dict(format.readings(theirs.config, source.facts.num_layers or 0))
-    layers |= {number for config in others.values() for number in getattr(config, "capture", ())}
+    others: list[HeadVariant] = []
+    if ours is None and not format.predicts:
+        shape = known_shape(source.drafter.lm, source.path)
+        others = list(held_readings(heads[0], shape, source.drafter.lm.info.num_layers))[1:]
+        layers |= {number for other in others if hasattr(other.head.config, "capture") for number in other.layers}
     probes = make_probes(source.path, source.drafter.lm, longest, tuple(sorted(layers)))
     trial = HeadTrial(source.facts, probes, acceptance_inputs(probes, source) if format.predicts else {})
     outputs = [format.forward(head, trial) for head in heads]
@@ -175,13 +178,12 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
         right, finite = first_hits(trial, outputs[0]), all(not first.isnan().any() for first, *_ in outputs[0])
         text = f"{right.mean():.1%} of {len(right)} as the target's"
         measures.append(Measure("first tokens", text, "all are numbers", finite))
-        for name, config in others.items():
-            head = build_head(format.kind, config, stored_tensors(theirs)).float()
-            other = first_hits(trial, format.forward(head, trial))
+        for reading in others:
+            other = first_hits(trial, format.forward(settled(reading).float(), trial))
             wins, losses = int((other > right).sum()), int((other < right).sum())
             if sign_test(wins, losses) < CHANCE / len(others):
                 text = f"{other.mean():.1%} of {len(right)} as the target's"
-                measures.append(Measure(f"read with {name}", text, "no better than as it says", False))
+                measures.append(Measure(f"read with {reading.label}", text, "no better than as it says", False))
     if len(heads) == 2:
         worst = size = rows = 0.0
         for probe_outputs in zip(*outputs, strict=True):

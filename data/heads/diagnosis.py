@@ -141,11 +141,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
         InputError: no drafter, or another target's. NonFinite: the head's logits.
     """
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
-    try:
-        shape = llama_shape(target, name)
-    except InputError:  # of a family whose rotary settings are unknown
-        shape = None
-    variants = head_variants(head, shape, target.info.num_layers, mask_tokens(head, name))
+    variants = head_variants(head, known_shape(target, name), target.info.num_layers, mask_tokens(head, name))
     # Medusa has a head for each token, a block a slot.
     depth = min(TOKENS, *(getattr(variant.head.config, name, TOKENS) for variant in variants for name in LONGEST))
     measures = measure(target, rows, variants, depth)
@@ -224,6 +220,45 @@ def head_variants(
     for factor, label, changes in other_settings(head.config, num_layers, masks):
         add(factor, label, **changes)
     return variants
+
+
+def held_readings(
+    head: DraftHead, target: LlamaConfig | None, num_layers: int, masks: Sequence[int] = ()
+) -> Iterator[HeadVariant]:
+    """Yield those of `head_variants` that a head's directory can hold: of EAGLE-1's layer none says where it lies."""
+    for variant in head_variants(head, target, num_layers, masks):
+        if variant.factor != "layers" or hasattr(head.config, "capture"):
+            yield variant
+
+
+def known_shape(target: CausalLM, name: str) -> LlamaConfig | None:
+    """Return a target's sizes and rotary settings; None for a family whose rotary settings are unknown."""
+    try:
+        return llama_shape(target, name)
+    except InputError:
+        return None
+
+
+def settled(variant: HeadVariant) -> DraftHead:
+    """Return the variant's head with its layers in its config, which has them in ascending order."""
+    head, layers = variant.head, variant.layers
+    if layers == head.capture or not hasattr(head.config, "capture"):
+        return head
+    order = sorted(range(len(layers)), key=layers.__getitem__)
+    state = {name: in_order(name, tensor, order) for name, tensor in stored_tensors(head).items()}
+    norms = [state.get(f"fc_norm.{place}.weight") for place in order]  # EAGLE-3.1 has one for each layer
+    state |= {f"fc_norm.{place}.weight": norm for place, norm in enumerate(norms) if norm is not None}
+    other = build_head(head.kind, dataclasses.replace(head.config, capture=tuple(sorted(layers))), state)
+    return other.eval().to(next(head.parameters()).device)
+
+
+def in_order(name: str, tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a tensor of a head with the parts that read the target's states in another order of their layers."""
+    dimension = {"fc.weight": 1, "input_norm.weight": 0}.get(name)
+    if dimension is None:
+        return tensor
+    parts = tensor.chunk(len(order), dimension)
+    return torch.cat([parts[place] for place in order], dimension)
 
 
 def other_settings(config: Any, num_layers: int, masks: Sequence[int]) -> Iterator[tuple[str, str, dict[str, Any]]]:

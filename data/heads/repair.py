@@ -1,7 +1,7 @@
 """`draftsmith repair`: find the reading of a head's files under which it drafts best, and write the head as that.
 
 Heads fail in servers without a word: layers counted from another one, another rotary base, rows of q and k in the order
-of another convention, a switch that no tensor shows. A reading changes one of these (`diagnosis.head_variants`). Each
+of another convention, a switch that no tensor shows. A reading changes one of these (`diagnosis.held_readings`). Each
 drafts from every position of the target's answers, whose states are computed once for all of them; a paired sign test
 says which drafts better than the files' own reading. What it finds is corrected, and the search goes on from there, so
 that several mistakes are found one after the other; where no single change helps, pairs are tried.
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftsmith.data.console import log_note, print_text
 from draftsmith.data.engines.own import generate_all
@@ -33,13 +32,15 @@ from draftsmith.data.heads.diagnosis import (
     HeadVariant,
     TextMeasures,
     better_variants,
-    head_variants,
+    held_readings,
+    known_shape,
     mask_tokens,
     measure,
     right,
+    settled,
 )
-from draftsmith.data.heads.directory import build_head, head_fields, kind_at, load_draft_head, save_head, stored_tensors
-from draftsmith.data.models.loading import llama_shape, load_lm, text_identity, vocabulary_size
+from draftsmith.data.heads.directory import head_fields, kind_at, load_draft_head, save_head, stored_tensors
+from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size
 from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.reading import read_object
@@ -135,10 +136,7 @@ def run(config: RepairConfig) -> int:
         )
     target = load_lm(config.target, **config.loading)
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
-    try:
-        shape = llama_shape(target, config.target)
-    except InputError:  # of a family whose rotary settings are unknown
-        shape = None
+    shape = known_shape(target, config.target)
     rows, masks = answers(config, target), mask_tokens(head, config.target)
     repaired, corrections, first = search(head, shape, target, rows, masks)
 
@@ -199,10 +197,7 @@ def search(
     found, first = head, Share(0.0, 0.0)
 
     def readings(head: DraftHead) -> Iterator[HeadVariant]:
-        """Yield the readings that a head's directory can hold: of EAGLE-1's layer none says where it lies."""
-        for variant in head_variants(head, shape, target.info.num_layers, masks):
-            if variant.factor != "layers" or hasattr(head.config, "capture"):
-                yield variant
+        return held_readings(head, shape, target.info.num_layers, masks)
 
     for _ in range(MOST_MISTAKES):
         variants = list(readings(found))
@@ -251,28 +246,6 @@ def first_of_each(variants: Iterable[HeadVariant]) -> Iterator[HeadVariant]:
         seen[variant.factor] += 1
         if seen[variant.factor] <= PAIRED:
             yield variant
-
-
-def settled(variant: HeadVariant) -> DraftHead:
-    """Return the variant's head with its layers in its config, which has them in ascending order."""
-    head, layers = variant.head, variant.layers
-    if layers == head.capture or not hasattr(head.config, "capture"):
-        return head
-    order = sorted(range(len(layers)), key=layers.__getitem__)
-    state = {name: in_order(name, tensor, order) for name, tensor in stored_tensors(head).items()}
-    norms = [state.get(f"fc_norm.{place}.weight") for place in order]  # EAGLE-3.1 has one for each layer
-    state |= {f"fc_norm.{place}.weight": norm for place, norm in enumerate(norms) if norm is not None}
-    other = build_head(head.kind, dataclasses.replace(head.config, capture=tuple(sorted(layers))), state)
-    return other.eval().to(next(head.parameters()).device)
-
-
-def in_order(name: str, tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Return a tensor of a head with the parts that read the target's states in another order of their layers."""
-    dimension = {"fc.weight": 1, "input_norm.weight": 0}.get(name)
-    if dimension is None:
-        return tensor
-    parts = tensor.chunk(len(order), dimension)
-    return torch.cat([parts[place] for place in order], dimension)
 
 
 def differences(format: HeadFormat, declared: DraftHead, corrected: DraftHead) -> list[str]:

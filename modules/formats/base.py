@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -248,13 +248,6 @@ class HeadFormat(ABC):
         Returns: for every probe the logits [T-1, V] of the first and of further drafted tokens; row t of the first
             predicts token t + 2. Of an acceptance head, P(accept) [N].
         """
-
-    def readings(self, config: Any, num_layers: int) -> Iterator[tuple[str, Any]]:
-        """Yield what the config of a head may wrongly say in silence: a name, and the config as it was meant.
-
-        num_layers: of the model whose hidden states it reads.
-        """
-        return iter(())
 
     def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)
         """Raise InputError if the format cannot hold a head of these settings."""

@@ -68,6 +68,7 @@ NON_CAUSAL = "sliding_window_non_causal"  # of speculators
 OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
 RETRAIN = "Train the head with other options."
 BLOCKS_AT_ONCE = 32  # of a forward on text
+DEFAULT_BLOCK = 16
 
 
 class BlockFormat(LlamaFormat):
@@ -163,7 +164,7 @@ class BlockFormat(LlamaFormat):
         raw, notes = settings(package.config), list[str]()
         llama = llama_config(raw, rope_settings(raw))
         plain = {name: value for name, value in raw.items() if name not in ("layer_types", "is_causal")}
-        check_options(plain, llama, target, ("vocab_size", "draft_vocab_size"))
+        check_options(plain, llama, target, ("vocab_size", "draft_vocab_size"), notes)
         if raw.get("is_neox_style", raw.get("rope_is_neox_style", True)) is not True:
             raise InputError("config.json, is_neox_style", False, "true: rotary halves", UNSUPPORTED)
         problems = self.problems(package.config, target)
@@ -177,6 +178,9 @@ class BlockFormat(LlamaFormat):
         biases = self.take_biases(tensors, raw, notes, problems)
         tensors |= own
         rank = positive(raw, "markov_rank", 1) if raw.get("markov_rank") else 0
+        if raw.get("block_size") is None:
+            raw = {**raw, "block_size": DEFAULT_BLOCK}
+            notes.append(f"block_size is not in config.json: {DEFAULT_BLOCK}, the default of TorchSpec and llama.cpp")
         confidence = self._confidence(raw, tensors, rank, notes, problems)
         config = BlockConfig(
             llama=dataclasses.replace(
@@ -188,7 +192,7 @@ class BlockFormat(LlamaFormat):
                 sliding_window=window(raw, llama.num_layers),
             ),
             capture=self._capture(raw, target, tensors, llama.hidden_size, notes),
-            block_size=positive(raw, "block_size", 16),
+            block_size=positive(raw, "block_size", DEFAULT_BLOCK),
             mask_token=_mask_token(raw, llama.vocab_size),
             layout=self.layout(raw),
             markov_rank=rank,
@@ -320,9 +324,6 @@ class BlockFormat(LlamaFormat):
                 parts.append(part)
             outputs.append([torch.cat(pieces) for pieces in zip(*parts, strict=True)])
         return outputs
-
-    def readings(self, config: BlockConfig, num_layers: int) -> Iterator[tuple[str, BlockConfig]]:
-        yield from other_readings(config, num_layers)
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         names = self.classes_of.get(self.kind)

@@ -74,7 +74,7 @@ class Eagle1Format(LlamaFormat):
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         raw, notes = package.config, list[str]()
         llama = llama_config(raw, rope_settings(raw))
-        check_options(raw, llama, target, ("vocab_size", "draft_vocab_size", "hot_vocab_size"))
+        check_options(raw, llama, target, ("vocab_size", "draft_vocab_size", "hot_vocab_size"), notes)
         problems = self.problems(raw, target)
         tensors = self.own_tensors(package, target, str, notes, problems)
         # A published file may have tensors that no EAGLE-1 head computes with.
@@ -89,8 +89,6 @@ class Eagle1Format(LlamaFormat):
             elif name != FIRST_NORM and theirs is not None and not same_values(tensor, theirs):
                 problems.append(Problem(name, f"{self.system} takes the target's, which differs"))
         biases = self.take_biases(tensors, raw, notes, problems)
-        if "rms_norm_eps" not in raw:
-            notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
         switches: dict[str, Any] = {"qkv_bias": biases.qkv, "o_bias": biases.o, "mlp_bias": biases.mlp}
         llama = dataclasses.replace(llama, max_position=longest_text(llama, target, notes), **switches)
         config = EagleConfig(llama, biases.fc)

@@ -131,7 +131,7 @@ class Eagle3Format(LlamaFormat):
         """Read settings by this system's fields, and tensors by any system's names."""
         raw, notes = flat(package.config), list[str]()
         llama = llama_config(raw, rope_settings(raw))
-        check_options(raw, llama, target, ("vocab_size",))
+        check_options(raw, llama, target, ("vocab_size",), notes)
         inner = raw.get("eagle_config")
         inner = inner if isinstance(inner, Mapping) else {}
         if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):

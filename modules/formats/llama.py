@@ -30,6 +30,8 @@ PLAIN_VALUES: dict[str, Any] = {
     "quantization_config": None,
     "is_causal": True,
 }
+# Fields that change a distribution and not its first choice.
+OF_LOGITS = ("output_multiplier", "final_logit_softcapping", "logits_scaling", "lm_head_multiplier")
 UNSUPPORTED = "Such heads are not supported."
 AGAIN = "Train it again: heads trained from now on have none."
 # Field of `Biases` -> its tensors.
@@ -241,12 +243,22 @@ def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def check_options(
-    raw: Mapping[str, Any], llama: LlamaConfig, target: TargetFacts | None, vocabularies: Sequence[str]
+    raw: Mapping[str, Any],
+    llama: LlamaConfig,
+    target: TargetFacts | None,
+    vocabularies: Sequence[str],
+    notes: list[str],
 ) -> None:
-    """Raise InputError for a field that our head cannot follow.
+    """Raise InputError for a field that our head cannot follow; add notes of what is left out or assumed.
 
     vocabularies: fields that must be the target's whole vocabulary.
     """
+    if "rms_norm_eps" not in raw:
+        notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
+    for field in OF_LOGITS:
+        value = raw.get(field)
+        if value not in (None, 1.0) and (target is None or value != target.raw.get(field)):
+            notes.append(f"{field} {value} is left out: the head's logits are scaled as the target's, or not")
     if llama.rope_scaling.kind not in ROPE_KINDS:
         raise InputError("rope_type", llama.rope_scaling.kind, " or ".join(ROPE_KINDS), UNSUPPORTED)
     for field, plain in PLAIN_VALUES.items():

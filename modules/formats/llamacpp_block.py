@@ -84,7 +84,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pac
         "sliding_window": setting("attention.sliding_window"),
         "is_causal": bool(setting("attention.causal")),
         OUTPUTS: [int(number) - 1 for number in required(ARCHITECTURE, metadata, "target_layers")],
-        "block_size": setting("block_size", 16),
+        "block_size": setting("block_size"),
         "mask_token_id": metadata.get("tokenizer.ggml.mask_token_id"),
         # A file without a Markov head is drafted with as DFlash, whatever it says.
         "sample_from_anchor": markov is not None and bool(setting("sample_from_anchor", True)),

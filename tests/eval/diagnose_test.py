@@ -18,9 +18,9 @@ from tiny_models import tiny_llama_dir
 from draftsmith.data import prompts, responses
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
-from draftsmith.data.heads.diagnosis import agreed, other_weights, template
+from draftsmith.data.heads.diagnosis import agreed, in_order, other_weights, template
 from draftsmith.data.heads.directory import build_head, load_draft_head, save_head, stored_tensors
-from draftsmith.data.heads.repair import RepairConfig, in_order
+from draftsmith.data.heads.repair import RepairConfig
 from draftsmith.data.heads.repair import run as repair
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest

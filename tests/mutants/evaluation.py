@@ -18,9 +18,9 @@ MUTANTS = [
            (ROUNDS_TEST,)),
     Mutant("trace-typical-as-exact", ROUNDS, "params.greedy or tree.typical is not None:", "params.greedy:",
            (ROUNDS_TEST,)),
-    Mutant("repair-norm-of-all-states-keeps-its-order", "data/heads/repair.py",
+    Mutant("repair-norm-of-all-states-keeps-its-order", "data/heads/diagnosis.py",
            '{"fc.weight": 1, "input_norm.weight": 0}', '{"fc.weight": 1}', ("tests/data/heads/repair_test.py",)),
-    Mutant("repair-norms-of-states-keep-their-order", "data/heads/repair.py",
+    Mutant("repair-norms-of-states-keep-their-order", "data/heads/diagnosis.py",
            'for place, norm in enumerate(norms) if norm is not None}', "for place, norm in enumerate(norms) if False}",
            ("tests/data/heads/repair_test.py",)),
 ]  # fmt: skip

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.data.heads.diagnosis import HeadVariant
-from draftsmith.data.heads.repair import settled
+from draftsmith.data.heads.diagnosis import HeadVariant, settled
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.layers import LlamaConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from typing import Any
@@ -190,6 +191,20 @@ def test_a_confidence_head_that_reads_the_state_alone_is_given_zeros():
     imported = formats()["sglang", "dspark"].read(package, TARGET)
     got = imported.state["confidence_head.proj.weight"]
     assert torch.equal(got[:, :H], weight[:, :H]) and not got[:, H:].any() and imported.notes
+
+
+def test_what_is_assumed_or_left_out_of_a_config_is_noted():
+    """A target that caps its logits so, too, gives the head's."""
+    edit = {"block_size": ..., "rms_norm_eps": ..., "output_multiplier": 2.0, "final_logit_softcapping": 30.0}
+    format, package = formats()["vllm", "dspark"], changed(written("vllm"), edit, {})
+    imported = format.read(package, TARGET)
+    assert imported.config.block_size == 16 and imported.config.llama.rms_eps == 1e-6
+    assert [note.split()[0] for note in imported.notes if note.split()[0] in edit] == [
+        "rms_norm_eps", "output_multiplier", "final_logit_softcapping", "block_size",
+    ]  # fmt: skip
+    capped = dataclasses.replace(TARGET, raw={**TARGET.raw, "final_logit_softcapping": 30.0})
+    assert not [note for note in format.read(package, capped).notes if "softcapping" in note]
+    assert not [note for note in format.read(written("vllm"), TARGET).notes if note.split()[0] in edit]
 
 
 # Case, edit of config and tensors, problem of each system.
