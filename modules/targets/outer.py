@@ -43,4 +43,4 @@ class OuterLM:
 
     def _refuse(self) -> NoReturn:
         found = "a target of which only the embeddings are loaded"
-        raise InputError("target", found, "the whole model", "Leave --tau-prompts at its value.")
+        raise InputError("target", found, "the whole model", "Load the whole model.")

@@ -130,8 +130,6 @@ class BlockSettings:
             raise InputError("confidence_weight", self.confidence_weight, "0 or more", "Change it.")
         if not self.decay > 0:
             raise InputError("decay", self.decay, "a number above 0", "Change it.")
-        if self.only_confidence and getattr(self, "init", "") == "random":
-            raise InputError("only_confidence", "true of a new head", "a head given as --init", "Pass --init.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +244,8 @@ class BlockHead(BlockNet):
 
     @classmethod
     def new_config(cls, settings: Any, target: LlamaConfig) -> BlockConfig:
+        if settings.only_confidence:
+            raise InputError("only_confidence", "true of a new head", "a head to train further", "Pass --init.")
         count = min(NUM_STATES, max(1, target.num_layers - 3))
         capture = layers_of(settings.layers or default_layers(target.num_layers, count), target.num_layers)
         mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token

@@ -27,7 +27,7 @@ from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import FeatureBatch, SamplingParams
+from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
 HEADS = {
     "dflash": {"layout": "fill-in"},
@@ -401,7 +401,10 @@ def test_the_layers_read_by_default_are_everybodys(layers, wanted):
 def test_a_confidence_head_is_trained_alone(target):
     drafter = head_class("dspark")
     settings = drafter.Settings(layers=(1, 3), mask_token=MASK, only_confidence=True, confidence_label="match")
-    head = drafter(drafter.new_config(settings, target.config)).double()
+    with pytest.raises(InputError, match="only_confidence: found true of a new head"):
+        drafter.new_config(settings, target.config)
+    new = dataclasses.replace(settings, only_confidence=False)
+    head = drafter(drafter.new_config(new, target.config)).double()
     head.freeze(settings)
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     optimizer = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], 1e-2)
