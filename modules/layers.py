@@ -91,7 +91,8 @@ class LlamaConfig:
         )
         if self.num_heads % self.num_kv_heads:
             expected = f"a divisor of num_heads, {self.num_heads}"
-            raise InputError("num_kv_heads", self.num_kv_heads, expected, "Correct it.")
+            # As transformers calls it.
+            raise InputError("num_key_value_heads", self.num_kv_heads, expected, "Correct it.")
         if self.head_dim % 2:
             raise InputError("head_dim", self.head_dim, "an even number: rotary positions turn pairs", "Correct it.")
 

@@ -70,7 +70,7 @@ MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("a damaged tokenizer", text("tokenizer.json", '{"model": {'), ("tokenizer", "JSONDecodeError")),
     ("an unknown model type", setting(model_type="zebra"), ("model", "zebra")),
     ("a width of a billion", setting(hidden_size=10**9), ("hidden_size", "1000000000")),
-    ("heads that do not divide", setting(num_key_value_heads=3), ("k_proj",)),
+    ("heads that do not divide", setting(num_key_value_heads=3), ("num_key_value_heads: found 3",)),
     ("text for a width", setting(hidden_size="32"), ("hidden_size", '"32"')),
     ("a rope theta of zero", setting(rope_parameters={"rope_type": "default", "rope_theta": 0}), ("rope_theta", "0")),
     ("yarn without a factor", setting(rope_parameters={"rope_type": "yarn"}), ("rope_parameters", "factor")),

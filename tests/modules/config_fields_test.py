@@ -78,7 +78,7 @@ def test_a_field_refuses_what_it_cannot_be(config):
         (lambda: dataclasses.replace(LLAMA, rms_eps=0.0), "rms_eps: found 0.0"),
         (lambda: dataclasses.replace(LLAMA, max_position=1), "max_position: found 1, expected a whole number from 2"),
         (lambda: MedusaConfig(8, 60, 1), "max_position: found 1, expected a whole number from 2"),
-        (lambda: dataclasses.replace(LLAMA, num_heads=3, num_kv_heads=2), "num_kv_heads: found 2"),
+        (lambda: dataclasses.replace(LLAMA, num_heads=3, num_kv_heads=2), "num_key_value_heads: found 2"),
         (lambda: Eagle3Config(PLAIN, (0,), 61), "draft_vocab_size: found 61, expected a whole number from 1 to 60"),
         (lambda: AcceptanceHeadConfig(8, features=("log_q", "log_q")), "each once"),
     ],
