@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.engine.cache import any_shape
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import LossOutput
 from draftsmith.train.bad_steps import BadSteps
@@ -146,11 +147,16 @@ class LitHead(pl.LightningModule):
         """Check whether losses are logged after so many steps."""
         return step % self.log_every == 0 or step == self.total_steps
 
-    def autocast(self) -> AbstractContextManager:
-        # `fit` has settled it; in a plain Trainer it is the Trainer's own, which is on already.
-        if self.config.precision == "auto":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Compute in the training's precision, with attention kernels for batches of any shape."""
+        with ExitStack() as stack:
+            stack.enter_context(any_shape(self.device))
+            # `fit` has settled it; in a plain Trainer it is the Trainer's own, which is on already.
+            if self.config.precision != "auto":
+                bf16 = self.config.precision == "bf16"
+                stack.enter_context(torch.autocast(self.device.type, torch.bfloat16, enabled=bf16))
+            yield
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient, or skip the step if something in it was not finite."""

@@ -125,10 +125,10 @@ def _normalized(value: Any) -> Any:
             merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in value["merges"]]
             value = {**value, "merges": merges}
         # A field that is off and one that is absent mean the same.
-        fields = {key: _normalized(inner) for key, inner in value.items()}
+        fields = {key: _normalized(own) if isinstance(own, dict | list) else own for key, own in value.items()}
         return {key: inner for key, inner in fields.items() if inner is not None and inner is not False}
     if isinstance(value, list):
-        return [_normalized(inner) for inner in value]
+        return [_normalized(own) if isinstance(own, dict | list) else own for own in value]
     return value
 
 

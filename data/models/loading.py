@@ -336,15 +336,19 @@ def trust_code() -> None:
 
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer of a model."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedConfig
 
     directory = model_directory(path)
     if not _has_tokenizer(directory):
         raise InputError("tokenizer", f"{path} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
-    # transformers reads the tokenizer's class from config.json.
-    read_config(path)
+    # transformers reads the tokenizer's class from config.json, unless the tokenizer's own settings name it. Then it
+    # needs the model's type only, and importing the class of the model's config takes longer than all else here.
+    raw, settings, config = read_config(path), directory / "tokenizer_config.json", None
+    if settings.exists() and read_model_json(settings).get("tokenizer_class") and not _trusted:
+        config = PreTrainedConfig()
+        config.model_type = raw.get("model_type", "")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=_trusted)
     except Exception as error:
         # The tokenizers library, written in Rust, raises plain Exceptions.
         if "trust_remote_code" in str(error):

@@ -277,6 +277,7 @@ class RowPool:
         return self._one_round()
 
     def _one_round(self) -> list[RowAnswer]:
+        """Draft, score, verify and commit, for all active rows."""
         rows, session, drafter, params = self._rows, self._session, self._drafter, self._params
         sources = [row.source for row in rows]
 
@@ -345,7 +346,7 @@ class RowPool:
         sources, lengths = [row.source for row in rows], session.lengths
         logits = session.extend([[] if row.done else row.tokens[-1:] for row in rows]).logits[:, 0]  # [B, V]
         if session.static and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
-            count = min(ROUNDS_TOGETHER, max(row.room - len(row.tokens) for row in rows))
+            count = min(ROUNDS_TOGETHER, max(row.room - len(row.tokens) for row in rows if not row.done))
             counts = [count] * len(rows)
             ahead = choose_ahead(logits, lambda ids: session.extend(ids).logits[:, 0], counts, params, sources)
             chosen = torch.stack([tokens for tokens, _ in ahead], 1).tolist()  # [B, count]

@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_llama_dir
+from tiny_models import tiny_llama_dir, tiny_tokenizer
+from transformers import AutoTokenizer
 
 from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.data.export.gguf import write_gguf_model
@@ -298,3 +299,17 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path):
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="final_logit_softcapping"):
         load_lm(str(tmp_path))
+
+
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss"])
+def test_a_tokenizer_is_loaded_without_the_class_of_its_models_config(tmp_path, model_type, named):
+    """Which takes longer to import than all else; transformers' own way is the oracle."""
+    tiny_tokenizer().save_pretrained(str(tmp_path))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": named}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 2048}))
+    ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
+    text = "Hello  def f(x):\n\treturn 12é <s>"
+    assert type(ours) is type(theirs) and ours.encode(text) == theirs.encode(text)
+    assert ours.chat_template == theirs.chat_template and ours.special_tokens_map == theirs.special_tokens_map
