@@ -7,6 +7,7 @@ share what has been imported, so that none waits for it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -18,13 +19,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.data.console import Column, Table, log_note, print_table
+from draftsmith.data.engines.own import generate_all
+from draftsmith.data.heads.directory import load_head
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json, write_tensors, write_text
+from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.command import results_tables
 from draftsmith.launch.cli import main, main_of
-from draftsmith.modules.types import InputError, at_least
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Shares of the time: answers at most, then what is kept for measuring; training has the rest, half for each head.
 ANSWERS_SHARE, BENCH_SHARE = 0.35, 0.14
@@ -33,6 +41,10 @@ MOST_REPEATS = 4  # answers to a prompt, sampled, where one answer leaves time
 WORKERS = 4  # that read training data
 FILE_BYTES = 15 * 2**20  # of the heads' files
 METHODS = {"eagle3": "eagle3:k=3,eagle3:k=5", "dspark": "dspark"}
+IMPORTED = (  # by the stages
+    "transformers", "lightning.pytorch", "draftsmith.data.prompts", "draftsmith.data.responses",
+    "draftsmith.train.fit", "draftsmith.train.lit_drafter", "draftsmith.train.tau", "draftsmith.eval.bench.command",
+)  # fmt: skip
 RECIPES = {
     "eagle3": "--version 3-norm --draft-vocab 8192 --unknown keep --passes 3 --passes-after 0.3 --normalizer tokens",
     "dspark": "--num-layers 2 --markov-rank 64 --anchors 64 --loss-vocab 4096",
@@ -159,12 +171,8 @@ def run(config: GpuHeadConfig) -> Path:
 def import_all() -> None:
     """Import what the stages need, before they are forked; nothing here may touch the GPU."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import lightning.pytorch  # noqa: F401
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
-
-    from draftsmith.data import prompts, responses  # noqa: F401
-    from draftsmith.eval.bench import command  # noqa: F401
-    from draftsmith.train import fit, lit_drafter, prepare, tau  # noqa: F401
+    for name in IMPORTED:
+        importlib.import_module(name)
 
 
 def answer(config: GpuHeadConfig, stages: Stages) -> Path | None:
@@ -206,12 +214,6 @@ def answer(config: GpuHeadConfig, stages: Stages) -> Path | None:
 
 def pilot(config: GpuHeadConfig, path: Path) -> int:
     """Answer a few prompts; write the seconds that loading took and the prompts answered a second."""
-    from draftsmith.data.engines.own import generate_all
-    from draftsmith.data.models.loading import load_lm
-    from draftsmith.data.store.manifest import Manifest
-    from draftsmith.data.store.rows import Rows
-    from draftsmith.modules.types import SamplingParams
-
     began, folder = time.monotonic(), config.output / "prompts"
     lm = load_lm(config.target, config.dtype, config.device, packed=True)
     load_s = time.monotonic() - began
@@ -252,10 +254,6 @@ def bench_words(config: GpuHeadConfig, heads: Sequence[str]) -> str:
 
 def pack(out: Path, heads: Sequence[str]) -> int:
     """Write each head's own weights in bfloat16 into files below 16 MiB: lm_head rows are the target's, by d2t."""
-    import torch
-
-    from draftsmith.data.heads.directory import load_head
-
     for kind in heads:
         head, parts, size = load_head(out / kind / "best"), list[dict[str, torch.Tensor]](), FILE_BYTES
         frozen = {name for name, weight in head.named_parameters() if not weight.requires_grad}

@@ -40,7 +40,8 @@ def wrong_q(patch) -> None:
 
     def drafted(logits, states, step, stops, limits, params, *others):
         made = real(logits, states, step, stops, limits, at(params, 0.8), *others)
-        stated = [flattened(torch.stack(list(tree.draft_prob)), 0.8) for tree in made]
+        drawn = [tree.draft_prob if tree.draft_prob is None else torch.stack(list(tree.draft_prob)) for tree in made]
+        stated = [flattened(q, 0.8) for q in drawn]
         return [DraftTree(tree.tokens, tree.parents, q) for tree, q in zip(made, stated, strict=True)]
 
     patch.setattr(row_drafter, "draft_chains", drafted)

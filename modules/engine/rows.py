@@ -170,9 +170,9 @@ class ManyRows:
         prompts = [row for row, alone in enumerate(long) if alone and not lengths[row] and num_logits == 1]
         read = self._prompts(prompts, [[part[row] for row in prompts] for part in inputs])
         for row, output in zip(prompts, read, strict=True):
-            outputs[row] = output
+            outputs[row], long[row] = output, False
         for row, alone in enumerate(long):
-            if alone and outputs[row] is None:
+            if alone:
                 above = parents and parents[row : row + 1]
                 outputs[row] = self._alone(row, [part[row] for part in inputs], lengths[row], above, num_logits)
         some = next(output for output in outputs if output is not None)

@@ -43,7 +43,7 @@ def test_a_family_whose_layers_the_head_cannot_take_is_refused(artefacts, tmp_pa
     sizes = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, eos_token_id=3)
     GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
     target = load_lm(str(tmp_path / "gpt2"))
-    with pytest.raises(InputError, match="layers are those of llama, mistral, qwen2, qwen3"):
+    with pytest.raises(InputError, match="a target whose layers a head can have"):
         make_head(config(artefacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)
 
 
