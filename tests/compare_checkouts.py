@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-CASES = [f"{method}:k=5, {mode}{rows}" for method in ("spec", "eagle3") for rows in ("", ", 4 rows")
+CASES = [f"{method}, {mode}{rows}" for method in ("ar", "spec:k=5", "eagle3:k=5") for rows in ("", ", 4 rows")
          for mode in ("greedy", "T=1")]  # fmt: skip
 PROMPTS, NEW_TOKENS = 4, 32
 
@@ -43,7 +43,8 @@ def serve() -> None:
     models = Models(target, draft, heads={"eagle3": head}, capacity=1024)
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "dev", None, PROMPTS)]
     sessions = {
-        name: target.session(PROMPTS, 1024, head.capture if name == "eagle3" else ()) for name in ("spec", "eagle3")
+        method: target.session(PROMPTS, 1024, head.capture if method == "eagle3:k=5" else ())
+        for method in ("ar", "spec:k=5", "eagle3:k=5")
     }
 
     def work(case: str) -> None:
@@ -51,7 +52,7 @@ def serve() -> None:
         params = SamplingParams(0.0 if mode == "greedy" else 1.0)
         if rows:
             drafter = parse_method(method).build(models, PROMPTS)
-            EngineRunner(target, drafter, params, (), session=sessions[method[:-4]])(
+            EngineRunner(target, drafter, params, (), session=sessions[method])(
                 prompts, NEW_TOKENS, range(PROMPTS)
             )
             return
