@@ -137,7 +137,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "eval compare": Command(
             "eval.bench.compare:CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)
         ),
-        "eval tune": Command("eval.tune:TuneConfig", "The fastest method and settings here, as decode.yaml"),
         "eval report": Command("eval.report.command:ReportConfig", "Finished runs as one HTML page", ("runs",)),
         "eval lossless": Command(
             "eval.lossless.command:LosslessConfig", "Certify that methods leave the output as it is"

@@ -1,4 +1,4 @@
-"""Runs made by hand for the report: a benchmark with traced rounds, and tables and charts of a tuning, with text
+"""Runs made by hand for the report: a benchmark with traced rounds, and tables and charts of a training, with text
 that would run if it were not escaped."""
 
 from __future__ import annotations

@@ -66,7 +66,6 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
             hsddw:k=10:max=20. A head's own methods begin with its kind; docs/decoding.md lists them all. Of several
             --draft of one kind each is measured, named by what its path differs in: eagle3@a:k=5 and eagle3@b:k=5 of
             runs/a/best and runs/b/best.
-        method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
             answers.
@@ -91,7 +90,6 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     mid: str | None = None
     acceptance: str | None = None
     methods: str = "ar"
-    method: str | None = None
     turns: Turns = "all"
     limit: int = 0
     temperatures: str | None = None
@@ -132,9 +130,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         InputError: bad options, models or prompts; an unfinished run of other options in `output`; no prompt that
             could be measured.
     """
-    # `decode` and its config file have one `method`; this command also has `methods`.
-    texts = [text for text in (config.methods, config.method) if text is not None]
-    requested = {item.label: item for text in texts for item in parse_methods(text, BASELINES)}
+    requested = {item.label: item for item in parse_methods(config.methods, BASELINES)}
     # Every speed-up is over ar, so that it is always measured, first.
     named = by_each({BASELINE: parse_methods(BASELINE)[0]} | requested, config.paths)
     heads = check(config, named)

@@ -189,7 +189,7 @@ def describe(
 ) -> dict[str, Any]:
     """Build `meta` of a results.json: what its numbers hold for, and how to measure them again.
 
-    kind: bench, tune, ... config: the command's options, `target`, `device` and `seed` among them. target: or its
+    kind: bench, schedule, ... config: the command's options, `target`, `device` and `seed` among them. target: or its
     identity, where it runs elsewhere. source: of the prompts, as the user named it. models: role -> the smaller models,
     None where there is none. more: further entries.
     """

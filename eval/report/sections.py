@@ -21,7 +21,6 @@ from draftsmith.eval.report.viewer import viewer_data
 
 # Kind of a run -> its title on the page, and drawings of its tables without columns.
 TABLE_RUNS: dict[str, tuple[str, Mapping[str, Drawing]]] = {
-    "tune": ("Tuning for this machine", {}),
     "schedule": ("How long a server should draft", {}),
     "training": ("Training", TRAINING),
 }

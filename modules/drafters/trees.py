@@ -11,7 +11,7 @@ from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.growth import DynamicTree
-from draftsmith.modules.drafters.methods import Method, Models, known_methods
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.types import InputError, at_least, at_most
 
 # Expansions of a tree with depth=auto.
@@ -88,8 +88,3 @@ class DynamicTrees(Method, ABC):
         shape = DynamicTree(nodes, depth, self.topk)
         head = models.heads[self.uses[0]]
         return head.tree_drafter(models.target, shape, models.capacity, rows, rules)
-
-
-def tree_methods() -> dict[str, str]:
-    """Return the method of dynamic trees for each kind of trained drafter."""
-    return {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, DynamicTrees)}

@@ -7,7 +7,6 @@ from bad_input.row import Row
 TARGET = "--target {target} "
 OUT = "--output {out} "
 BENCH = f"eval bench {TARGET}--prompts {{chats}} --limit 1 --repeats 1 --max-new-tokens 4 {OUT}"
-STUDY = f"{TARGET}--prompts {{chats}} {OUT}"
 SERVE = f"{TARGET}--engine vllm --prompts {{chats}} "
 TRAIN = "train eagle --data x --target y --output z"
 
@@ -149,8 +148,6 @@ ROWS = [
     Row("report: no run", "eval report {target} --output {out}/r.html", ("target", "results.json")),
     Row("report: nothing there", "eval report ./nosuch", ("no directory nosuch",)),
     Row("report: nothing", "eval report --output {out}/r.html", ("runs",)),
-    Row("tune: no such head", f"eval tune {STUDY}--draft ./nosuch", ("nosuch",)),
-    Row("tune: prompts too long", f"eval tune {TARGET}--draft {{eagle}} {OUT}", ("prompt", "context")),
     # Heads elsewhere.
     Row("export: a model", f"export --format vllm --head {{draft}} {OUT}", ("draft",)),
     Row("export: no such format", f"export --format gguf --head {{eagle}} {OUT}", ("gguf",)),

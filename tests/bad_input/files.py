@@ -188,7 +188,7 @@ ROWS = [
     Row("report: a method without a name", REPORT, ("results.json", "methods[0].method"),
         spoilt("bench", "results.json", changed(methods=[{}]))),
     Row("report: tables of something else", REPORT, ("results.json", "tables"),
-        spoilt("bench", "results.json", changed(tables=[{"type": "table"}], meta={"kind": "tune"}))),
+        spoilt("bench", "results.json", changed(tables=[{"type": "table"}], meta={"kind": "schedule"}))),
     Row("compare: prompts.parquet cut", COMPARE, ("prompts.parquet", "unreadable"),
         spoilt("bench", "prompts.parquet", cut)),
     Row("report: trace.jsonl cut", REPORT, ("trace.jsonl", "damaged in line"), spoilt("bench", "trace.jsonl", cut)),
@@ -230,7 +230,7 @@ ROWS = [
         exported("model.safetensors", of_type(torch.int8))),
     Row("import: weights cut", "import {d} --target {target} --output {out}", ("model.safetensors", "damaged"),
         exported("model.safetensors", cut)),
-    # decode.yaml, as an editor may leave it.
+    # A config file, as an editor may leave it.
     Row("decode.yaml of a list", "decode Hi --config {d}/decode.yaml", ("decode.yaml", "list"),
         lambda ground, to: {"d": to, "x": (to / "decode.yaml").write_text("- a\n")}),
     Row("decode.yaml cut", "decode Hi --config {d}/decode.yaml", ("decode.yaml", "YAML"),

@@ -232,8 +232,6 @@ MUTANTS = [
     Mutant("draft-model-in-dtype-whatever-is-asked", "eval/bench/runner.py",
            'changes = {} if need == "mid" else {"precision": draft_precision}', "changes = dict[str, Any]()",
            (QUANTIZED_TEST,)),
-    Mutant("tune-takes-the-slowest-precision", "eval/tune.py", "key=lambda bits: precisions[bits]",
-           "key=lambda bits: -precisions[bits]", ("tests/eval/tune_test.py",)),
     Mutant("packed-small-weights-share-nothing", "modules/engine/lean.py", "fused.weight.split(", "weight.split(",
            (PACKED_TEST,)),
     Mutant("cache-forgets-the-path", CACHE, "        self.length = end\n", "        self.length = length\n",

@@ -133,5 +133,5 @@ def test_runs_of_different_work_are_refused_in_one_line_that_lists_all(tmp_path,
 
 
 def test_results_of_another_command_are_refused(tmp_path):
-    with pytest.raises(InputError, match="results of kind tune"):
-        open_bench(write(tmp_path / "study", {"ar": AR}, kind="tune"))
+    with pytest.raises(InputError, match="results of kind schedule"):
+        open_bench(write(tmp_path / "study", {"ar": AR}, kind="schedule"))
