@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.data.console import print_text
-from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import StateSource, acceptance_inputs, make_probes, state_source
@@ -26,7 +25,7 @@ from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.manifest import compare_identity
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import learned
-from draftsmith.modules.formats import format_names, formats, hf_assisted
+from draftsmith.modules.formats import format_names, formats
 from draftsmith.modules.formats.base import ForeignHead, HeadFormat, HeadTrial, ImportedHead, Package, Problem, largest
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.rope import frequencies
@@ -36,7 +35,7 @@ from draftsmith.modules.types import InputError
 if TYPE_CHECKING:
     Checked = str
 else:
-    Checked = Literal[("auto", *format_names(), hf_assisted.NAME)]
+    Checked = Literal[("auto", *format_names())]
 
 RECORD = "draftsmith.json"
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
@@ -52,7 +51,7 @@ class CheckConfig(Loading):
     Attributes:
         directory: The directory to check.
         format: The system that is to read it; auto detects whose directory it is, and adds a line for every other.
-        target: The target model; for hf-assisted too.
+        target: The target model.
         draft: The draft whose hidden states an acceptance head reads (specdec_pp): a model, or the directory of a
             drafting head, then with its --target.
         head: The head that the directory was exported from, to compare logits with.
@@ -72,12 +71,6 @@ def run(config: CheckConfig) -> int:
     Raises:
         InputError: no such directory, one of our own heads, or no model.
     """
-    if config.format == hf_assisted.NAME:
-        if config.target is None:
-            raise InputError("target", "none", "the target that the draft assists", "Pass --target.")
-        report = check_assistant(config.directory, config.target)
-        print_report(report, str(config.directory), config.format)
-        return 1 if report.failures else 0
     models = (config.target, config.draft, config.loading)
     # All formats of a name read the same model: a missing --target is reported before the directory is read.
     named = next((format for (name, _), format in formats().items() if name == config.format), None)

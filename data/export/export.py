@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from draftsmith.data.console import print_text
-from draftsmith.data.export.assistant import check_assistant, write_assistant
 from draftsmith.data.export.check import RECORD, check_head, hashes_of, original
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.gguf import (
@@ -25,7 +24,7 @@ from draftsmith.data.export.gguf import (
 )
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import state_source
-from draftsmith.data.heads.card import draft_model_card, measured_of, model_card
+from draftsmith.data.heads.card import measured_of, model_card
 from draftsmith.data.heads.directory import (
     build_head,
     head_config,
@@ -43,7 +42,6 @@ from draftsmith.data.models.loading import (
     check_same_tokenizer,
     load_lm,
     read_config,
-    tokenizer_identity,
     vocabulary_size,
 )
 from draftsmith.data.settings import Dtype, Loading
@@ -51,20 +49,16 @@ from draftsmith.data.store.files import whole_directory, write_json, write_tenso
 from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.formats import format_names, formats, formats_of, hf_assisted, llamacpp
+from draftsmith.modules.formats import format_names, formats, formats_of, llamacpp
 from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.types import InputError, whole_number
 
 if TYPE_CHECKING:
     FormatName = str
 else:
-    FormatName = Literal[(*format_names(written=True), hf_assisted.NAME)]
+    FormatName = Literal[format_names(written=True)]
 
 HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
-RESULTS = {
-    "meta": {"methods": {"*": dict}, "models?": dict, "prompts?": (dict, None)},
-    "methods": [{"method": str, "tokens_per_s": float}],
-}
 GGUF_HEAD, GGUF_DRAFT = "head.gguf", "draft.gguf"
 # Largest difference of logits, as a share of the largest, that rounding to a type explains.
 GGUF_ERROR = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "q8_0": 0.1}
@@ -78,16 +72,14 @@ class ExportConfig(Loading):
     Attributes:
         format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
             speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; llamacpp an EAGLE-3 head of
-            version 3, a DFlash or DSpark head, or a draft model, as one GGUF file; hf-assisted a draft model, for
-            transformers' assisted generation.
+            version 3, a DFlash or DSpark head, or a draft model, as one GGUF file.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
         target_gguf: The target's GGUF file, whose tokenizer a file for llama.cpp carries. Default: --target if it is
             one, else it is made of the target's tokenizer.
-        draft: The draft model to be exported as hf-assisted or llamacpp; or the draft whose hidden states an acceptance
-            head reads: a model, or the directory of a drafting head (default: the one named in its manifest).
-        results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
+        draft: The draft model to be exported as llamacpp; or the draft whose hidden states an acceptance head reads: a
+            model, or the directory of a drafting head (default: the one named in its manifest).
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
             else 5 (20 with a stop rule).
         weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
@@ -102,7 +94,6 @@ class ExportConfig(Loading):
     target: str | None = None
     target_gguf: Path | None = None
     draft: str | None = None
-    results: Path | None = None
     num_drafted: int = 0
     weights: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
     license: str = ""
@@ -131,9 +122,7 @@ def run(config: ExportConfig) -> int:
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
     if config.push is not None:
         check_push(config.push)
-    write = export_assistant if config.format == hf_assisted.NAME else export_head
-    if config.format == llamacpp.NAME and config.head is None:
-        write = export_gguf_draft
+    write = export_gguf_draft if config.format == llamacpp.NAME and config.head is None else export_head
     try:
         with whole_directory(config.output) as partial:
             report, command = write(config, partial)
@@ -320,21 +309,3 @@ def num_drafted(measured: Mapping[str, Any] | None, format: HeadFormat, drafts: 
     chains = ((re.fullmatch(rf"{format.kind}:k=(\d+)", row["method"]), row["speedup"]) for row in rows)
     speeds = {int(chain[1]): speedup for chain, speedup in chains if chain}
     return max(speeds, key=speeds.__getitem__, default=drafts or format.num_drafted)
-
-
-def export_assistant(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
-    """Write and check a draft model with measured settings. Returns the report and Python that uses it."""
-    draft, target = _given(config, "draft", "the draft model"), _given(config, "target", "its target")
-    results = Path(_given(config, "results", "a directory of eval bench"))
-    if not (results / "results.json").exists():
-        raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
-    identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
-    tuning = hf_assisted.choose_tuning(read_object(results / "results.json", RESULTS), identity)
-    command = hf_assisted.serve(loadable(target), str(config.output))
-    write_assistant(draft, tuning, directory)
-    report = check_assistant(directory, target)
-    export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": report.passed}
-    export["notes"] = [f"settings: {tuning.measured}"]
-    facts = {"models": {"draft": identity, **tokenizer_identity(draft)}, "license": config.license, **made_with()}
-    write_text(directory / "README.md", draft_model_card(facts, export))
-    return report, command

@@ -23,20 +23,13 @@ from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, HeadCard
-from draftsmith.modules.formats import formats_of, hf_assisted, llamacpp
+from draftsmith.modules.formats import formats_of, llamacpp
 from draftsmith.modules.targets.base import CausalLM
 
 MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
 ACCEPTANCE_HEAD = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
     "2024). It stops drafts that are likely to fail."
-)
-MODEL_FORMATS = (llamacpp.NAME, hf_assisted.NAME)
-DRAFT_MODEL = HeadCard(
-    "Draft model",
-    "A draft model for transformers' assisted generation, with the settings that were measured to suit it.",
-    ("assisted-generation",),
-    f"{hf_assisted.NAME}:k=5",
 )
 METRICS = {
     "kl": "binary KL from the acceptance probability, nats a token, without w_acc and w_rej, calibrated output",
@@ -136,7 +129,7 @@ def model_card(
             line = f"draftsmith export --head DIR --format {format.name} --output DIR-{format.name}"
             commands.append(line + (f" --target {shlex.quote(target or 'TARGET')}" if drafts else ""))
     if is_model:
-        commands += [f"draftsmith export {named} --format {name} --output DIR-{name}" for name in MODEL_FORMATS]
+        commands.append(f"draftsmith export {named} --format {llamacpp.NAME} --output DIR-{llamacpp.NAME}")
     loads = " transformers, vLLM and SGLang load it as it is, as a draft model." if is_model else ""
     usage = f"DIR is this directory.{loads}\n\n{_fenced(*commands)}"
     return _page(
@@ -149,25 +142,6 @@ def model_card(
         manifest=manifest,
         format=export["format"] if export else "",
         is_model=is_model,
-    )
-
-
-def draft_model_card(manifest: Mapping[str, Any], export: Mapping[str, Any]) -> str:
-    """Render the card of an exported draft model. export: as of `model_card`, with `target` and `draft` as passed."""
-    bench = f"draftsmith eval bench --target TARGET --draft DIR --methods {DRAFT_MODEL.method} --prompts FILE"
-    return _page(
-        DRAFT_MODEL,
-        base_model=None,
-        facts=[f"- {note}" for note in export.get("notes", ())],
-        sections={
-            "Target": _bullets({flag: export.get(flag) for flag in ("target", "draft")}),
-            "tau by task": f"Not measured yet. This measures it:\n\n{_fenced(f'{bench} --output runs/bench')}",
-            "How to use it": _export_section(export, "python"),
-        },
-        licence=manifest.get("license"),
-        sources="the draft model",
-        manifest=manifest,
-        format=export["format"],
     )
 
 
@@ -186,7 +160,7 @@ def _page(
     # The hub takes `other` with a name for a licence that it does not list, and hub ids only as base models.
     matter: dict[str, Any] = {
         **({"license": licence} if licence else {"license": "other", "license_name": "not-stated"}),
-        "library_name": "transformers" if is_model or format == hf_assisted.NAME else format or "draftsmith",
+        "library_name": "transformers" if is_model else format or "draftsmith",
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draftsmith", *about.tags],
     }
@@ -280,9 +254,9 @@ def _calibration_section(head: Mapping[str, Any], metrics: Mapping[str, float], 
     return "\n\n".join(lines)
 
 
-def _export_section(export: Mapping[str, Any], language: str = "sh") -> str:
+def _export_section(export: Mapping[str, Any]) -> str:
     checks = "\n".join(f"- {check}" for check in export.get("checks", ())) or "- none"
-    return f"{_fenced(export['command'], language=language)}\n\nChecked when it was written, and passed:\n\n{checks}"
+    return f"{_fenced(export['command'])}\n\nChecked when it was written, and passed:\n\n{checks}"
 
 
 def _bullets(rows: Mapping[str, Any]) -> str:

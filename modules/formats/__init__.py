@@ -1,7 +1,4 @@
-"""Public formats of heads: how other systems name tensors and settings, as pure maps from and to ours.
-
-One file a system; `hf_assisted` is the format of a draft model, which is no head.
-"""
+"""Public formats of heads: pure maps between other systems' names and ours, one file a system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acceptance heads for SpecDec_pp and draft models for transformers, from the command's settings to the files."""
+"""Acceptance heads for SpecDec_pp, from the command's settings to the files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
@@ -105,28 +104,3 @@ def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(tmp_path, dr
     assert check(CheckConfig(directory=there, format="specdec_pp", **models)) == 0
     with pytest.raises(InputError, match=r"head: found .* an acceptance head, expected a drafter"):
         check(CheckConfig(directory=there, format="specdec_pp", target=draft, draft=str(head)))
-
-
-def test_a_draft_is_exported_with_the_fastest_settings_that_were_measured(tmp_path, capsys):
-    pair = {"target": "embedded:target", "draft": "embedded:draft"}
-    results = bench(
-        BenchConfig(
-            **pair,
-            prompts="embedded:prompts",
-            split="test",
-            limit=1,
-            max_new_tokens=12,
-            repeats=1,
-            methods="hf-assisted:k=2,hf-assisted:k=4",
-            output=tmp_path / "bench",
-        )
-    )
-    speeds = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
-    fastest = 2 if speeds["hf-assisted:k=2"] > speeds["hf-assisted:k=4"] else 4
-    out = tmp_path / "out"
-    assert export(ExportConfig(format="hf-assisted", **pair, results=tmp_path / "bench", output=out)) == 0
-    written = json.loads((out / "generation_config.json").read_text())
-    assert (written["num_assistant_tokens"], written["num_assistant_tokens_schedule"]) == (fastest, "constant")
-    assert "assistant_model=draft" in (out / "README.md").read_text()
-    with pytest.raises(InputError, match="target: found none"):
-        check(CheckConfig(directory=out, format="hf-assisted"))

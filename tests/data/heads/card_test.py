@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.data.heads.card import draft_model_card, measured_of, model_card, write_measured
+from draftsmith.data.heads.card import measured_of, model_card, write_measured
 from draftsmith.data.heads.directory import head_fields, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
@@ -117,9 +117,6 @@ def test_an_exports_card_says_how_to_serve_it_and_what_was_checked():
     assert "- weights in bfloat16, of a head of sha256 `7777`" in card
     assert "vllm serve owner/model" in sections["How to use it"] and "- logits as ours" in sections["How to use it"]
     assert "draftsmith export" not in card
-    draft = {"format": "hf-assisted", "command": "python serve.py", "target": "owner/model", "draft": "owner/draft"}
-    matter, sections = parts(draft_model_card({}, draft))
-    assert "`owner/draft`" in sections["Target"] and matter["library_name"] == "transformers"
 
 
 def test_a_card_is_written_anew_with_what_was_measured(tmp_path):
