@@ -104,7 +104,7 @@ def test_prompts_and_tasks_add_up_to_the_whole(results, per_prompt):
 
 def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
     sampling = dataclasses.replace(
-        config, methods="spec:k=3,hf", method="spec:k=3", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
+        config, methods="spec:k=3,hf", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
     )
     tokens = []
     for seed in (0, 0, 1):
