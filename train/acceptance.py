@@ -20,16 +20,14 @@ from draftsmith.data.heads.directory import (
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.models.stored import load_stored
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
-from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import Manifest, volatile
-from draftsmith.data.store.reading import read_object
 from draftsmith.modules.acceptance.fitting import begin
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
-from draftsmith.train.strategies import local_device, model_dtype, world_size
+from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
     from draftsmith.train.acceptance_data import RolloutReader
@@ -52,11 +50,9 @@ ROLLOUTS: dict[str, Any] = {
     "tied": False,
     "state": "before",
     "features": ("log_q", "logit_q", "depth", "repeat"),
+    "width": 128,
     "w_rej": 1.0,
 }
-# Width of a head for real rounds, without the sweep.
-WIDTH = 128
-SWEEP = "sweep.json"
 # Settings that a head given as --init brings along.
 SHAPE = ("num_blocks", "tied", "state", "features", "width")
 
@@ -81,9 +77,7 @@ class TrainAcceptanceConfig(TrainConfig):
             Default: after, for rollouts before.
         features: Numbers of the draft's distribution and of repetitions that it reads too; [] for none. Default: none,
             for rollouts log_q, logit_q, depth and repeat, and temperature if the labels have several.
-        width: Width of the hidden layers, 0 for the drafter's. Default: 0. For rollouts, heads of three widths are
-            first trained for few and for more epochs, and the best size is taken; with several processes, max_steps or
-            init it is 128.
+        width: Width of the hidden layers, 0 for the drafter's. Default: 0, for rollouts 128, or as in init.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
         mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
@@ -109,11 +103,6 @@ class TrainAcceptanceConfig(TrainConfig):
         if self.mix is not None and not 0 <= self.mix < 1:
             raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
         self.check_least(0, "num_blocks", "width")
-
-    @property
-    def sweeps(self) -> bool:
-        """True if sizes are tried first. Several ranks could choose different ones, so only one process tries."""
-        return self.width is None and self.max_steps == 0 and self.init is None and world_size(self) == 1
 
     @property
     def read_model(self) -> str:
@@ -216,7 +205,7 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     greedy = (manifest.sampling or {}).get("temperature") == 0
     if rollouts:
         reader: Any = RolloutReader(drafter, head.config, int(manifest.config["depth"]))
-        config, head, train_samples, val_samples = store_rollouts(config, head, reader, train_samples, val_samples)
+        train_samples, val_samples = store_rollouts(config, head, reader, train_samples, val_samples)
     else:
         reader = MixedText(drafter, greedy)
     # Batches, and the module that trains on them.
@@ -235,12 +224,12 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
 
 def store_rollouts(
     config: TrainAcceptanceConfig, head: AcceptanceHead, reader: RolloutReader, train: Samples, val: Samples
-) -> tuple[TrainAcceptanceConfig, AcceptanceHead, Samples, Samples]:
-    """Read the labelled answers into memory, choose the head's size by the sweep, and initialise it as a logistic.
+) -> tuple[Samples, Samples]:
+    """Read the labelled answers into memory, and initialise a new head as a logistic.
 
-    Returns the config with that size, the head, and training and validation samples of stored tokens.
+    Returns training and validation samples of stored tokens.
     """
-    from draftsmith.train.acceptance_data import StoredDataset, try_sizes
+    from draftsmith.train.acceptance_data import StoredDataset
     from draftsmith.train.data_module import Samples
 
     tokens = {name: reader.store(samples, name) for name, samples in (("train", train), ("val", val))}
@@ -248,29 +237,11 @@ def store_rollouts(
     counts = " and ".join(f"{len(part.ids):,} to {name}" for name, part in tokens.items())
     say_on_rank_zero(f"drafted tokens: {counts}; {size / 2**20:,.0f} MiB in memory")
     if config.init is None:
-        hidden_size = head.config.hidden_size
-        if config.sweeps:
-            tried = try_sizes(
-                lambda width: make_head(dataclasses.replace(config, width=width), hidden_size),
-                tokens["train"], tokens["val"], reader, config,
-            )  # fmt: skip
-            make_directory(config.output)
-            write_json(config.output / SWEEP, {"tried": [dataclasses.asdict(size) for size in tried]})
-            config = with_size(config)
-            head = make_head(config, hidden_size)
         begin(head, reader.batches(tokens["train"]))
     # Training draws from all answers; validation reports samples by answer.
     blocks = StoredDataset(tokens["train"], train, config.seed)
     answers = StoredDataset(tokens["val"], val, None)
-    return config, head, Samples(blocks, range(len(blocks.lengths))), Samples(answers, range(len(answers.lengths)))
-
-
-def with_size(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
-    """Fill in the best size of the sweep, if this output has one."""
-    if not (config.sweeps and (config.output / SWEEP).exists()):
-        return config
-    best = read_object(config.output / SWEEP, {"tried": list}, "Delete it: sizes are tried again.")["tried"][0]
-    return dataclasses.replace(config, width=best["width"], epochs=best["epochs"])
+    return Samples(blocks, range(len(blocks.lengths))), Samples(answers, range(len(answers.lengths)))
 
 
 def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:
@@ -288,8 +259,6 @@ def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead
         head.config = dataclasses.replace(head.config, w_acc=config.w_acc, w_rej=config.w_rej, calibration=(1.0, 0.0))
         return head
     shape = {name: getattr(config, name) for name in SHAPE}
-    if shape["width"] is None:
-        shape["width"] = WIDTH
     # The rectified form costs a drafted token least; it needs what is there before the token is read.
     lean = Manifest.read(config.data).kind == "rollouts" and config.state != "after"
     shape |= {"activation": "relu" if lean else "none", "standardize": lean}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from draftsmith.data.console import progress_bar
 from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.store.datasets import AcceptanceTokens, Item, RolloutTokens, collate_rollouts
-from draftsmith.modules.acceptance.fitting import begin, descend, predicted, shuffled
+from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import (
     AcceptanceHead,
     AcceptanceHeadConfig,
@@ -30,21 +30,18 @@ from draftsmith.modules.acceptance.head import (
 from draftsmith.modules.decoding.confidence import TokenConfidences
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.losses import acceptance_loss
-from draftsmith.modules.metrics import acceptance_metrics, binary_kl, expected_calibration_error, fit_platt
+from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_platt
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import MicroBatch, Samples
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.metrics import gather_rows, say_on_rank_zero
-from draftsmith.train.optimizers import lr_schedule
+from draftsmith.train.metrics import gather_rows
 from draftsmith.train.telemetry import features_flops
 
 # Tokens of a training sample: enough that a batch is collated quickly, few enough that it is drawn from many answers.
 BLOCK = 64
 # Tokens that fewer rounds reach count for nothing measurable, and are most of what was drafted.
 LEAST_WEIGHT = 1e-3
-# Sizes of the sweep, smallest first: of two that predict alike the smaller is taken.
-WIDTHS, EPOCHS = (32, 128, 256), (2, 8)
 # Stored tokens that are read at once outside of training steps.
 TOKENS_AT_ONCE = 2**14
 
@@ -229,46 +226,6 @@ def collate_stored(items: Sequence[Item]) -> StoredTokens:
     owner = torch.arange(len(items)).repeat_interleave(counts)
     batch = StoredTokens.joined([StoredTokens(**item) for item in items])
     return dataclasses.replace(batch, owner=owner)
-
-
-@dataclass(frozen=True)
-class TriedSize:
-    """A size of the sweep, and the KL(P || P^) [nats] of held-out tokens that a head of it reached."""
-
-    width: int
-    epochs: int
-    kl: float
-
-
-def try_sizes(
-    new_head: Callable[[int], AcceptanceHead],
-    train: StoredTokens,
-    val: StoredTokens,
-    reader: RolloutReader,
-    config: TrainConfig,
-) -> list[TriedSize]:
-    """Train a head of each width for each number of epochs, and return the results, best first.
-
-    new_head: makes an untrained head of a width.
-    """
-    tried, batch_size = list[TriedSize](), config.batch_size * BLOCK
-    for width in WIDTHS:
-        for epochs in EPOCHS:
-            head = new_head(width)
-            begin(head, reader.batches(train))
-            # As `train acceptance` itself would train it.
-            optimizer = torch.optim.AdamW(head.parameters(), config.lr, config.betas, weight_decay=config.weight_decay)
-            total = epochs * -(-len(train.ids) // batch_size)
-            share = lr_schedule(config.schedule, total, config.warmup_share, config.min_lr_share)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-            order = shuffled(len(train.ids), batch_size, epochs, config.seed)
-            descend(head, (reader.read(train[rows]).batch for rows in order), optimizer, schedule, config.clip)
-            with torch.no_grad():
-                logits = torch.cat([head.corrected(predicted(head, batch)) for batch in reader.batches(val)])
-            tried.append(TriedSize(width, epochs, float(binary_kl(logits, val.accept_prob, val.weight))))
-    results = ", ".join(f"{size.kl:.4f} (width {size.width}, {size.epochs} epochs)" for size in tried)
-    say_on_rank_zero(f"sizes: held-out KL {results}")
-    return sorted(tried, key=lambda size: size.kl)
 
 
 class LitAcceptance(LitHead):

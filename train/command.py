@@ -14,8 +14,7 @@ from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules.targets.outer import OuterLM
-from draftsmith.train import acceptance
-from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.acceptance import TrainAcceptanceConfig, with_defaults
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.metrics import is_first_process
 from draftsmith.train.plan import announce
@@ -46,7 +45,7 @@ def run(config: TrainedConfig) -> Path:
     since = time.monotonic()
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
-        config = acceptance.with_size(acceptance.with_defaults(config))
+        config = with_defaults(config)
     else:
         config = with_shape(config)
     config = settled(config)

@@ -194,8 +194,6 @@ MUTANTS = [
     Mutant("stored-owner-of-the-answer", STORED, 'replace(batch, owner=owner)', 'replace(batch, owner=batch.owner)', (START_TEST,)),
     Mutant("start-without-the-weights-correction", FITTING, "bias - float(head.corrected(0.0))", "bias", (START_TEST,)),
     Mutant("start-of-tokens-that-weigh-alike", FITTING, "RIDGE, weight)", "RIDGE)", (START_TEST,)),
-    Mutant("start-with-the-worst-size", STORED, "key=lambda size: size.kl)", "key=lambda size: -size.kl)",
-           (START_TEST,)),
     Mutant("start-is-not-validated", STORED, "self.validates_first = reader.weighted",
            "self.validates_first = False", (START_TEST,)),
 ]  # fmt: skip

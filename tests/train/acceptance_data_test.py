@@ -1,4 +1,4 @@
-"""Stored tokens of real rounds, the initial logistic, and the sweep of sizes."""
+"""Stored tokens of real rounds, and the initial logistic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import sklearn.linear_model
 import torch
-import yaml
 from trained_runs import losses
 
 from draftsmith.data.heads.directory import FrozenDrafter, load_head
@@ -17,14 +16,12 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.modules.acceptance.fitting import begin, predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.train import acceptance_data
-from draftsmith.train.acceptance import TrainAcceptanceConfig, prepare, with_size
+from draftsmith.train.acceptance import TrainAcceptanceConfig, prepare
 from draftsmith.train.acceptance_data import (
     BLOCK,
     LEAST_WEIGHT,
     RolloutReader,
     StoredDataset,
-    TriedSize,
     collate_stored,
 )
 from draftsmith.train.command import run
@@ -116,28 +113,10 @@ def test_a_head_starts_as_the_logistic_of_its_standardised_features(reader, toke
     assert not head.out.weight.any() and head.join.weight.any()
 
 
-def test_the_size_with_the_lowest_held_out_kl_is_taken(artefacts, rollouts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(acceptance_data, "WIDTHS", (4, 8))
-    output = tmp_path / "run"
-    best = run(a_config(artefacts, rollouts, output))
-    tried = [TriedSize(**size) for size in json.loads((output / "sweep.json").read_text())["tried"]]
-    assert {(size.width, size.epochs) for size in tried} == {(4, 2), (4, 8), (8, 2), (8, 8)}
-    assert tried[0].kl == min(size.kl for size in tried)
-    assert load_head(best).config.width == tried[0].width
-    written = yaml.safe_load((output / "config.yaml").read_text())
-    assert (written["width"], written["epochs"]) == (tried[0].width, tried[0].epochs)
-    assert "sizes: held-out KL" in capsys.readouterr().err
-    # The same command again, and the one that the run itself names, both find it finished.
-    again = a_config(artefacts, rollouts, output)
-    assert run(again) == best == run(with_size(again))
-
-
-def test_no_size_is_tried_if_one_is_given(artefacts, rollouts, tmp_path):
-    asked = ({"width": 4}, {"max_steps": 3})
-    for number, changes in enumerate(asked):
+def test_the_hidden_layer_has_128_units_unless_a_width_is_given(artefacts, rollouts, tmp_path):
+    for number, (changes, width) in enumerate((({}, 128), ({"width": 4}, 4))):
         config = a_config(artefacts, rollouts, tmp_path / str(number), **changes)
-        assert prepare(config).module.head.config.width == changes.get("width", 128)
-        assert not (config.output / "sweep.json").exists()
+        assert prepare(config).module.head.config.width == width
 
 
 def test_best_stays_the_logistic_if_training_makes_it_worse(artefacts, rollouts, tmp_path):
