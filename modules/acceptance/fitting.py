@@ -1,4 +1,4 @@
-"""Fit an acceptance head for real rounds: initialise it as a logistic of its features, then descend."""
+"""Start an acceptance head for real rounds as a logistic of its features."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import fit_logistic
 from draftsmith.modules.types import AcceptanceBatch
 
@@ -56,27 +55,3 @@ def begin(head: AcceptanceHead, batches: Iterable[AcceptanceBatch]) -> None:
     head.direct.weight.copy_(torch.tensor([weights]))
     # The bias is that of the probability; `AcceptanceHead.corrected` adds the loss weights' part.
     head.out.bias.fill_(bias - float(head.corrected(0.0)))
-
-
-def descend(
-    head: AcceptanceHead,
-    batches: Iterable[AcceptanceBatch],
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    clip: float,
-) -> None:
-    """Take a step per batch. clip: largest gradient norm; 0 for none."""
-    for batch in batches:
-        loss = acceptance_loss(predicted(head, batch), batch, head.config.w_acc, head.config.w_rej).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), clip or float("inf"))
-        optimizer.step()
-        schedule.step()
-
-
-def shuffled(count: int, size: int, epochs: int, seed: int) -> Iterable[Tensor]:
-    """Yield the numbers below `count` in random order, `size` at a time, epoch after epoch."""
-    order = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        yield from torch.randperm(count, generator=order).split(size)

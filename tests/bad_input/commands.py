@@ -82,7 +82,7 @@ ROWS = [
     Row("features: no such drafter", f"data features --responses {{responses}} {TARGET}{OUT}--drafter nosuch",
         ("drafter", "nosuch", "eagle")),
     Row("diagnose: nothing there", f"diagnose x/y --data {{responses}} {TARGET}", ("x/y",)),
-    Row("diagnose: few answers", f"diagnose {{draft}} --data {{responses}} --limit 3 {TARGET}", ("3 answers", "8 or")),
+    Row("diagnose: a draft model", f"diagnose {{draft}} --data {{responses}} {TARGET}", ("draft", "a head directory")),
     Row("diagnose: no drafter", f"diagnose {{acceptance}} --data {{responses}} {TARGET}", ("acceptance", "a drafter")),
     Row("diagnose: no answers", f"diagnose {{eagle}} --data {{prompts}} {TARGET}", ("prompts without answers",)),
     Row("repair: nothing there", f"repair x/y --data {{responses}} {TARGET}{OUT}", ("x/y",)),

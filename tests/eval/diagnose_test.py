@@ -102,7 +102,7 @@ def diagnosed(world, capsys):
 
     def diagnosed(head: Path, data: Path | None = None) -> dict[str, str]:
         capsys.readouterr()
-        run(DiagnoseConfig(draft=str(head), data=data or world.responses, target=str(world.target), stops=False))
+        run(DiagnoseConfig(draft=str(head), data=data or world.responses, target=str(world.target)))
         lines = capsys.readouterr().out.splitlines()
         causes = [line for line in lines if line.startswith(("Likeliest cause", "Also"))]
         return {line[5:].partition(":")[0]: line for line in lines if line[:5] in ("ok   ", "BAD  ")} | {
@@ -372,11 +372,3 @@ def test_a_training_with_bad_numbers_ends_with_a_diagnosis(world, tmp_path, caps
         assert "See why: draftsmith diagnose" in shown and "answers: 100.0%" not in shown
         return
     assert "ok   answers: 100.0%" in shown and "Too weak to tell why: " in shown and "Also (amount)" in shown
-
-
-def test_the_gain_of_stop_rules_at_the_answers_temperature_and_a_measured_c(world, capsys, tmp_path):
-    sampled = answered_by(world.target, world.prompts, tmp_path / "responses", temperature=1.0)
-    run(DiagnoseConfig(draft=str(world.target), data=sampled, target=str(world.target), limit=8))
-    found = capsys.readouterr()
-    assert "(temperature 1)" in found.out
-    assert "measured here (draft)" in found.err and found.out.count("At c = ") == 1

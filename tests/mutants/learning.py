@@ -18,7 +18,6 @@ LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
 )
 STORED = "train/acceptance_data.py"
 FITTING = "modules/acceptance/fitting.py"
-GAIN, GAIN_TEST = "eval/diagnose.py", "tests/eval/stop_gain_test.py"
 START_TEST = "tests/train/acceptance_data_test.py"
 REPETITION = "data/text/repetition.py"
 REPETITION_TEST = "tests/data/text/repetition_test.py"
@@ -168,25 +167,6 @@ MUTANTS = [
     Mutant("muon-without-nesterov", "train/optimizers.py",
            'torch.lerp(param.grad, state["momentum"], group["momentum"])', 'state["momentum"].clone()',
            ("tests/train/optimizers_test.py",)),
-    # -- what ending drafts would gain
-    Mutant("gain-of-answers-that-were-learned", GAIN, "own, kept = fold == held, fold != held",
-           "own, kept = fold == held, fold >= 0", (GAIN_TEST,)),
-    Mutant("gain-over-the-best-length-of-all", GAIN, "best = max(fixed, key=lambda counts: counts.pace(c, kept))",
-           "best = max(fixed, key=lambda counts: counts.pace(c, fold >= 0))", (GAIN_TEST,)),
-    Mutant("gain-folds-part-a-conversation", GAIN, "permutation(count)[rounds.owner] % FOLDS",
-           "permutation(len(rounds.owner)) % FOLDS", (GAIN_TEST,)),
-    Mutant("gain-rounds-begin-at-the-last-token", GAIN, "begins[:, place + 1 : place + 1 + width] +=",
-           "begins[:, place : place + width] +=", (GAIN_TEST,)),
-    Mutant("gain-verified-beyond-the-draft", GAIN, "np.where(drafted, reached, 0.0), np", "reached, np", (GAIN_TEST,)),
-    Mutant("gain-online-fitted-on-all", GAIN, 'index("repeat")]], rounds.tokens_of(kept)',
-           'index("repeat")]], rounds.tokens_of(kept | True)', (GAIN_TEST,)),
-    Mutant("gain-head-fitted-on-all", GAIN, "apart = kept & (", "kept = kept | True; apart = kept & (", (GAIN_TEST,)),
-    Mutant("gain-answers-of-a-conversation-in-one", GAIN, "(np.diff(places) != 1) | (np.diff(owner) != 0)",
-           "(np.diff(owner) != 0)", (GAIN_TEST,)),
-    Mutant("gain-of-a-head-by-chance", GAIN, "self.over_online.low > 0 and self", "self", (GAIN_TEST,)),
-    Mutant("gain-pace-stays-the-fixed-lengths", GAIN,
-           "before, pace, acceptance = pace, counts.pace(c, kept), counts.acceptance(kept)", "before = pace",
-           (GAIN_TEST,)),
     # -- where an acceptance head begins
     Mutant("stored-tokens-of-every-weight", STORED, ">= LEAST_WEIGHT]", ">= 0]", (START_TEST,)),
     Mutant("stored-blocks-in-the-answers-order", STORED, "self.tokens = tokens[order]",
