@@ -355,7 +355,7 @@ class RowPool:
         else:
             chosen = [[token] for token in choose_each(logits, params, sources)]
 
-        finished = []
+        finished: list[RowAnswer] = []
         for place, (row, tokens) in enumerate(zip(rows, chosen, strict=True)):
             if row.done:
                 continue

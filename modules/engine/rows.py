@@ -218,7 +218,8 @@ class ManyRows:
         for group in group_by_length(counts, *GROUPS.get(device.type, GROUPS["cuda"])):
             own = [[part[i] for i in group] for part in inputs]
             if len(group) == 1:
-                outputs[group[0]] = self._alone(rows[group[0]], [part[0] for part in own], 0, None, 1)
+                logits, states = self._alone(rows[group[0]], [part[0] for part in own], 0, None, 1)
+                outputs[group[0]] = logits, states
                 continue
             # Padding stands behind its prompt, where neither the prompt nor what follows it looks.
             fed = [to_device(_padded(part, counts[group[0]]), device) for part in own]
