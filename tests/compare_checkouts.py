@@ -52,9 +52,7 @@ def serve() -> None:
         params = SamplingParams(0.0 if mode == "greedy" else 1.0)
         if rows:
             drafter = parse_method(method).build(models, PROMPTS)
-            EngineRunner(target, drafter, params, (), session=sessions[method])(
-                prompts, NEW_TOKENS, range(PROMPTS)
-            )
+            EngineRunner(target, drafter, params, (), session=sessions[method])(prompts, NEW_TOKENS, range(PROMPTS))
             return
         EngineRunner(target, parse_method(method).build(models), params, ())([prompts[0]], NEW_TOKENS, [0])
 
