@@ -30,7 +30,6 @@ ALLOWED = {
     "modules/sampling.py:draw_each": (1, "tokens of all rows, one transfer a draft step"),
     "modules/transfer.py:true_places": (1, "only where the count is not known; trainings count on the host"),
     "modules/decoding/loop.py:_rounds_alone": (1, "one transfer for several rounds"),
-    "modules/decoding/verify.py:_read_roots": (1, CPU),
     "modules/decoding/verify.py:odds": (2, CPU),
     "modules/decoding/verify.py:__init__": (1, ROUND),
     "modules/decoding/verify.py:_chain_odds": (1, ROUND),

@@ -1,8 +1,8 @@
 """Verify drafted tokens: one walk from the root for chains and trees, greedy and sampling, row by row.
 
-On a CPU rows of logits are read lazily: a softmax over the vocabulary is computed only at nodes that a walk visits, and
-those of all rows behind their roots in one call. On a GPU all are computed ahead, so that every row's numbers come in
-one transfer or two. A row consumes its random numbers in the same order either way.
+On a CPU rows of logits are read lazily: a softmax over the vocabulary is computed only at nodes that the walk visits.
+On a GPU all are computed ahead, so that every row's numbers come in one transfer or two. Random numbers are consumed in
+the same order either way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.modules.decoding.protocols import DraftTree, Verdict
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
-    FEW_ROWS,
     Source,
     TorchSource,
     best_token,
@@ -55,7 +54,7 @@ def verify(
         NonFinite: the target's numbers at a node that the walk visits; the position is the node's depth.
     """
     ahead = logits.is_cuda if ahead is None else ahead
-    numbers = (_AheadNumbers if ahead else _LazyNumbers)(trees, logits, params, sources)
+    numbers = _AheadNumbers(trees, logits, params, sources) if ahead else _LazyNumbers(logits, params, sources)
     verdicts: list[Verdict | None] = [None] * len(trees)
     # (row, accepted nodes, distribution of the target's own token).
     corrections: list[tuple[int, tuple[int, ...], Tensor]] = []
@@ -167,53 +166,22 @@ def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sou
             return tuple(path), last
 
 
-def _chooses(tree: DraftTree) -> bool:
-    """Return whether sampling walks this tree by the target's own choices."""
-    return tree.draft_prob is None and tree.drawn is None and tree.typical is None
-
-
 class _LazyNumbers:
     """Numbers of the target, computed when a walk needs them. Node 0 is the root, node i + 1 the tree's node i."""
 
-    def __init__(
-        self,
-        trees: Sequence[DraftTree | None],
-        logits: Tensor,
-        params: SamplingParams,
-        sources: Sequence[Source],
-    ):
+    def __init__(self, logits: Tensor, params: SamplingParams, sources: Sequence[Source]):
         self._logits, self._params, self._sources = logits.unbind(), params, sources
         self.what = "logits" if params.greedy else "probabilities"
-        # Behind the roots, where every walk begins: distributions [B, V], and choices by row.
-        self._roots: Sequence[Tensor] | None = None
-        self._root_choices: dict[int, int] = {}
-        if len(trees) >= FEW_ROWS:
-            self._read_roots(trees, logits[:, 0])
-
-    def _read_roots(self, trees: Sequence[DraftTree | None], logits: Tensor) -> None:
-        if self._params.greedy:
-            self._root_choices = dict(enumerate(best_tokens(logits).tolist()))
-            return
-        whole = probabilities(logits, self._params)
-        self._roots = whole.unbind()
-        rows = [row for row, tree in enumerate(trees) if tree is not None and _chooses(tree)]
-        if rows:
-            chosen = whole if len(rows) == len(whole) else [self._roots[row] for row in rows]
-            drawn = draw_each(chosen, [self._sources[row] for row in rows])
-            self._root_choices = dict(zip(rows, drawn, strict=True))
 
     def choice(self, row: int, node: int) -> int:
         """Return the target's choice behind a node, its argmax or a draw; NO_TOKEN if there is none."""
-        if not node and row in self._root_choices:
-            return self._root_choices[row]
+        logits = self._logits[row][node]
         if self._params.greedy:
-            return best_token(self._logits[row][node])
-        return self._sources[row].draw(self.distribution(row, node))
+            return best_token(logits)
+        return self._sources[row].draw(probabilities(logits, self._params))
 
     def distribution(self, row: int, node: int) -> Tensor:
         """Return the distribution [V] behind a node."""
-        if not node and self._roots is not None:
-            return self._roots[row]
         return probabilities(self._logits[row][node], self._params)
 
     def odds(self, row: int, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
@@ -231,8 +199,7 @@ class _AheadNumbers(_LazyNumbers):
         params: SamplingParams,
         sources: Sequence[Source],
     ):
-        self._logits, self._params, self._sources = logits.unbind(), params, sources
-        self.what = "logits" if params.greedy else "probabilities"
+        super().__init__(logits, params, sources)
         if params.greedy:
             self._choices = best_tokens(logits).tolist()
             return
@@ -274,7 +241,7 @@ class _AheadNumbers(_LazyNumbers):
         source = self._sources[row]
         if not self._params.greedy:
             if not isinstance(source, TorchSource):
-                return source.draw(self._distributions[row, node])
+                return super().choice(row, node)
             # Consume what `_draws` has peeked at.
             source.uniform()
         return self._choices[row][node]

@@ -11,6 +11,7 @@ QUANTIZED, QUANTIZED_TEST = "modules/engine/low_precision.py", "tests/modules/en
 PACKED_TEST = "tests/modules/engine/packed_test.py"
 CACHE, CACHE_TEST = "modules/engine/cache.py", "tests/modules/engine/cache_test.py"
 PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/session_test.py"
+TOGETHER = "tests/modules/decoding/together_test.py"
 LOOKUP_TEST = "tests/modules/drafters/prompt_lookup_test.py"
 CUTS = f"{LIMITS}::test_an_answer_is_cut_at_the_first_end_token_and_at_its_room"
 OUTRUNS = f"{LIMITS}::test_no_draft_outruns_what_is_wanted"
@@ -65,19 +66,16 @@ MUTANTS = [
            emitted("spec:k=1")),
     Mutant("verify-first-rows-distribution-everywhere", VERIFY, "probabilities(self._logits[row][node], self._params)",
            "probabilities(self._logits[row][0], self._params)", emitted("spec:k=2")),
-    Mutant("verify-another-rows-logits", VERIFY, "probabilities(self._logits[row][node], self._params)",
-           "probabilities(self._logits[0][node], self._params)", (ROWS_ALONE,)),
-    Mutant("verify-another-rows-root", VERIFY, "return self._roots[row]", "return self._roots[0]", (ROWS_ALONE,)),
-    Mutant("verify-roots-of-every-node", VERIFY, "if not node and row in self._root_choices:",
-           "if row in self._root_choices:", (ROWS_ALONE,)),
+    Mutant("verify-another-rows-logits", VERIFY, "logits = self._logits[row][node]",
+           "logits = self._logits[0][node]", (ROWS_ALONE,)),
     Mutant("verify-another-rows-source", VERIFY, "[sources[row] for row in rows]", "[sources[0] for row in rows]",
            (ROWS_ALONE,)),
     Mutant("verify-another-tokens-draft-distribution", VERIFY, "tree.draft_prob[place]",
            "tree.draft_prob[min(place, 1)]", emitted("spec:k=3")),
     Mutant("verify-greedy-walk-off-by-a-row", VERIFY, "numbers.choice(row, node + 1)", "numbers.choice(row, max(node, 0))",
            (TREE,)),
-    Mutant("verify-drawn-walk-asks-the-root", VERIFY, "draw(self.distribution(row, node))",
-           "draw(self.distribution(row, 0))", (TREE,)),
+    Mutant("verify-drawn-walk-asks-the-root", VERIFY, ".draw(probabilities(logits, self._params))",
+           ".draw(probabilities(self._logits[row][0], self._params))", (TREE,)),
     Mutant("verify-ahead-one-draw-for-all-depths", VERIFY, "coming[depth] for depth in depths",
            "coming[0] for depth in depths", (ROWS_ALONE,)),
     Mutant("verify-ahead-takes-no-numbers", VERIFY, "            source.uniform()\n        return",
@@ -232,6 +230,14 @@ MUTANTS = [
     Mutant("draft-model-in-dtype-whatever-is-asked", "eval/bench/runner.py",
            'changes = {} if need == "mid" else {"precision": draft_precision}', "changes = dict[str, Any]()",
            (QUANTIZED_TEST,)),
+    Mutant("prompts-together-end-with-the-longest", "modules/engine/rows.py", "[[counts[i] - 1] for i in group]",
+           "[[counts[group[0]] - 1] for i in group]", (TOGETHER,)),
+    Mutant("prompts-together-in-other-rows", "modules/engine/rows.py", "self._cache.prompts([rows[i] for i in group])",
+           "self._cache.prompts(group)", (TOGETHER,)),
+    Mutant("draws-in-blocks-from-the-first", "modules/sampling.py", "wanted[:, None] - before, right", "wanted[:, None], right",
+           (TOGETHER,)),
+    Mutant("rounds-alone-emit-behind-a-broken-one", LOOP, "tokens[: tokens.index(NO_TOKEN)] if is_broken else tokens", "tokens",
+           (TOGETHER,)),
     Mutant("packed-small-weights-share-nothing", "modules/engine/lean.py", "fused.weight.split(", "weight.split(",
            (PACKED_TEST,)),
     Mutant("cache-forgets-the-path", CACHE, "        self.length = end\n", "        self.length = length\n",
