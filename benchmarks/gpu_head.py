@@ -150,7 +150,6 @@ def run(config: GpuHeadConfig) -> Path:
             f"--model-dtype {config.dtype} --accelerator {'gpu' if config.device.startswith('cuda') else 'cpu'}"
         )
         stages.run(f"train {kind}", words, seconds + 30)
-        # What follows the training, a diagnosis of a weak head, may take longer.
         if (out / kind / "training.json").exists():
             heads.append(kind)
     measured = heads and stages.run("bench", bench_words(config, heads), max(stages.left, 60.0) + 30)

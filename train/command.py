@@ -73,8 +73,8 @@ def explain(best: Path, config: TrainDrafterConfig, training: PreparedTraining) 
     warning = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
     if not warning:
         return
-    # Of a target elsewhere there is nothing to read with, and a smoke test has nothing to explain.
-    if isinstance(module.target, OuterLM) or module.total_steps < LEAST_STEPS:
+    # Of a target elsewhere there is nothing to read with, a smoke test has nothing to explain, and --minutes are over.
+    if isinstance(module.target, OuterLM) or module.total_steps < LEAST_STEPS or config.minutes:
         warning += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
     else:
         # Whole texts: an answer in a piece of one has lost its context.
