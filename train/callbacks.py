@@ -127,10 +127,11 @@ class BetweenSteps(pl.Callback):
         began = time.monotonic()
         # Validation decides which head is best/. A signal leaves no time for it.
         stopping = bool(pl_module.signal_agreed)
-        validated = final or (step % self.val_every == 0 and not stopping)
+        trial = pl_module.validates_next and not stopping
+        validated = final or trial or (step % self.val_every == 0 and not stopping)
         if validated:
             with whole_head(trainer, pl_module) as head:
-                self._validate(trainer, pl_module, head, step, final)
+                self._validate(trainer, pl_module, head, step, final or trial)
 
         # last/ and a checkpoint, each whole or absent. Without --save-every they follow each validation.
         saves = step % self.config.save_every == 0 if self.config.save_every else validated
@@ -140,7 +141,7 @@ class BetweenSteps(pl.Callback):
             trainer.save_checkpoint(path_of(self.config.output / FOLDER, step))
             if not self._agree_on_failure(trainer, f"the checkpoint of step {step}", self.checkpoints.failure):
                 self.saved_step = step
-        if pl_module.time_limit is not None:
+        if pl_module.time_limit is not None and validated:
             pl_module.time_limit.pause(time.monotonic() - began)
         trainer.should_stop |= stopping or final
         self._advance(1 if pl_module.time_limit is None else pl_module.time_limit.passed())

@@ -56,8 +56,9 @@ class LitHead(pl.LightningModule):
         self.bad_steps = BadSteps(config.max_bad_steps, frozen)
         # All ranks skip the running step: something in it was not finite.
         self.skips_step = False
-        # Of a training by the clock.
+        # Of a training by the clock; and whether that wants the running step to be validated.
         self.time_limit: TimeLimit | None = None
+        self.validates_next = False
         # Set by this rank's signal handler; then agreed on by all ranks, so that all stop after the same step.
         self.signal_received = 0
         self.signal_agreed = 0
@@ -102,12 +103,13 @@ class LitHead(pl.LightningModule):
             tokens, self.signal_agreed = float(batch.step_tokens or 0.0), self.signal_received
             if self.time_limit is not None:
                 self.total_steps = self.time_limit.total_steps(self.trainer.global_step)
+                self.validates_next = self.time_limit.wants_trial()
             if ranks > 1:
-                total = self.total_steps if self.trainer.is_global_zero else 0
-                flags = [tokens, total, *(self.signal_received == number for number in SIGNALS)]
+                planned = (self.total_steps, self.validates_next) if self.trainer.is_global_zero else (0, 0)
+                flags = [tokens, *planned, *(self.signal_received == number for number in SIGNALS)]
                 counts = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device))
-                tokens, total, *received = counts.tolist()
-                self.total_steps = int(total)
+                tokens, total, validates, *received = counts.tolist()
+                self.total_steps, self.validates_next = int(total), bool(validates)
                 self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
             # Without a token that counts the loss is zero.
             self._step_tokens = tokens or 1.0

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Of the time, kept for the last validation and saves until one of them has been timed; then so many times the longest.
-RESERVED_SHARE, RESERVED_TIMES = 0.15, 1.25
+# The share of the time after which a first validation is timed, if there was none; and how many times the longest
+# validation with its saves is kept for the last one, before that a share of the time.
+TRIAL_SHARE, RESERVED_TIMES, RESERVED_SHARE = 0.1, 1.25, 0.15
 
 
 class TimeLimit:
@@ -49,6 +50,10 @@ class TimeLimit:
         self._pause = max(self._pause, seconds)
         if self._mark is not None:
             self._mark = self._mark[0], self._mark[1] + seconds
+
+    def wants_trial(self) -> bool:
+        """Return whether it is time to validate, so that the length of the last validation is known."""
+        return not self._pause and self._earlier + self._clock() - self._since > TRIAL_SHARE * self._limit
 
     def total_steps(self, done: int) -> int:
         """Return how many steps the training has, if `done` are done: one more than these if time is for one only."""
