@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import Column, Table, log_note, print_table
+from draftsmith.data.console import Column, Table, format_interval, log_note, print_table
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.models.loading import load_lm
@@ -159,6 +159,13 @@ def run(config: GpuHeadConfig) -> Path:
     results = read_object(out / "bench" / "results.json", {}) if measured else {}
     for table in results_tables(results) if results else ():
         print_table(table, bold="fastest")
+    rows = [
+        {"method": row["method"], "task": task, "tau": part["tau"], "interval": format_interval(part["tau_ci95"])}
+        for row in results.get("methods", ())
+        for task, part in row.get("by_task", {}).items()
+    ]
+    columns = [Column("method", "method"), Column("task", "task"), Column("tau", "tau", ".2f")]
+    print_table(Table("tasks", "tau by task, greedy", [*columns, Column("interval", "95 % CI")], rows))
     total = time.monotonic() - stages.began
     shown = [{**own, "seconds": f"{own['seconds']:.1f}"} for own in stages.done]
     columns = [Column(name, name) for name in ("stage", "seconds", "outcome")]
