@@ -101,7 +101,8 @@ def draft_chains(
                 drafting.append(row)
         rows = drafting
         if rows:
-            logits, states = step([own[-1:] if row in rows else [] for row, own in enumerate(tokens)])
+            still = set(rows)
+            logits, states = step([own[-1:] if row in still else [] for row, own in enumerate(tokens)])
     return [
         DraftTree(tuple(own), chain_parents(len(own)), q or None, draft_calls=len(own)) if own else NO_DRAFT
         for own, q in zip(tokens, drawn_from, strict=True)
