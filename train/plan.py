@@ -208,7 +208,7 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
     context = min(shape.max_position, head_shape.max_position)
     documents = training_documents(config, context, drafter.lookahead, samples, length)
     order = order_of(config, documents.lengths)
-    # Of a training by the clock nobody knows the steps: facts are those of an epoch.
+    # With --minutes the number of steps is unknown: plan one epoch.
     steps = order.steps_per_epoch if config.minutes else config.num_steps(order.steps_per_epoch)
 
     # The largest part of a rank: samples of a step are dealt out in turn to ranks and accumulated parts.

@@ -236,7 +236,7 @@ def _clear_leftovers(directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Hold a directory, if it is there, until the end or this process's; yield whether it is held by nobody else."""
+    """Lock a directory, if it exists, for the block; yield whether no other process holds it."""
     descriptor, held = None, False
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)

@@ -195,7 +195,7 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
 
 
 def pair(ours: Sequence[Row], theirs: Sequence[Row], other: set[tuple[int, int]]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of the prompts that both measured, in the same order. other: what they read differently."""
+    """Return the rows of prompts that both runs measured, in one order. other: prompts that differ between them."""
     first, second = ({(row["prompt"], row["turn"]): row for row in rows} for rows in (ours, theirs))
     # A prompt that failed in either run is in neither list.
     common = [key for key in first if key in second and key not in other]

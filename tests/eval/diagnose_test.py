@@ -358,7 +358,7 @@ def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
 
 @pytest.mark.parametrize(("kind", "steps"), [("eagle3", 20), ("medusa", 20), ("medusa", 19)])
 def test_a_training_with_bad_numbers_ends_with_a_diagnosis(world, tmp_path, capsys, kind, steps):
-    """Of whole texts, whatever pieces it was trained on: without its context an answer is another one."""
+    """A diagnosis reads whole texts: the target answers a piece of one differently."""
     own = {"layers": LAYERS, "max_length": 32} if kind == "eagle3" else {}
     train(
         drafter_config(kind)(

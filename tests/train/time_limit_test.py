@@ -43,8 +43,8 @@ def steps_of(limit: TimeLimit, clock: Clock, step_s: float, validates: tuple[int
 
 @pytest.mark.parametrize(("every", "seconds"), [(7, 6.0), (1000, 6.0), (1000, 35.0)])
 def test_the_last_validation_is_inside_the_time(every, seconds):
-    """Whether steps or the limit itself ask for one before, short or long, and after 20 s of loading; the learning rate
-    falls to nearly nothing."""
+    """Training ends in time with and without earlier validations, after 20 s of loading; the learning rate nearly
+    reaches 0."""
     clock = Clock()
     limit = TimeLimit(2.0, since=clock(), clock=clock)
     clock.now += 20

@@ -304,7 +304,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path):
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast"])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss"])
 def test_a_tokenizer_is_loaded_without_the_class_of_its_models_config(tmp_path, model_type, named):
-    """Which takes longer to import than all else; transformers' own way is the oracle."""
+    """Compare with transformers' own loading, which imports that class and takes longer."""
     tiny_tokenizer().save_pretrained(str(tmp_path))
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": named}))

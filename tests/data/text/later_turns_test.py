@@ -1,4 +1,4 @@
-"""Later turns: what they show of earlier answers, and on which day, with templates like public ones."""
+"""Later turns show earlier answers as sampled, and the date of the prompts, with templates like public ones."""
 
 from __future__ import annotations
 

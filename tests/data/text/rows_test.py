@@ -1,4 +1,4 @@
-"""What rows say beside role and text, up to the prompt, the mask and the counts, against jinja's own rendering."""
+"""Fields of rows beside role and text reach the prompt, the mask or the counts; the oracle is jinja's own rendering."""
 
 from __future__ import annotations
 

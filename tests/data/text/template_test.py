@@ -42,7 +42,7 @@ CALLED += [{"role": "tool", "content": "2", "tool_call_id": "abcdefghi"}, {"role
 PLAIN_TURNS = "{% for m in messages %}{{ '\n' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
 PLAIN_TURNS += "{% if add_generation_prompt %}{{ '\nassistant: ' }}{% endif %}"
 DAY = {"date": "2026-11-05"}
-# Template, messages, what it reads beside them, and the text, where ⟦...⟧ is what a target samples.
+# Template, messages, other inputs of the template, and the expected text; ⟦...⟧ encloses the target's answers.
 BEGIN = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 LLAMA_DAY = "<|begin|><|header|>system<|/header|>\n\nToday: 05 Nov 2026<|eot|>"

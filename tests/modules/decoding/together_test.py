@@ -1,4 +1,4 @@
-"""What is done for all rows at once: draws, prompts read in groups, rounds that a GPU runs before the host looks."""
+"""Operations on all rows together: draws, prompts in groups, several rounds of a GPU with one transfer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_prompts_that_are_read_together_are_read_as_alone(tmp_path, family):
 
 
 def test_prompts_wait_until_a_group_is_free():
-    """Of 64 rows whose answers end one by one, hardly a prompt is read alone, and no row stays free for long."""
+    """With 64 rows few prompts are read alone, and most rows are in use."""
     lm, rows, count = small_lm(1), 64, 600
     read = list[int]()
     session = lm.session(rows, 40)
