@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 # Name -> its module and its name there.
 PUBLIC = {
-    "load_target": ("data.models.loading", "load_lm"),
-    "load_tokenizer": ("data.models.loading", "load_tokenizer"),
+    "load_target": ("modules.pretrained.loading", "load_lm"),
+    "load_tokenizer": ("modules.pretrained.loading", "load_tokenizer"),
     "load_drafter": ("eval.answer", "load_drafter"),
-    "load_head": ("data.heads.directory", "load_draft_head"),
+    "load_head": ("modules.pretrained.heads", "load_draft_head"),
     "generate": ("eval.answer", "generate"),
     "measure": ("eval.measure", "measure"),
     "open_dataset": ("data.store.datasets", "open_dataset"),
@@ -51,9 +51,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from draftsmith.data.heads.card import save as save
-    from draftsmith.data.heads.directory import load_draft_head as load_head
-    from draftsmith.data.models.loading import load_lm as load_target
-    from draftsmith.data.models.loading import load_tokenizer as load_tokenizer
     from draftsmith.data.store.datasets import collate_features as collate
     from draftsmith.data.store.datasets import open_dataset as open_dataset
     from draftsmith.eval.answer import generate as generate
@@ -64,6 +61,9 @@ if TYPE_CHECKING:
     from draftsmith.launch.python import run as run
     from draftsmith.launch.python import settings as settings
     from draftsmith.modules.drafters import add_folder as add_drafters
+    from draftsmith.modules.pretrained.heads import load_draft_head as load_head
+    from draftsmith.modules.pretrained.loading import load_lm as load_target
+    from draftsmith.modules.pretrained.loading import load_tokenizer as load_tokenizer
     from draftsmith.modules.types import InputError as InputError
     from draftsmith.train.lit_drafter import LitDrafter as LitDrafter
     from draftsmith.train.prepare import make_head as new_head

@@ -17,15 +17,15 @@ from rich.console import Console
 
 from draftsmith.benchmarks.latency import paired_ratio
 from draftsmith.data.engines.own import generate_all, set_threads
-from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.files import make_directory, write_json
-from draftsmith.data.store.manifest import package_versions
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import HFRunner, load_hf_model
 from draftsmith.eval.clock import clock_of, interleaved
 from draftsmith.eval.settings import PromptChoice
 from draftsmith.launch.cli import main_of
+from draftsmith.modules.pretrained.files import make_directory, write_json
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.types import SamplingParams, at_least
 
 GENERATION = "generation.json"

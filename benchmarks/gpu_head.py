@@ -23,15 +23,15 @@ import torch
 
 from draftsmith.data.console import Column, Table, format_interval, log_note, print_table
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.heads.directory import load_head
-from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.files import make_directory, write_json, write_tensors, write_text
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.command import results_tables
 from draftsmith.launch.cli import main, main_of
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_tensors, write_text
+from draftsmith.modules.pretrained.heads import load_head
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Shares of the time: answers at most, then what is kept for measuring; training has the rest, half for each head.

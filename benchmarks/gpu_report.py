@@ -23,10 +23,8 @@ import torch
 
 from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
 from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
-from draftsmith.data.models.loading import check_device
 from draftsmith.data.store.datasets import pack_features
-from draftsmith.data.store.files import make_directory, write_json, write_text
-from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner
@@ -37,6 +35,9 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.loading import check_device
+from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 from draftsmith.train.config import drafter_config

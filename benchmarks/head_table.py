@@ -15,9 +15,7 @@ from typing import Any, Literal
 from draftsmith.benchmarks import recipes
 from draftsmith.benchmarks.recipes import TEMPERATURES, RecipesConfig, python
 from draftsmith.data.console import Column, Table, format_interval, print_text
-from draftsmith.data.store.files import write_json, write_text
-from draftsmith.data.store.manifest import git_commit, package_versions, resolved
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import (
     BASELINE,
@@ -31,6 +29,9 @@ from draftsmith.eval.bench.results import (
 )
 from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
+from draftsmith.modules.pretrained.files import write_json, write_text
+from draftsmith.modules.pretrained.provenance import git_commit, package_versions
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import at_least
 
 HEADS = ("base", "eagle1", "medusa", "hydra")  # EAGLE-3 is recipes.py's base

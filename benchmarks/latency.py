@@ -20,9 +20,7 @@ import torch
 
 from draftsmith.benchmarks.synthetic import random_eagle_head, random_pair
 from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
-from draftsmith.data.models.loading import DTYPES, check_device, load_lm
-from draftsmith.data.store.files import make_directory, write_json, write_text
-from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.results import hardware
@@ -38,6 +36,9 @@ from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.engine.lean import can_pack
 from draftsmith.modules.engine.rows import OneRow
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.loading import DTYPES, check_device, load_lm
+from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least

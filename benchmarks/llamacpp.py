@@ -18,13 +18,13 @@ from pathlib import Path
 from draftsmith.data.console import print_table, table_from_cells
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.own import set_threads
-from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.files import make_directory, write_json
-from draftsmith.data.store.manifest import package_versions
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.clock import clock_of
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.engine.low_precision import Precision
+from draftsmith.modules.pretrained.files import make_directory, write_json
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import at_least
 

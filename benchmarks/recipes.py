@@ -27,10 +27,7 @@ import numpy as np
 import torch
 
 from draftsmith.data.console import Column, Table, format_interval, print_text
-from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.files import make_directory, write_json, write_text
-from draftsmith.data.store.manifest import git_commit, package_versions, resolved
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import longest_sequence, read_questions
 from draftsmith.eval.bench.results import (
@@ -52,6 +49,10 @@ from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.provenance import git_commit, package_versions
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 from draftsmith.train.data_module import SampleKey
 from draftsmith.train.prepare import prepare

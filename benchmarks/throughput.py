@@ -30,8 +30,7 @@ from draftsmith.benchmarks.gpu_report import measured_peak
 from draftsmith.benchmarks.synthetic import Weights, random_weights
 from draftsmith.data.console import markdown_lines, print_table, print_text, table_from_cells
 from draftsmith.data.store.datasets import Item, pack_features
-from draftsmith.data.store.files import make_directory, write_json, write_text
-from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.eagle.head import (
@@ -42,6 +41,8 @@ from draftsmith.modules.drafters.eagle.head import (
     eagle_training,
     shift,
 )
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.types import at_least
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data_module import HeadDataModule, MicroBatch, Order, Samples

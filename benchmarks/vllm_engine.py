@@ -22,15 +22,16 @@ from draftsmith.data.console import print_table, table_from_cells
 from draftsmith.data.engines.own import generate_all, length_batches, pad_right, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.engines.vllm_states import VllmStates
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.settings import Dtype
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.files import make_directory, write_json, write_text
-from draftsmith.data.store.manifest import open_artefact, package_versions
+from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.eagle3.net import default_layers
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.types import SamplingParams
 
 GREEDY = SamplingParams()

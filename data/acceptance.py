@@ -19,24 +19,24 @@ from torch import Tensor
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, set_threads
-from draftsmith.data.heads.directory import FrozenDrafter, kind_at, load_drafter
-from draftsmith.data.models.loading import (
-    check_same_tokenizer,
-    load_lm,
-    name_nonfinite,
-    pick_device,
-    text_identity,
-)
-from draftsmith.data.models.stored import StoredLM, load_stored
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import ROLLOUT_FIELDS, Rollouts, StoredRollouts, text_columns
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store.manifest import Field, open_artefact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, row_uniforms, run_stage
+from draftsmith.data.store.stored_target import StoredLM, load_stored
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules.decoding.branches import pieces
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.pretrained.heads import FrozenDrafter, kind_at, load_drafter
+from draftsmith.modules.pretrained.loading import (
+    check_same_tokenizer,
+    load_lm,
+    name_nonfinite,
+    pick_device,
+    text_identity,
+)
 from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -173,6 +174,19 @@ def log_note(text: str | Text) -> None:
     """Print a note on stderr, unless --quiet."""
     if not _output.quiet:
         Console(soft_wrap=True, highlight=False, markup=False, stderr=True).print(text)
+
+
+class _NoteHandler(logging.Handler):
+    """Handler that prints what `modules/` logs as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log_note(f"draftsmith: {record.getMessage()}")
+
+
+_logger = logging.getLogger("draftsmith")
+_logger.addHandler(_NoteHandler())
+_logger.setLevel(logging.INFO)
+_logger.propagate = False
 
 
 def add_result(**values: Any) -> bool:

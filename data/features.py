@@ -22,21 +22,9 @@ import torch
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, pad_right, set_threads
 from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, check_numbering
-from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import (
-    llama_shape,
-    load_info,
-    load_lm,
-    name_nonfinite,
-    target_shape,
-    text_identity,
-    vocabulary_size,
-)
-from draftsmith.data.ranks import place
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtefactDataset, feature_key, open_dataset
-from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
@@ -45,6 +33,18 @@ from draftsmith.modules import drafters
 from draftsmith.modules.finite import NonFinite, broken_row
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.packing import Documents, group_by_length
+from draftsmith.modules.pretrained.files import check_disk
+from draftsmith.modules.pretrained.identity import captured
+from draftsmith.modules.pretrained.loading import (
+    llama_shape,
+    load_info,
+    load_lm,
+    name_nonfinite,
+    target_shape,
+    text_identity,
+    vocabulary_size,
+)
+from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.transfer import to_host_together
 from draftsmith.modules.types import InputError

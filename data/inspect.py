@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells, without_controls
-from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.settings import check_not_negative
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
@@ -22,6 +21,7 @@ from draftsmith.data.store.manifest import Manifest, check_files, open_artefact,
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
+from draftsmith.modules.pretrained.loading import load_tokenizer, tokenizer_identity
 from draftsmith.modules.types import InputError
 
 # Kinds whose summary reads every table.

@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.data.console import Advance
-from draftsmith.data.models.identity import template_hash
-from draftsmith.data.models.loading import text_identity, vocabulary_size
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.manifest import MANIFEST, STARTED, Field, volatile
-from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
@@ -43,6 +40,9 @@ from draftsmith.data.text.template import (
     shows_date,
     supervised_ids,
 )
+from draftsmith.modules.pretrained.identity import template_hash
+from draftsmith.modules.pretrained.loading import text_identity, vocabulary_size
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import check_ids
 from draftsmith.modules.types import InputError
 

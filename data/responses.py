@@ -20,8 +20,6 @@ from draftsmith.data.engines.llamacpp import LlamaCppEngine, llamacpp_server
 from draftsmith.data.engines.openai import ServerConfig, ServerEngine, ServerShards
 from draftsmith.data.engines.own import ResponseDrafter, RowUniforms, generate_rows, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
-from draftsmith.data.models.loading import load_lm, name_nonfinite, pick_device, text_identity, vocabulary_size
-from draftsmith.data.ranks import place
 from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import answer_lengths
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
@@ -39,6 +37,8 @@ from draftsmith.data.text.turns import (
     shard_content,
     turns_tokenizer,
 )
+from draftsmith.modules.pretrained.loading import load_lm, name_nonfinite, pick_device, text_identity, vocabulary_size
+from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths
-from draftsmith.data.heads.directory import FrozenDrafter
-from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.store.datasets import DRAFT_COLUMNS
 from draftsmith.data.store.manifest import Field
@@ -28,6 +26,8 @@ from draftsmith.modules.acceptance.repeats import followers, repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.finite import NonFinite, first_broken
+from draftsmith.modules.pretrained.heads import FrozenDrafter
+from draftsmith.modules.pretrained.loading import name_nonfinite
 from draftsmith.modules.sampling import draw_coupled, draw_rows, row_probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

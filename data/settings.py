@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from draftsmith.data.heads.directory import MODEL, kind_at
-from draftsmith.data.models.loading import pick_device
 from draftsmith.data.store.manifest import volatile
+from draftsmith.modules.pretrained.heads import MODEL, kind_at
+from draftsmith.modules.pretrained.loading import pick_device
 from draftsmith.modules.types import InputError, SamplingParams
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.data.store.files import copy_file
 from draftsmith.data.store.manifest import MANIFEST, Manifest
-from draftsmith.data.store.reading import read_object
+from draftsmith.modules.pretrained.files import copy_file
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
 # Only what the run itself logs: no console text, machine load, git state, code, host name, paths or package list.

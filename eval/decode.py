@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.console import add_result, log_note
-from draftsmith.data.models.loading import load_tokenizer, name_nonfinite
 from draftsmith.data.settings import DraftSettings, Sampling, check_positive
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
@@ -24,6 +23,7 @@ from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.chains import by_drafter, chain_methods
 from draftsmith.modules.drafters.methods import Named, parse_methods
+from draftsmith.modules.pretrained.loading import load_tokenizer, name_nonfinite
 from draftsmith.modules.types import InputError
 
 DRAFTED, OWN = "green", "yellow"

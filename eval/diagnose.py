@@ -7,11 +7,11 @@ from pathlib import Path
 
 from draftsmith.data.console import print_text
 from draftsmith.data.heads.diagnosis import diagnose
-from draftsmith.data.heads.directory import head_config
-from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size
 from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
+from draftsmith.modules.pretrained.heads import head_config
+from draftsmith.modules.pretrained.loading import load_lm, text_identity, vocabulary_size
 from draftsmith.modules.types import InputError
 
 

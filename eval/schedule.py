@@ -20,9 +20,7 @@ from draftsmith.data.console import Column, Table, format_interval, json_values,
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.export.directory import gguf_file
 from draftsmith.data.settings import check_positive
-from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import command_line, resolved
-from draftsmith.data.store.reading import read_lines, read_object
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.compare import Bench, open_bench
 from draftsmith.eval.bench.results import RESULTS, SCHEMA_VERSION
@@ -34,6 +32,8 @@ from draftsmith.eval.report.tables import to_json
 from draftsmith.modules.drafters.block.methods import BlockChain
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.methods import known_methods, parse_method
+from draftsmith.modules.pretrained.files import make_directory, write_json
+from draftsmith.modules.pretrained.reading import read_lines, read_object
 from draftsmith.modules.types import InputError
 
 FILES = ("vllm-T{}.json", "sglang-T{}.json")

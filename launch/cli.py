@@ -80,7 +80,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     try:
         before = take_output_options(before, options)
         with output_options(options) as to_json:
-            from draftsmith.data.ranks import place
+            from draftsmith.modules.pretrained.ranks import place
 
             printing = "json" in options and place().rank == 0
             code = run(before + after) or 0
@@ -186,7 +186,7 @@ def run_config(run: Callable[[Any], Any], config: Any) -> int:
     from draftsmith.data.console import add_result
 
     if getattr(config, "trust_remote_code", False):
-        from draftsmith.data.models.loading import trust_code
+        from draftsmith.modules.pretrained.loading import trust_code
 
         trust_code()  # tokenizers need it too, wherever they are loaded
     result = run(config)

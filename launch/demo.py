@@ -67,7 +67,7 @@ def demo_steps(config: DemoConfig, chosen: Iterable[str] = ("ar",)) -> list[Pipe
 
 def read_results(directory: Path) -> dict[str, Any]:
     """Read the results of a bench."""
-    from draftsmith.data.store.reading import read_object
+    from draftsmith.modules.pretrained.reading import read_object
 
     return read_object(directory / "results.json", {"methods": [{"method": str, "tokens_per_s": float}]})
 
@@ -85,9 +85,9 @@ def choose_methods(dev: Mapping[str, Any]) -> dict[str, str]:
 def print_summary(directory: Path, chosen: Mapping[str, str]) -> None:
     """Print one table, the heads' own numbers, and the paths of the results; write the former to REPORT.md."""
     from draftsmith.data.console import print_table, print_text
-    from draftsmith.data.store.files import write_text
     from draftsmith.eval.bench.results import results_tables
     from draftsmith.eval.report.tables import markdown
+    from draftsmith.modules.pretrained.files import write_text
 
     results = read_results(directory / "test")
     table = results_tables(results)[0]

@@ -39,7 +39,7 @@ def run(config: DoctorConfig) -> None:
 def software() -> dict[str, Any]:
     """Return the versions of Draftsmith and of its packages, required and optional; None if not installed."""
     from draftsmith import __version__
-    from draftsmith.data.store.manifest import git_commit
+    from draftsmith.modules.pretrained.provenance import git_commit
 
     facts: dict[str, Any] = {"draftsmith": __version__, "commit": git_commit(), "python": platform.python_version()}
     requirements = importlib.metadata.requires("draftsmith") or ()

@@ -18,7 +18,7 @@ PATH_ERRORS = {
     FileExistsError: ("is a file, expected a directory", "Choose another path."),
     PermissionError: ("permission denied", "Choose a path that you may read and write."),
 }
-# A library below may meet these too; data/store/files.py handles them for our own writes.
+# A library below may meet these too; modules/pretrained/files.py handles them for our own writes.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 

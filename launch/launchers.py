@@ -178,7 +178,7 @@ def read_hosts(hostfile: Path) -> list[str]:
     Raises:
         InputError: a line is not `NAME slots=N` with N above 0, or there is no machine.
     """
-    from draftsmith.data.store.reading import read_text
+    from draftsmith.modules.pretrained.reading import read_text
 
     hosts = []
     for number, line in enumerate(read_text(hostfile, "lines of NAME slots=GPUS", "Correct it.").splitlines(), 1):

@@ -53,7 +53,7 @@ def plan_steps(plan: Mapping[str, Any], settings: Mapping[str, Any], directory: 
 def execute(step: PipelineStep, remaining: str = "") -> None:
     """Run a step through the command line's own parser, unless it is finished. remaining: time left, for the log."""
     from draftsmith.data.console import log_note
-    from draftsmith.data.store.files import write_text
+    from draftsmith.modules.pretrained.files import write_text
 
     remaining = " (done before)" if step.done.exists() else remaining
     log_note(Text.assemble("\n", (step.title, "bold"), (remaining, "dim")))

@@ -114,7 +114,7 @@ def run(config: SlurmConfig) -> int:
     if shutil.which("sbatch") is None:
         remedy = "Run this where SLURM is installed, or print the script with --dry-run."
         raise InputError("sbatch", "no such program", "SLURM's commands", remedy)
-    from draftsmith.data.store.files import make_directory, write_text
+    from draftsmith.modules.pretrained.files import make_directory, write_text
 
     make_directory(config.log_dir)
     path = config.log_dir.absolute() / f"{config.job_name}-{datetime.now():%Y%m%d-%H%M%S-%f}.sh"

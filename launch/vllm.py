@@ -53,10 +53,10 @@ def run(config: VllmConfig) -> int:
     from draftsmith.data.console import log_note, print_text
     from draftsmith.data.engines.vllm_states import connector_options
     from draftsmith.data.features import captured_layers
-    from draftsmith.data.models.hub import loadable, model_directory
-    from draftsmith.data.models.loading import target_shape
-    from draftsmith.data.store.files import check_disk, make_directory
     from draftsmith.eval.engines.vllm import engine_python
+    from draftsmith.modules.pretrained.files import check_disk, make_directory
+    from draftsmith.modules.pretrained.hub import loadable, model_directory
+    from draftsmith.modules.pretrained.loading import target_shape
     from draftsmith.modules.types import InputError
 
     if not config.target:

@@ -27,11 +27,11 @@ def serve() -> None:
     """The child: a line with a case's number in, its CPU seconds out."""
     import torch
 
-    from draftsmith.data.models.loading import load_lm
     from draftsmith.eval.bench.prompts import read_prompts
     from draftsmith.eval.bench.runner import EngineRunner
     from draftsmith.modules.drafters import head_class
     from draftsmith.modules.drafters.methods import Models, parse_method
+    from draftsmith.modules.pretrained.loading import load_lm
     from draftsmith.modules.types import SamplingParams
 
     torch.set_num_threads(1)

@@ -10,10 +10,10 @@ from typing import Any
 
 from run_models import run_models
 
-from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.text.template import prompt_ids
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.pretrained.loading import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

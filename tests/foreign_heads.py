@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.directory import stored_tensors
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, TargetFacts
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.pretrained.heads import stored_tensors
 
 V, H, CONTEXT = 20, 12, 64
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 16)

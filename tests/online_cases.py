@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from draftsmith.data.features import text_dataset
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtefactDataset
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.feature_cache import FeatureCache
 

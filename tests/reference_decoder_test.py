@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from tiny_models import tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

@@ -11,8 +11,6 @@ import torch
 import transformers
 from tiny_models import tiny_llama_dir, tiny_tokenizer
 
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.block.head import DFlashHead, DSparkHead
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
@@ -21,6 +19,8 @@ from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.targets.llama import llama_config
 
 NUM_PROMPTS = 5

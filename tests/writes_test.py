@@ -1,5 +1,7 @@
-"""Files are written in data/store/files.py only, read from the source with `ast`: elsewhere a full disk or a kill would
-leave a half-written file, or a traceback."""
+"""Files are written in modules/pretrained/files.py only, read from the source with `ast`.
+
+Elsewhere a full disk or a kill would leave a half-written file, or a traceback.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ OF_MODULES = {
     "shutil": {"copy", "copy2", "copyfile", "copytree", "move"},
 }
 ALLOWED = {
-    ("data/models/gguf.py", "save_pretrained"): "inside of a directory that appears as a whole",
+    ("modules/pretrained/gguf.py", "save_pretrained"): "inside of a directory that appears as a whole",
     ("train/checkpoints.py", "open"): "a checkpoint is hashed while it is written; then it is synced and renamed",
     ("train/checkpoints.py", "save"): "into that file",
     ("train/checkpoints.py", "mkdir"): "the temporary directory of that file",
@@ -64,7 +66,7 @@ def test_nothing_is_written_past_the_one_way():
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
             path = file.relative_to(ROOT).as_posix()
-            if path == "data/store/files.py":
+            if path == "modules/pretrained/files.py":
                 continue
             found = writes(file.read_text("utf-8"))
             wrong += [f"{path}:{line}: {name}" for name, line in found if (path, name) not in ALLOWED]

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from draftsmith.data.heads.directory import (
+from draftsmith.data.store.datasets import collate_acceptance, open_dataset
+from draftsmith.data.store.manifest import Manifest, volatile
+from draftsmith.data.store.stored_target import load_stored
+from draftsmith.modules.acceptance.fitting import begin
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
+from draftsmith.modules.pretrained.heads import (
     kind_at,
     load_drafter,
     starting_head,
     starting_settings,
     starting_weights,
 )
-from draftsmith.data.models.loading import load_lm
-from draftsmith.data.models.stored import load_stored
-from draftsmith.data.store.datasets import collate_acceptance, open_dataset
-from draftsmith.data.store.manifest import Manifest, volatile
-from draftsmith.modules.acceptance.fitting import begin
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import progress_bar
-from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.store.datasets import AcceptanceTokens, Item, RolloutTokens, collate_rollouts
 from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import (
@@ -31,6 +30,7 @@ from draftsmith.modules.decoding.confidence import TokenConfidences
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_platt
+from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import MicroBatch, Samples

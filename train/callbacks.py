@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from draftsmith.data.console import progress_bar
-from draftsmith.data.store.files import CannotWrite
+from draftsmith.modules.pretrained.files import CannotWrite
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.deepspeed import whole_head

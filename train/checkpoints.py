@@ -19,9 +19,9 @@ from typing import IO, Any, cast
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from draftsmith.data.store.files import CannotWrite, make_directory, publish, write_json
-from draftsmith.data.store.manifest import file_sha256
-from draftsmith.data.store.reading import read_object
+from draftsmith.modules.pretrained.files import CannotWrite, make_directory, publish, write_json
+from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
-from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.train.acceptance import TrainAcceptanceConfig, with_defaults
 from draftsmith.train.config import TrainDrafterConfig

@@ -19,11 +19,11 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
-from draftsmith.data.store.files import CannotWrite, is_temporary, make_directory, write_json, write_tensors
-from draftsmith.data.store.manifest import changes
-from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.finite import first_broken
+from draftsmith.modules.pretrained.files import CannotWrite, is_temporary, make_directory, write_json, write_tensors
+from draftsmith.modules.pretrained.provenance import changes
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
 ABOUT = "cache.json"

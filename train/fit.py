@@ -24,11 +24,12 @@ from torch import nn
 
 from draftsmith.data.console import print_text
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import head_fields, made_with, save_head
-from draftsmith.data.store.files import make_directory, write_json, write_text
-from draftsmith.data.store.manifest import decisive, differences, flatten, resolved
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.manifest import decisive, resolved
 from draftsmith.data.text.answers import Supervision
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.heads import head_fields, made_with, save_head
+from draftsmith.modules.pretrained.provenance import differences, flatten
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, SaveHead
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, newest_intact, step_of

@@ -17,9 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.loggers.wandb import WandbLogger
 
-from draftsmith.data.store.files import append, make_directory, write_text
 from draftsmith.data.store.manifest import MANIFEST, resolved
-from draftsmith.data.store.reading import metric_rows
 from draftsmith.data.tracking import (
     check_names,
     data_artifact,
@@ -29,6 +27,8 @@ from draftsmith.data.tracking import (
     start_wandb,
     use_artifact,
 )
+from draftsmith.modules.pretrained.files import append, make_directory, write_text
+from draftsmith.modules.pretrained.reading import metric_rows
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process

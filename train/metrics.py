@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftsmith.data.console import log_note
-from draftsmith.data.ranks import place
+from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.types import LossOutput
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any, TypeVar
 
-from draftsmith.data.store.manifest import file_sha256
 from draftsmith.modules.losses import TokenLoss
+from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainDrafterConfig
 

@@ -21,17 +21,17 @@ from torch import nn
 from draftsmith.data.console import Column, Table, add_result, print_facts, print_table
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.loading import DTYPES, read_config, target_shape
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import cut_lengths, open_dataset
 from draftsmith.data.store.feature_codec import FeatureDtype
-from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
+from draftsmith.modules.pretrained.files import check_disk
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.loading import DTYPES, read_config, target_shape
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
 from draftsmith.train.metrics import say_on_rank_zero

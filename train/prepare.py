@@ -15,11 +15,18 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.vllm_states import ServedStates, check_numbering
 from draftsmith.data.features import text_dataset
-from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
-from draftsmith.data.models.checkpoint import checkpoint_tensors
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import (
+from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
+from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
+from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.finite import NonFinite, first_broken
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
+from draftsmith.modules.pretrained.files import check_disk
+from draftsmith.modules.pretrained.heads import starting_head, starting_settings, starting_weights
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.identity import captured
+from draftsmith.modules.pretrained.loading import (
     check_same_tokenizer,
     llama_shape,
     load_lm,
@@ -27,14 +34,7 @@ from draftsmith.data.models.loading import (
     saved_identity,
     target_shape,
 )
-from draftsmith.data.ranks import place
-from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
-from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
-from draftsmith.data.store.files import check_disk
-from draftsmith.data.store.manifest import Manifest, open_artefact
-from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.finite import NonFinite, first_broken
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from draftsmith.data.ranks import ProcessPlace, place
+from draftsmith.modules.pretrained.ranks import ProcessPlace, place
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 

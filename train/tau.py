@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data.models.hub import EMBEDDED, resolve_model
-from draftsmith.data.models.loading import load_tokenizer, text_identity, vocabulary_size
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
@@ -18,6 +16,8 @@ from draftsmith.data.text.template import prompt_ids
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
+from draftsmith.modules.pretrained.loading import load_tokenizer, text_identity, vocabulary_size
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

@@ -32,11 +32,11 @@ from draftsmith.benchmarks.embedded.models import Builder
 from draftsmith.benchmarks.embedded.tasks import Turn
 from draftsmith.benchmarks.embedded.tokenizer import ASSISTANT, END, USER, train_tokenizer
 from draftsmith.data.engines.own import set_threads
-from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
 

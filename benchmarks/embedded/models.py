@@ -25,8 +25,8 @@ from draftsmith.benchmarks.embedded.language_model import (
     next_token_loss,
     train_steps,
 )
-from draftsmith.data.store.files import write_tensors
 from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.pretrained.files import write_tensors
 
 Log = Callable[[str], None]
 LossOf = Callable[[LlamaModel, PaddedBatch], Tensor]

@@ -22,12 +22,8 @@ from draftsmith.benchmarks.papers.rollouts import (
     join,
 )
 from draftsmith.data.console import Table, format_interval, json_values, log_note, print_table, progress_bar
-from draftsmith.data.heads.directory import load_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.settings import DraftSettings, comma_numbers
-from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
-from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe, read_rows
@@ -39,6 +35,10 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.methods import Models, parse_methods
+from draftsmith.modules.pretrained.files import make_directory, write_json
+from draftsmith.modules.pretrained.heads import load_head
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.repeats import followers, repeat_scores
@@ -34,6 +33,7 @@ from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.trees import DynamicTrees
+from draftsmith.modules.pretrained.loading import name_nonfinite
 from draftsmith.modules.sampling import Source, TorchSource, best_token, probabilities, residual
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

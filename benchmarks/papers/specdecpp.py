@@ -25,9 +25,7 @@ from draftsmith.benchmarks.papers.replay import RAW, TRUE_PROBS, Policy, PolicyR
 from draftsmith.benchmarks.papers.rollouts import Floats, Recording
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
-from draftsmith.data.store.files import make_directory, write_json
-from draftsmith.data.store.manifest import decisive, differences
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.manifest import decisive
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.report.tables import drawn_data
@@ -36,6 +34,9 @@ from draftsmith.launch.pipeline import PipelineStep, execute
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.metrics import binary_kl, soft_label_auc
+from draftsmith.modules.pretrained.files import make_directory, write_json
+from draftsmith.modules.pretrained.provenance import differences
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, at_least, between
 
 # The head and threshold of the paper's headline numbers (section 4).

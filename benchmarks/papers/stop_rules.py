@@ -36,7 +36,6 @@ from draftsmith.benchmarks.papers.replay import (
 )
 from draftsmith.benchmarks.papers.rollouts import ChainRollouts, Floats, Recording, TargetAnswers
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note
-from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.repetition import Repetition
@@ -57,6 +56,7 @@ from draftsmith.modules.metrics import (
     fit_platt,
     soft_label_auc,
 )
+from draftsmith.modules.pretrained.heads import drafter_identity, head_config
 from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
 FIXED = "fixed K"

@@ -11,10 +11,10 @@ from typing import Any
 
 from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, ServerEngine, check_sampled
 from draftsmith.data.engines.process import running
-from draftsmith.data.models.loading import saved_identity
-from draftsmith.data.store.reading import misfits
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, TargetTurn
+from draftsmith.modules.pretrained.loading import saved_identity
+from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 
 DEFAULT_BINARY = Path(".engines/llamacpp/bin/llama-server")  # made by `make engines ENGINES=llamacpp`

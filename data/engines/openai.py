@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.data.console import Advance, log_note
-from draftsmith.data.models.checkpoint import end_tokens
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.identity import config_hash, template_hash
-from draftsmith.data.models.loading import load_tokenizer, read_config
-from draftsmith.data.ranks import place
 from draftsmith.data.store.manifest import volatile
-from draftsmith.data.store.reading import misfits
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, check_context, context_length
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
+from draftsmith.modules.pretrained.checkpoint import end_tokens
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.identity import config_hash, template_hash
+from draftsmith.modules.pretrained.loading import load_tokenizer, read_config
+from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError, at_least
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.directory import load_drafter
-from draftsmith.data.models.loading import check_same_tokenizer
 from draftsmith.data.store.shards import row_generator
 from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import Method, Models, parse_method
+from draftsmith.modules.pretrained.heads import load_drafter
+from draftsmith.modules.pretrained.loading import check_same_tokenizer
 from draftsmith.modules.sampling import Source, TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams

@@ -32,10 +32,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
-from draftsmith.data.models.checkpoint import checkpoint_tensors
-from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.spool import SpoolWriter, is_folder, row_name
+from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
+from draftsmith.modules.pretrained.hub import model_directory
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -29,13 +29,13 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.openai import RETRIED_STATUS, SHOWN_CHARS, ServerConfig, need_extra
 from draftsmith.data.engines.vllm import open_llm
-from draftsmith.data.models.layerwise import layer_states
-from draftsmith.data.models.loading import target_shape
-from draftsmith.data.ranks import place
 from draftsmith.data.store.feature_codec import FeatureDtype, decode
-from draftsmith.data.store.files import make_directory
-from draftsmith.data.store.reading import misfits
 from draftsmith.data.store.spool import SpoolReader, row_name
+from draftsmith.modules.pretrained.files import make_directory
+from draftsmith.modules.pretrained.layerwise import layer_states
+from draftsmith.modules.pretrained.loading import target_shape
+from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 
 # Begin of the name of a spool in a stage's output.

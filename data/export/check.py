@@ -20,16 +20,16 @@ from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import StateSource, acceptance_inputs, make_probes, state_source
 from draftsmith.data.heads.diagnosis import CHANCE, HeadVariant, held_readings, known_shape, settled, sign_test
-from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
-from draftsmith.data.store.manifest import compare_identity
-from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.formats import format_names, formats
 from draftsmith.modules.formats.base import ForeignHead, HeadFormat, HeadTrial, ImportedHead, Package, Problem, largest
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.rope import frequencies
 from draftsmith.modules.layers import RopeScaling, RotarySettings
+from draftsmith.modules.pretrained.heads import build_head, kind_at, load_head
+from draftsmith.modules.pretrained.provenance import compare_identity
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.export.gguf import read_gguf_head
-from draftsmith.data.models.checkpoint import read_model_json, weight_map
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.store.reading import open_tensors
 from draftsmith.modules.formats.base import Package
+from draftsmith.modules.pretrained.checkpoint import read_model_json, weight_map
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.reading import open_tensors
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.

@@ -25,7 +25,14 @@ from draftsmith.data.export.gguf import (
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import measured_of, model_card
-from draftsmith.data.heads.directory import (
+from draftsmith.data.settings import Dtype, Loading
+from draftsmith.data.store.writer import occupied, sole_writer
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.formats import format_names, formats, formats_of, llamacpp
+from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
+from draftsmith.modules.pretrained.checkpoint import INDEX
+from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text, write_torch
+from draftsmith.modules.pretrained.heads import (
     build_head,
     head_config,
     head_fields,
@@ -35,22 +42,15 @@ from draftsmith.data.heads.directory import (
     named_kind,
     stored_tensors,
 )
-from draftsmith.data.models.checkpoint import INDEX
-from draftsmith.data.models.hub import check_push, loadable, model_directory, upload
-from draftsmith.data.models.loading import (
+from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, upload
+from draftsmith.modules.pretrained.loading import (
     DTYPES,
     check_same_tokenizer,
     load_lm,
     read_config,
     vocabulary_size,
 )
-from draftsmith.data.settings import Dtype, Loading
-from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
-from draftsmith.data.store.reading import open_tensors, read_object
-from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.formats import format_names, formats, formats_of, llamacpp
-from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
+from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.types import InputError, whole_number
 
 if TYPE_CHECKING:

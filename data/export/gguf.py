@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import check_unquantised, checkpoint_files, end_tokens, model_shape
-from draftsmith.data.models.gguf import CLASSES, gguf_package, open_gguf
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.loading import load_tokenizer, read_config
-from draftsmith.data.store.files import whole
-from draftsmith.data.store.reading import read_tensors
 from draftsmith.modules.formats import llamacpp, llamacpp_block
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.gguf import ADJACENT_ROPE, llama_metadata, rope_divisors, to_adjacent, to_gguf_name
+from draftsmith.modules.pretrained.checkpoint import check_unquantised, checkpoint_files, end_tokens, model_shape
+from draftsmith.modules.pretrained.files import whole
+from draftsmith.modules.pretrained.gguf import CLASSES, gguf_package, open_gguf
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.loading import load_tokenizer, read_config
+from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.types import InputError
 
 # GGUF's architecture -> its names and settings.

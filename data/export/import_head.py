@@ -16,15 +16,15 @@ from draftsmith.data.export.check import against_model, read_record
 from draftsmith.data.export.directory import package_directory, read_package, weight_files
 from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, made_with, named_kind, save_head
-from draftsmith.data.models.loading import tokenizer_identity
-from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.formats import format_names
 from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
+from draftsmith.modules.pretrained.heads import build_head, check_sizes, head_fields, made_with, named_kind, save_head
+from draftsmith.modules.pretrained.loading import tokenizer_identity
+from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:

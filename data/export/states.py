@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.heads.directory import FrozenDrafter, load_drafter
-from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.formats.base import HeadFormat, Probe, TargetFacts
+from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
+from draftsmith.modules.pretrained.loading import load_lm, load_tokenizer, read_config
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 

@@ -17,13 +17,20 @@ from typing import Any
 import yaml
 
 from draftsmith.data.console import markdown_lines
-from draftsmith.data.heads.directory import class_of, config_from_json, head_config, head_fields, made_with, save_head
-from draftsmith.data.store.files import write_json, write_text
-from draftsmith.data.store.manifest import file_sha256
-from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, HeadCard
 from draftsmith.modules.formats import formats_of, llamacpp
+from draftsmith.modules.pretrained.files import write_json, write_text
+from draftsmith.modules.pretrained.heads import (
+    class_of,
+    config_from_json,
+    head_config,
+    head_fields,
+    made_with,
+    save_head,
+)
+from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 
 MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"

@@ -19,10 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.engines.own import RowUniforms, generate_all
-from draftsmith.data.heads.directory import build_head, load_draft_head, stored_tensors
-from draftsmith.data.models.loading import llama_shape, load_tokenizer, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.modules.drafters.base import DraftHead
@@ -31,6 +28,9 @@ from draftsmith.modules.drafters.eagle3.net import default_layers
 from draftsmith.modules.formats.block import other_readings
 from draftsmith.modules.formats.rope import frequencies
 from draftsmith.modules.layers import BASE, ROPE_KINDS, LlamaConfig, RopeScaling, RotarySettings
+from draftsmith.modules.pretrained.heads import build_head, load_draft_head, stored_tensors
+from draftsmith.modules.pretrained.loading import llama_shape, load_tokenizer, tokenizer_identity
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 

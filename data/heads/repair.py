@@ -39,11 +39,8 @@ from draftsmith.data.heads.diagnosis import (
     right,
     settled,
 )
-from draftsmith.data.heads.directory import head_fields, kind_at, load_draft_head, save_head, stored_tensors
-from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size
 from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import open_artefact
-from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters.base import DraftHead
@@ -51,6 +48,9 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.formats import formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.heads import head_fields, kind_at, load_draft_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.loading import load_lm, text_identity, vocabulary_size
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 

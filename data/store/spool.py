@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from draftsmith.data.store.feature_codec import FeatureFiles
-from draftsmith.data.store.files import make_directory, write_tensors
+from draftsmith.modules.pretrained.files import make_directory, write_tensors
 
 # Most bytes of a file, and of the rows that wait for one.
 FILE_BYTES, WAITING_BYTES = 256 * 2**20, 1024 * 2**20

@@ -18,12 +18,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models.identity import template_hash
-from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.sources import Row, RowSource
 from draftsmith.data.text.template import RowError, TemplateInputs, encode, user_turn
+from draftsmith.modules.pretrained.identity import template_hash
+from draftsmith.modules.pretrained.loading import text_identity
 from draftsmith.modules.types import InputError
 
 SELF = "self"

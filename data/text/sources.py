@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.console import log_note
-from draftsmith.data.models.hub import EMBEDDED, looks_local, resolve_model
-from draftsmith.data.store.manifest import MANIFEST, file_sha256
+from draftsmith.data.store.manifest import MANIFEST
 from draftsmith.data.text.template import RowError
+from draftsmith.modules.pretrained.hub import EMBEDDED, looks_local, resolve_model
+from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
 
 Row = Mapping[str, Any]

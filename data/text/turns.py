@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftsmith.data.models.identity import template_hash
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import SPLIT, ShardContent
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.template import Messages, RowError, follow_answer, load_chat_tokenizer
+from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.types import InputError, SamplingParams
 
 

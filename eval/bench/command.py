@@ -13,10 +13,7 @@ import torch
 
 from draftsmith.data.console import log_note, print_table
 from draftsmith.data.heads.card import CARD, WEIGHTS, write_measured
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.settings import MODEL, DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
-from draftsmith.data.store.files import write_json
-from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
 from draftsmith.data.text.template import load_chat_tokenizer
@@ -39,6 +36,9 @@ from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, 
 from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Named, known_methods, parse_methods
+from draftsmith.modules.pretrained.files import write_json
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Options that change nothing of what is measured: a resumed run may have others.

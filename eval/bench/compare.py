@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.console import Column, Table, format_interval, print_table, print_text
-from draftsmith.data.store.manifest import differences, flatten
-from draftsmith.data.store.reading import check_shape, read_object
 from draftsmith.eval.bench.results import (
     BASELINE,
     RESULTS,
@@ -24,6 +22,8 @@ from draftsmith.eval.bench.results import (
     totals_of,
 )
 from draftsmith.eval.clock import ClockName
+from draftsmith.modules.pretrained.provenance import differences, flatten
+from draftsmith.modules.pretrained.reading import check_shape, read_object
 from draftsmith.modules.types import InputError
 
 # Settings without which two runs did not do the same work.

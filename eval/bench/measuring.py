@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.console import log_note, progress_bar
-from draftsmith.data.models.loading import name_nonfinite
-from draftsmith.data.store.files import append, cut, write_text
-from draftsmith.data.store.manifest import differences, flatten
-from draftsmith.data.store.reading import check_shape, read_lines
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.prompts import BenchPrompt, next_turn
 from draftsmith.eval.bench.results import BASELINE, Row, row_of
@@ -26,6 +22,10 @@ from draftsmith.eval.bench.runner import Runner
 from draftsmith.eval.clock import rotated, wall_time
 from draftsmith.modules.decoding.learner import learned_state, load_learned_state, snapshot_learned_state
 from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.pretrained.files import append, cut, write_text
+from draftsmith.modules.pretrained.loading import name_nonfinite
+from draftsmith.modules.pretrained.provenance import differences, flatten
+from draftsmith.modules.pretrained.reading import check_shape, read_lines
 from draftsmith.modules.types import InputError
 
 TURN_SEED = 1_000_003  # far from the seeds of other prompts

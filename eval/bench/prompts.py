@@ -14,9 +14,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from draftsmith.data.models.hub import EMBEDDED, resolve_model
-from draftsmith.data.models.identity import template_hash
-from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.text.conversations import (
     Turns,
@@ -33,6 +30,9 @@ from draftsmith.data.text.template import (
     load_chat_tokenizer,
     prompt_ids,
 )
+from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
+from draftsmith.modules.pretrained.identity import template_hash
+from draftsmith.modules.pretrained.loading import text_identity
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task

@@ -38,9 +38,7 @@ import pyarrow.parquet as pq
 import torch
 
 from draftsmith.data.console import Column, Table, format_interval
-from draftsmith.data.models.loading import tokenizer_identity
-from draftsmith.data.store.files import write_table, write_text
-from draftsmith.data.store.manifest import command_line, git_commit, package_versions, resolved
+from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
 from draftsmith.eval.bench.acceptance import acceptance, acceptance_tables, numbers_of
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -49,6 +47,9 @@ from draftsmith.eval.clock import ClockName
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
 from draftsmith.modules.drafters.methods import LOSSY
+from draftsmith.modules.pretrained.files import write_table, write_text
+from draftsmith.modules.pretrained.loading import tokenizer_identity
+from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 

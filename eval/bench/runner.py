@@ -16,15 +16,6 @@ import yaml
 from torch import Tensor
 
 from draftsmith.data.console import log_note
-from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.loading import (
-    DTYPES,
-    check_same_tokenizer,
-    load_fitting,
-    load_lm,
-    load_transformers,
-)
 from draftsmith.data.settings import MODEL, ROLES
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
@@ -36,6 +27,15 @@ from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.methods import Method, Models, Named, check_needs
 from draftsmith.modules.engine.low_precision import Precision, check_precision
+from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.loading import (
+    DTYPES,
+    check_same_tokenizer,
+    load_fitting,
+    load_lm,
+    load_transformers,
+)
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.llama import LlamaLM

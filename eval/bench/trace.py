@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.data.models.loading import load_tokenizer
-from draftsmith.data.store.files import append, write_json, write_text
 from draftsmith.eval.bench.measuring import prompt_seed
 from draftsmith.eval.bench.results import BASELINE, Row
 from draftsmith.eval.bench.runner import BASELINES, EngineRunner, make_runners
@@ -28,6 +26,8 @@ from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.block.drafter import ConfidenceCut
 from draftsmith.modules.drafters.methods import Models, Named
 from draftsmith.modules.drafters.row_drafter import RowDrafter
+from draftsmith.modules.pretrained.files import append, write_json, write_text
+from draftsmith.modules.pretrained.loading import load_tokenizer
 from draftsmith.modules.types import SamplingParams
 
 TRACE, TEXTS = "trace.jsonl", "texts.json"  # of a run of `eval bench`

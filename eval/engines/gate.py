@@ -25,9 +25,6 @@ from draftsmith.data.export.check import differences as head_differences
 from draftsmith.data.export.directory import gguf_file, package_directory
 from draftsmith.data.export.gguf import is_gguf_model, widen_gguf, write_gguf_model
 from draftsmith.data.export.states import facts_of
-from draftsmith.data.heads.directory import build_head, load_head, stored_tensors
-from draftsmith.data.models.hub import EMBEDDED, model_directory
-from draftsmith.data.models.loading import check_same_tokenizer, load_fitting, load_lm
 from draftsmith.data.settings import MODEL, check_not_negative, check_positive
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
@@ -39,6 +36,9 @@ from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ForeignHead, Package, Served, TargetFacts
 from draftsmith.modules.formats.detect import causal_lm, detect, named_format
 from draftsmith.modules.formats.vllm import command
+from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
+from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory
+from draftsmith.modules.pretrained.loading import check_same_tokenizer, load_fitting, load_lm
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 

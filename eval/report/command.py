@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftsmith.data.console import print_text
-from draftsmith.data.store.files import make_directory, write_text
+from draftsmith.modules.pretrained.files import make_directory, write_text
 from draftsmith.modules.types import InputError
 
 PACKAGES = ("altair", "vl_convert", "jinja2")  # of the extra `report`

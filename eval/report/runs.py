@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
 from draftsmith.eval.bench.results import RESULTS
 from draftsmith.eval.report.training import is_training, read_training
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
 MEASURE = "Measure it again."

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.data.console import Column, Table
-from draftsmith.data.store.manifest import flatten
 from draftsmith.eval.bench.trace import TRACE
 from draftsmith.eval.report.benchmark import bench_figures, temperature_text, verdicts
 from draftsmith.eval.report.drawing import Chart, Drawing, chart
@@ -18,6 +17,7 @@ from draftsmith.eval.report.runs import Run, temperatures
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.report.training import DRAWINGS as TRAINING
 from draftsmith.eval.report.viewer import viewer_data
+from draftsmith.modules.pretrained.provenance import flatten
 
 # Kind of a run -> its title on the page, and drawings of its tables without columns.
 TABLE_RUNS: dict[str, tuple[str, Mapping[str, Drawing]]] = {

@@ -13,11 +13,11 @@ import altair as alt
 import yaml
 
 from draftsmith.data.console import Column, Table
-from draftsmith.data.store.reading import REMEDY, check_shape, metric_rows, read_text
 from draftsmith.data.store.writer import is_written
 from draftsmith.eval.bench.results import Row
 from draftsmith.eval.report.drawing import Drawing, Rows, colour, drawn, tips, x_number, y_number
 from draftsmith.eval.report.tables import drawn_data, to_json
+from draftsmith.modules.pretrained.reading import REMEDY, check_shape, metric_rows, read_text
 from draftsmith.modules.types import InputError
 
 METRICS, SETTINGS, FINISHED = "metrics.csv", "config.yaml", "training.json"

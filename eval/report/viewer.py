@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.store.reading import read_lines, read_object
 from draftsmith.eval.bench.trace import TEXTS, TRACE
+from draftsmith.modules.pretrained.reading import read_lines, read_object
 
 # Numbers per drafted token in a trace line; the page rounds them.
 PER_NODE = ("q", "entropy", "head", "value", "accept_prob")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from bad_input.row import Ground, Row
 
-from draftsmith.data.store.manifest import file_sha256
+from draftsmith.modules.pretrained.provenance import file_sha256
 
 
 def rows(name: str, column: str, change: Callable[[list], Any]) -> Callable[[Ground, Path], dict[str, object]]:

@@ -6,9 +6,9 @@ import json
 
 from draftsmith.benchmarks import generation
 from draftsmith.benchmarks.generation import GenerationConfig
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

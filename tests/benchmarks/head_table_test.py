@@ -11,7 +11,6 @@ import pytest
 from draftsmith.benchmarks import head_table, recipes
 from draftsmith.benchmarks.head_table import HEADS, HeadTableConfig, pooled
 from draftsmith.benchmarks.recipes import RECIPES
-from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import PER_PROMPT, RESULTS, row_of, write_rows
@@ -19,6 +18,7 @@ from draftsmith.launch.commands import configure
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.pretrained.files import make_directory, write_json
 
 
 def answered(method: str, prompt: int, tokens: int, rounds: int, seconds: float, temperature: float = 0.0) -> dict:

@@ -27,7 +27,6 @@ from draftsmith.benchmarks.papers.rollouts import (
     TreeRollouts,
     record_all,
 )
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.repeats import Repeats, followers
@@ -36,6 +35,7 @@ from draftsmith.modules.decoding.stop import SelfVerify
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.eagle.head import Eagle2
 from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
 

@@ -19,8 +19,6 @@ from draftsmith.benchmarks.papers import eagle2, hsddw, specdecpp, stop_rules
 from draftsmith.benchmarks.papers.eagle2 import nodes_of
 from draftsmith.benchmarks.papers.hsddw import Watcher
 from draftsmith.benchmarks.papers.specdecpp import ForwardTimes, pareto_front
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
@@ -28,6 +26,8 @@ from draftsmith.modules.decoding.protocols import DraftTree, EachRow, Verdict
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

@@ -19,12 +19,12 @@ from draftsmith.benchmarks.recipes import (
     step_costs,
     trained,
 )
-from draftsmith.data.store.files import write_json
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import PER_PROMPT, row_of, write_rows
 from draftsmith.launch.commands import configure
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.types import InputError
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from draftsmith.data import acceptance, features, prompts, responses  # noqa: F401
-from draftsmith.data.models import loading as models
-from draftsmith.data.store import files
 from draftsmith.data.text import template
 from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained import files
+from draftsmith.modules.pretrained import loading as models
 
 
 def die_at(file_name: str, moment: str) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.export.directory import read_package, weight_files
-from draftsmith.data.models import hub
+from draftsmith.modules.pretrained import hub
 from draftsmith.modules.types import InputError
 
 

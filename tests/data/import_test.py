@@ -14,10 +14,10 @@ from tiny_models import tiny_llama_dir
 from torch import Tensor
 
 from draftsmith.data.export.import_head import ImportConfig, run
-from draftsmith.data.heads.directory import head_config, load_head, save_head
-from draftsmith.data.models.loading import load_lm, read_config, tokenizer_identity
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.heads import head_config, load_head, save_head
+from draftsmith.modules.pretrained.loading import load_lm, read_config, tokenizer_identity
 from draftsmith.modules.types import InputError
 
 WIDTH = 32

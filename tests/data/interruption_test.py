@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from draftsmith.data.store import shards
-from draftsmith.data.store.files import CannotWrite
-from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, command_line, file_sha256
+from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, command_line
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
+from draftsmith.modules.pretrained.files import CannotWrite
+from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
 
 STAGES = ("prompts", "responses", "acceptance", "features")

@@ -12,10 +12,8 @@ from table_models import PROMPT, TableLM, V, enumerate_branches, warped
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.acceptance import AcceptanceConfig
-from draftsmith.data.heads.directory import FrozenDrafter, drafter_identity, save_head
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.rollouts import Rollouts, reached
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.data.store.manifest import Manifest
@@ -26,6 +24,8 @@ from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.heads import FrozenDrafter, drafter_identity, save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
 
 DEPTH, STRIDE = 3, 2

@@ -24,13 +24,13 @@ import pytest
 import torch
 from vllm.utils import cpu_triton_utils
 
-from draftsmith.data.models.hub import resolve_model
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.eval.lossless.answers import CertifyConfig
 from draftsmith.eval.lossless.answers import run as certify
+from draftsmith.modules.pretrained.hub import resolve_model
 
 torch.set_num_threads(1)
 TARGET, DRAFT = "embedded:prose/target", "embedded:prose/draft"

@@ -42,8 +42,6 @@ from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.export import ExportConfig, write_package
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import facts_of
-from draftsmith.data.heads.directory import load_head, save_head, stored_tensors
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
@@ -51,6 +49,8 @@ from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import HeadTrial, Package, Probe
+from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 
 LENGTH, PASSES = 48, 3

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data.export.directory import read_package
-from draftsmith.data.heads.directory import load_head, stored_tensors
 from draftsmith.eval.engines.gate import EngineCheckConfig, run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
 from draftsmith.modules.formats import formats
+from draftsmith.modules.pretrained.heads import load_head, stored_tensors
 from draftsmith.modules.types import InputError
 
 torch.set_num_threads(1)

@@ -22,7 +22,6 @@ from draftsmith.data.engines.process import running
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
-from draftsmith.data.models.gguf import open_gguf
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
@@ -38,6 +37,7 @@ from draftsmith.eval.schedule import ScheduleConfig
 from draftsmith.eval.schedule import run as schedule
 from draftsmith.modules.drafters.block.net import default_layers
 from draftsmith.modules.formats.gguf import to_adjacent, to_halves
+from draftsmith.modules.pretrained.gguf import open_gguf
 from draftsmith.modules.types import InputError
 
 torch.set_num_threads(1)

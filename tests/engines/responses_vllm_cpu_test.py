@@ -26,13 +26,13 @@ import psutil
 import pytest
 import torch
 
-from draftsmith.data.models.hub import resolve_model
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
+from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.types import InputError
 
 torch.set_num_threads(1)

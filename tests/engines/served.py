@@ -30,13 +30,13 @@ from run_models import run_models
 
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models.hub import resolve_model
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.eagle3.net import layer_like
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.hub import resolve_model
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

@@ -11,9 +11,9 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from tiny_world import draft_words
 
 from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
-from draftsmith.data.heads.directory import drafter_identity, save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained.heads import drafter_identity, save_head
+from draftsmith.modules.pretrained.loading import load_lm
 
 
 @pytest.fixture(scope="module")

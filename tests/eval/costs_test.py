@@ -6,10 +6,10 @@ import pytest
 from run_models import run_models
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.costs import MeasuredTimes, interpolate, measure_step_cost
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.pretrained.loading import load_lm
 
 
 class Wound:

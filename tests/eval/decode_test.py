@@ -11,11 +11,11 @@ import transformers
 from tiny_models import tiny_tokenizer
 from tiny_world import draft_options, draft_words
 
-from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method, encode_prompt
 from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained.heads import drafter_identity, load_head, save_head
+from draftsmith.modules.pretrained.loading import load_lm
 
 
 def stream_all(tokenizer, tokens: list[int], size: int) -> str:

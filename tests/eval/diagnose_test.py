@@ -19,13 +19,13 @@ from draftsmith.data import prompts, responses
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.heads.diagnosis import agreed, in_order, other_weights, template
-from draftsmith.data.heads.directory import build_head, load_draft_head, save_head, stored_tensors
 from draftsmith.data.heads.repair import RepairConfig
 from draftsmith.data.heads.repair import run as repair
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
+from draftsmith.modules.pretrained.heads import build_head, load_draft_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.train.command import run as train
 from draftsmith.train.config import drafter_config
 

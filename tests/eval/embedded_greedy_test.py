@@ -17,12 +17,12 @@ import torch
 from quick_heads import quick_block_head, quick_eagle3_head, quick_eagle_head, varied_acceptance_head
 from run_models import run_models
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.methods import known_methods, parse_method
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

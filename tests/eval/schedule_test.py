@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.compare import open_bench
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.schedule import (
@@ -26,6 +25,7 @@ from draftsmith.eval.schedule import (
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 

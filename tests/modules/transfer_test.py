@@ -10,11 +10,11 @@ import torch
 from tiny_models import tiny_llama_dir
 from torch import Tensor
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules import transfer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.transfer import to_device_together
 

@@ -16,9 +16,9 @@ from trained_runs import newest_state, weights
 
 import draftsmith
 from draftsmith.data import prompts, responses
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.draft import default_layers
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.checkpoints import FOLDER, all_in
 from draftsmith.train.command import run

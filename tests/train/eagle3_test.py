@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from draftsmith.data import features, prompts
-from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.pretrained.heads import load_head, save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 from draftsmith.train.command import run

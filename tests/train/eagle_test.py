@@ -13,14 +13,14 @@ from eagle_trainings import QUICK, a_module, a_part, change, config
 from safetensors.torch import load_file
 from trained_runs import losses, newest_state, step_loss
 
-from draftsmith.data.heads.directory import load_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, eagle_training, noise_like, shift
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.flops import layers_forward
+from draftsmith.modules.pretrained.heads import load_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 from draftsmith.train.command import run

@@ -16,10 +16,10 @@ from devices import DEVICES
 from online_cases import config, curve, stored, texts
 from trained_runs import micro_batch
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_up_ends_the_caching_and_not_the_training(tmp_path, mo
         raise OSError(28, "No space left on device")
 
     cache, (ids, features) = a_cache(tmp_path), a_row(1)
-    monkeypatch.setattr("draftsmith.data.store.files.save_file", full)
+    monkeypatch.setattr("draftsmith.modules.pretrained.files.save_file", full)
     for seed in (1, 2):
         cache.put(*a_row(seed))
         cache.flush()

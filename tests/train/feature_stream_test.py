@@ -17,11 +17,11 @@ from tiny_models import tiny_llama_dir
 from draftsmith.data.engines import vllm_states
 from draftsmith.data.features import FeaturesConfig
 from draftsmith.data.features import run as make_features
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.spool import row_name
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_stream
 from draftsmith.train.command import run

@@ -14,10 +14,10 @@ from eagle_trainings import a_module, a_part, config
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.models.loading import load_lm, target_shape
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.pretrained.heads import load_head, save_head
+from draftsmith.modules.pretrained.loading import load_lm, target_shape
 from draftsmith.modules.types import InputError
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config

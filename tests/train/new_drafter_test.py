@@ -12,13 +12,13 @@ from trained_runs import losses
 from draftsmith.data import acceptance as labels
 from draftsmith.data import features
 from draftsmith.data.features import text_dataset
-from draftsmith.data.heads.directory import drafter_identity, load_draft_head, load_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_features, open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules import drafters
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
+from draftsmith.modules.pretrained.heads import drafter_identity, load_draft_head, load_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.acceptance import TrainAcceptanceConfig

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.data import prompts
 from draftsmith.data.features import text_dataset
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.command import run
 from draftsmith.train.data_module import MicroBatch, Samples

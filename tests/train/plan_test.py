@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train import prepare
 from draftsmith.train.command import run

@@ -10,9 +10,9 @@ import torch
 from online_cases import config
 
 from draftsmith.data import features
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 

@@ -12,7 +12,6 @@ import pytest
 from eagle_trainings import a_module, config
 from trained_runs import losses
 
-from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.datasets import open_dataset
@@ -21,6 +20,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
+from draftsmith.modules.pretrained.loading import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.checkpoints import FOLDER, all_in

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from wandb_file import OfflineRun, offline_runs
 
-from draftsmith.data.store.manifest import Manifest, git_commit, resolved
+from draftsmith.data.store.manifest import Manifest, resolved
+from draftsmith.modules.pretrained.provenance import git_commit
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.lit_head import LitHead

@@ -16,11 +16,11 @@ from draftsmith.data.engines import openai
 from draftsmith.data.engines.openai import MAX_WAIT_S, ServerConfig, ServerEngine
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.inspect import InspectConfig, run
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
 
 

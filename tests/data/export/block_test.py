@@ -20,9 +20,9 @@ from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.export.states import make_probes
 from draftsmith.data.heads.diagnosis import head_variants
-from draftsmith.data.heads.directory import load_head, save_head, stored_tensors
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.formats.gguf import to_adjacent
+from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 
 

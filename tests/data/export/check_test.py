@@ -12,9 +12,9 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.export.check import RECORD, CheckConfig
 from draftsmith.data.export.check import run as check
-from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.pretrained.heads import load_head, save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 
 FORMATS = ("eagle", "vllm", "sglang")

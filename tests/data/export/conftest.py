@@ -16,9 +16,9 @@ from draftsmith.data.export.check import run as check
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import make_probes
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.loading import load_lm
 
 
 def save_eagle(directory: Path, head: EagleHead, target: Path) -> Path:

@@ -19,9 +19,9 @@ from draftsmith.data.export.import_head import ImportConfig, of_target
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.export.states import make_probes
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import head_fields, load_head, save_head, stored_tensors
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.formats.base import ImportedHead
+from draftsmith.modules.pretrained.heads import head_fields, load_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 
 FORMATS = ("eagle", "vllm", "sglang", "speculators")

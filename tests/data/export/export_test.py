@@ -18,13 +18,13 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.export.states import PROMPTS
-from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.results import read_rows
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.heads import load_head, save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 
 K, NEW_TOKENS = 3, 40

@@ -13,11 +13,11 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.gguf import write_gguf_model
 from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
-from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.models.gguf import open_gguf
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.pretrained.gguf import open_gguf
+from draftsmith.modules.pretrained.heads import load_head, save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 
 

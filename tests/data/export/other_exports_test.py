@@ -15,10 +15,10 @@ from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
-from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.heads import drafter_identity, load_head, save_head
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 
 

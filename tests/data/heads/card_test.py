@@ -9,10 +9,10 @@ import torch
 import yaml
 
 from draftsmith.data.heads.card import measured_of, model_card, write_measured
-from draftsmith.data.heads.directory import head_fields, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.heads import head_fields, save_head
 
 LLAMA = LlamaConfig(50, 8, 16, 1, 2, 1, 4, 64, rope_theta=5e5)
 TRAINED: dict[str, Any] = {

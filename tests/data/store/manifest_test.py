@@ -9,15 +9,9 @@ import shutil
 import pytest
 
 from draftsmith.data.responses import ResponsesConfig
-from draftsmith.data.store.files import write_json
-from draftsmith.data.store.manifest import (
-    MANIFEST,
-    Manifest,
-    command_line,
-    decisive,
-    file_sha256,
-    open_artefact,
-)
+from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, decisive, open_artefact
+from draftsmith.modules.pretrained.files import write_json
+from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
 
 STAGES = ("prompts", "responses", "acceptance", "features")

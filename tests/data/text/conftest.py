@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from turn_taking import NUM_ROWS, REWRITES, TARGET, conversation, make_prompts, make_responses
 
-from draftsmith.data.models.hub import model_directory
+from draftsmith.modules.pretrained.hub import model_directory
 
 
 @pytest.fixture(scope="session")

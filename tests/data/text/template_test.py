@@ -23,7 +23,6 @@ from tokenizers import AddedToken, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from turn_taking import ASSISTANT, SYSTEM, USER, chat
 
-from draftsmith.data.models.hub import resolve_model
 from draftsmith.data.text.template import (
     RowError,
     check_mask,
@@ -32,6 +31,7 @@ from draftsmith.data.text.template import (
     prompt_ids,
     supervised_ids,
 )
+from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.types import InputError
 
 TWO = chat((USER, "Hi"), (ASSISTANT, "Ho"), (USER, "And?"), (ASSISTANT, " So."))

@@ -27,13 +27,13 @@ from turn_taking import (
 
 from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.shards import account
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.conversations import Chat, open_turns, read_chat
 from draftsmith.data.text.template import RowError
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
 
 # A conversation, the setting, what is asked first, what follows each answer, and how many turns nobody answers.

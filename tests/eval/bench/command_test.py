@@ -13,13 +13,13 @@ import transformers
 from tiny_world import draft_options
 
 from draftsmith.data.heads.card import measured_of
-from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.results import caption, read_rows
 from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.types import InputError
 
 METHODS = "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.3:calibrated=on,eagle:k=2,hf,hf-assisted:k=3"

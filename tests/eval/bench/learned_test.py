@@ -10,7 +10,6 @@ import torch
 from quick_heads import varied_acceptance_head
 from run_models import run_models
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.measuring import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
@@ -26,6 +25,7 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method, parse_methods
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import SamplingParams
 
 PARAMS, COUNT = SamplingParams(1.0), 24

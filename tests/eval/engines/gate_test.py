@@ -23,12 +23,12 @@ from draftsmith.data.engines.process import running
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import PROMPTS, make_probes
-from draftsmith.data.heads.directory import build_head, load_head, save_head, stored_tensors
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.engines.gate import EngineCheckConfig, run
 from draftsmith.eval.engines.vllm import server_words
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.vllm import command
+from draftsmith.modules.pretrained.heads import build_head, load_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.types import InputError
 
 TARGET, NEW_TOKENS = "embedded:target", 40

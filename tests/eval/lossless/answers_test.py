@@ -10,8 +10,6 @@ import pytest
 from planted_biases import accepts_too_often
 from quick_heads import captured_head
 
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
@@ -19,6 +17,8 @@ from draftsmith.data.responses import run as answer
 from draftsmith.eval.lossless.answers import CertifyConfig, run
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import RowAnswer
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.loading import load_lm
 
 
 @pytest.fixture(scope="module")

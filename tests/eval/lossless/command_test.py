@@ -10,7 +10,6 @@ import pytest
 from planted_biases import PLANTED, Planted, child_twice, past_the_end
 from tiny_world import draft_options, draft_words
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.lossless import command
 from draftsmith.eval.lossless.command import LosslessConfig, certify, greedy_answers, greedy_test, run
@@ -19,6 +18,7 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.drafters.methods import Method, Models, known_methods, parse_methods
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 

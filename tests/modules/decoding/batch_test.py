@@ -10,7 +10,6 @@ from greedy_world import GREEDY, NEW_TOKENS, World, make_world
 from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding.learner import learned_state
 from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
@@ -19,6 +18,7 @@ from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams

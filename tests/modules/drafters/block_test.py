@@ -12,7 +12,6 @@ from plain_block import PlainBlock
 from table_models import H, TableLM, V, decoded_distribution, target_distribution, total_variation
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
@@ -25,6 +24,7 @@ from draftsmith.modules.drafters.block.loss import sampled_columns
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams

@@ -8,11 +8,11 @@ from quick_heads import captured_head
 from table_models import TableLM, V
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding import branches
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import pick
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams

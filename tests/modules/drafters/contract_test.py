@@ -17,7 +17,6 @@ import torch
 from table_models import H, TableLM, V, captured, decoded_distribution, target_distribution, total_variation
 from torch import Tensor, nn
 
-from draftsmith.data.heads.directory import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
@@ -34,6 +33,7 @@ from draftsmith.modules.drafters.methods import MachineTimes, Models, known_meth
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
+from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.engine import lean
 from draftsmith.modules.engine.lean import MIN_WEIGHTS, LeanLinear, can_pack
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.loop import generate_one
@@ -29,6 +28,7 @@ from draftsmith.modules.engine.low_precision import (
     linear_of,
     round_int4,
 )
+from draftsmith.modules.pretrained.loading import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 

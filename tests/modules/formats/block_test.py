@@ -12,13 +12,13 @@ import torch
 from foreign_heads import CONTEXT, LLAMA3, TARGET, H, V, changed, facts, llama
 from plain_block import PlainBlock
 
-from draftsmith.data.heads.directory import build_head, stored_tensors
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.formats import formats, llamacpp_block
 from draftsmith.modules.formats.base import ForeignHead, HeadTrial, ImportedHead, Package, Probe, Served
 from draftsmith.modules.formats.block import KINDS
 from draftsmith.modules.formats.detect import detect, named_format
+from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.types import InputError
 
 SERVERS = ("vllm", "sglang", "speculators")

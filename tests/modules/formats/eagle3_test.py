@@ -28,9 +28,9 @@ from foreign_heads import (
 )
 from plain_eagle3 import PlainEagle3
 
-from draftsmith.data.heads.directory import build_head, stored_tensors
 from draftsmith.modules.formats.base import ForeignHead, HeadTrial, ImportedHead, Package, Probe, Served
 from draftsmith.modules.formats.detect import detect
+from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.types import InputError
 
 # Settings of a head -> the systems that hold it.

@@ -6,10 +6,10 @@ import pytest
 import torch
 from foreign_heads import CONTEXT, D2T, LLAMA, TARGET, H, facts, llama, random_eagle3
 
-from draftsmith.data.heads.directory import stored_tensors
 from draftsmith.modules.formats.gguf import to_adjacent, to_halves
 from draftsmith.modules.formats.llamacpp import LlamaCppEagle3, from_gguf, to_gguf
 from draftsmith.modules.layers import RopeScaling
+from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.types import InputError
 
 FORMAT = LlamaCppEagle3()

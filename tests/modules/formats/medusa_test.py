@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftsmith.data.export.directory import read_package
-from draftsmith.data.heads.directory import build_head
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ForeignHead, HeadTrial, Package, Probe, TargetFacts
 from draftsmith.modules.formats.detect import detect
+from draftsmith.modules.pretrained.heads import build_head
 from draftsmith.modules.types import InputError
 
 H, V, POSITIONS = 12, 40, 64

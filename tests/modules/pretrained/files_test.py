@@ -17,8 +17,9 @@ import torch
 from bad_input.row import Ground
 from forked import forked
 
-from draftsmith.data.store import files
-from draftsmith.data.store.files import (
+from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained import files
+from draftsmith.modules.pretrained.files import (
     CannotWrite,
     append,
     copy_file,
@@ -29,8 +30,7 @@ from draftsmith.data.store.files import (
     write_text,
     write_torch,
 )
-from draftsmith.data.store.reading import misfits, read_lines
-from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained.reading import misfits, read_lines
 from draftsmith.modules.types import InputError
 
 

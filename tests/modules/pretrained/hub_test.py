@@ -11,11 +11,11 @@ import pytest
 from fake_hub import Hub, fake_hub
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models import hub as places
-from draftsmith.data.models import loading as models_module
-from draftsmith.data.models.hub import loadable, model_directory, repository
 from draftsmith.data.text.sources import open_source
 from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained import hub as places
+from draftsmith.modules.pretrained import loading as models_module
+from draftsmith.modules.pretrained.hub import loadable, model_directory, repository
 from draftsmith.modules.types import InputError
 
 MODELING = """

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models import identity as identities
-from draftsmith.data.models.loading import load_lm, tokenizer_identity
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.pretrained import identity as identities
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.loading import load_lm, tokenizer_identity
 
 
 @pytest.fixture(autouse=True)
@@ -146,22 +146,6 @@ def test_a_file_of_this_moment_is_not_cached(copy, own_cache):
     scale_projections(copy)
     identity(copy)
     assert not own_cache.exists()
-
-
-def test_data_of_a_fine_tuned_target_is_refused_everywhere(chain, tmp_path, capsys):
-    tuned = scale_projections(Path(shutil.copytree(chain.target, tmp_path / "tuned")))
-    responses, out = chain.directory("responses"), tmp_path / "out"
-    labels, made = chain.directory("acceptance"), chain.directory("features")
-    for words in (
-        f"data features --responses {responses} --target {tuned}",
-        f"data acceptance --responses {responses} --target {tuned} --draft {chain.draft}",
-        f"train eagle --data {made} --target {tuned}",
-        f"train eagle --data {responses} --target {tuned}",
-        f"train acceptance --data {labels} --draft {tuned}",
-    ):
-        assert main([*words.split(), "--output", str(out)]) == 2, words
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert ".weights: " in error and "Make it again: draftsmith data" in error, error
 
 
 @pytest.fixture

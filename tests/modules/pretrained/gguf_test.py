@@ -15,8 +15,8 @@ import transformers
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
-from draftsmith.data.models.gguf import dequantised_directory, open_gguf
-from draftsmith.data.models.loading import load_lm, load_tokenizer
+from draftsmith.modules.pretrained.gguf import dequantised_directory, open_gguf
+from draftsmith.modules.pretrained.loading import load_lm, load_tokenizer
 from draftsmith.modules.types import InputError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -171,7 +171,7 @@ def test_what_llama_cpp_computes_in_another_way_is_refused_by_name(
     _, fields, weights = plain
     file = tmp_path / "model.gguf"
     write_gguf(file, "llama", changed(fields, metadata), changed(weights, tensors))
-    monkeypatch.setattr("draftsmith.data.models.gguf.write_tensors", None)  # refused before anything big is read
+    monkeypatch.setattr("draftsmith.modules.pretrained.gguf.write_tensors", None)  # refused before anything big is read
     with pytest.raises(InputError, match=words) as error:
         load_lm(str(file))
     assert "\n" not in str(error.value)

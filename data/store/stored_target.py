@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import load_outer
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.spool import row_name
+from draftsmith.modules.pretrained.identity import captured
+from draftsmith.modules.pretrained.loading import load_outer
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
 

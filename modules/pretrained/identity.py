@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.data.console import log_note
-from draftsmith.data.models.checkpoint import FLOATS, REMEDY, checkpoint_files, read_model_json
-from draftsmith.data.store.files import CannotWrite, cache_folder, make_directory, write_json
-from draftsmith.data.store.reading import open_tensors
+from draftsmith.modules.pretrained.checkpoint import FLOATS, REMEDY, checkpoint_files, read_model_json
+from draftsmith.modules.pretrained.files import CannotWrite, cache_folder, make_directory, write_json
+from draftsmith.modules.pretrained.reading import open_tensors
 
 VERSION = 1  # of a cached file's content
 THREADS = 4  # each reads and hashes one tensor at a time, about 1 GB/s
@@ -39,6 +39,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "vocab.txt",
 )
+
+logger = logging.getLogger("draftsmith")
 SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "split_special_tokens", "do_lower_case")
 
 
@@ -148,7 +150,7 @@ def file_digests(file: Path) -> dict[str, TensorDigest]:
             return {name: TensorDigest(tuple(shape), *rest) for name, (shape, *rest) in content["tensors"].items()}
 
     if stat.st_size > NOTE_FROM_BYTES:
-        log_note(f"draftsmith: hashing {file.name}, {stat.st_size / 1e9:.0f} GB, once")
+        logger.info("hashing %s, %.0f GB, once", file.name, stat.st_size / 1e9)
 
     def digest(name: str) -> TensorDigest:
         tensor = opened.get_tensor(name)

@@ -8,9 +8,9 @@ import pytest
 from quick_heads import varied_acceptance_head
 from table_methods import random_eagle_head
 
-from draftsmith.data.heads.directory import save_head
 from draftsmith.data.settings import DraftSettings
 from draftsmith.launch.arguments import parse
+from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.types import InputError
 
 

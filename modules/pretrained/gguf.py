@@ -10,6 +10,7 @@ import collections
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from draftsmith.data.console import log_note
-from draftsmith.data.store.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
-from draftsmith.data.store.reading import read_object
 from draftsmith.modules.formats.gguf import ADJACENT_ROPE, from_gguf_name, read_layers, to_halves
+from draftsmith.modules.pretrained.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.llama import empty_model, llama_config
 from draftsmith.modules.types import InputError
+
+logger = logging.getLogger("draftsmith")
 
 RECORD = "gguf.json"  # in the directory: the file's hash and how many of its tensors have each type
 SHARD_BYTES = 4 << 30
@@ -93,7 +95,7 @@ def dequantised_directory(file: Path) -> Path:
         if record.get("sha256") == sha256:
             write_json(directory / RECORD, record | {"stamp": stamp})
             return directory
-        log_note(f"draftsmith: dequantising {file.name} into {directory}, once")
+        logger.info("dequantising %s into %s, once", file.name, directory)
         with whole_directory(directory) as partial:
             types = _write_model(file, partial)
             write_json(partial / RECORD, {"file": file.name, "sha256": sha256, "types": types, "stamp": stamp})

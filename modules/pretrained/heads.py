@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
-from draftsmith.data.store.files import copy_file, whole_directory, write_json, write_tensors, write_text
-from draftsmith.data.store.manifest import compare_identity, file_sha256, git_commit, package_versions
-from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.formats.base import check_tensors
+from draftsmith.modules.pretrained.files import copy_file, whole_directory, write_json, write_tensors, write_text
+from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256, git_commit, package_versions
+from draftsmith.modules.pretrained.reading import read_object, read_tensors
 from draftsmith.modules.targets.base import CausalLM, check_capture
 from draftsmith.modules.types import InputError, SamplingParams
 

@@ -17,12 +17,18 @@ from transformers import AutoTokenizer
 
 from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.data.export.gguf import write_gguf_model
-from draftsmith.data.models import loading, parity
-from draftsmith.data.models.checkpoint import checkpoint_tensors
-from draftsmith.data.models.hub import resolve_model
-from draftsmith.data.models.layerwise import layer_states
-from draftsmith.data.models.loading import check_same_tokenizer, load_lm, load_outer, load_tokenizer, tokenizer_identity
 from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained import loading, parity
+from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
+from draftsmith.modules.pretrained.hub import resolve_model
+from draftsmith.modules.pretrained.layerwise import layer_states
+from draftsmith.modules.pretrained.loading import (
+    check_same_tokenizer,
+    load_lm,
+    load_outer,
+    load_tokenizer,
+    tokenizer_identity,
+)
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
 from draftsmith.modules.types import InputError, SamplingParams

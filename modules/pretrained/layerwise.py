@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import REMEDY, check_unquantised, checkpoint_files
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.loading import read_config
-from draftsmith.data.store.reading import open_tensors
 from draftsmith.modules.layers import DecoderLayer, RMSNorm, rope_table
+from draftsmith.modules.pretrained.checkpoint import REMEDY, check_unquantised, checkpoint_files
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.loading import read_config
+from draftsmith.modules.pretrained.reading import open_tensors
 from draftsmith.modules.targets.llama import llama_config
 from draftsmith.modules.types import InputError
 

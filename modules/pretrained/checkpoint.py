@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.modules.formats.base import same_values
 from draftsmith.modules.layers import LlamaConfig, config_object
+from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.targets.llama import llama_config
 from draftsmith.modules.types import InputError
 

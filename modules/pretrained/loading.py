@@ -6,15 +6,19 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.data.console import log_note
-from draftsmith.data.models.checkpoint import (
+from draftsmith.modules.engine.low_precision import Precision, check_precision
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.checkpoint import (
     CONFIG,
     REMEDY,
     check_unquantised,
@@ -24,21 +28,19 @@ from draftsmith.data.models.checkpoint import (
     model_shape,
     read_model_json,
 )
-from draftsmith.data.models.device_map import check_placed, placement
-from draftsmith.data.models.gguf import quantisation
-from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, tensor_hash
-from draftsmith.data.models.parity import check_lean
-from draftsmith.data.ranks import place
-from draftsmith.data.store.reading import read_tensors
-from draftsmith.modules.engine.low_precision import Precision, check_precision
-from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.gguf import quantisation
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.identity import encoding_hash, model_identity, template_hash, tensor_hash
+from draftsmith.modules.pretrained.parity import check_lean
+from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, model_from_state
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.self_test import self_test
 from draftsmith.modules.types import InputError
+
+logger = logging.getLogger("draftsmith")
 
 # Settings of a transformers model that change the logits behind the output embedding, where `CausalLM.lm_head` ends.
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -119,7 +121,7 @@ def load_lm(
             # `auto` falls back to transformers only for what the lean engine does not support, not for damage.
             if engine == "lean" or error.remedy != ON_HF:
                 raise
-            log_note(f"draftsmith: {directory} runs on transformers ({error.field}: {error.found})")
+            logger.info("%s runs on transformers (%s: %s)", directory, error.field, error.found)
     return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code)
 
 
@@ -225,6 +227,29 @@ def _load_hf(
     lm = HFLM(model, info)
     lm.refusals = self_test(model, lm)
     return lm
+
+
+def placement() -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that spread a model over the GPUs that this process sees."""
+    ranks = place()
+    if ranks.local_world > 1:
+        found = f"{ranks.local_world} processes on this machine"
+        remedy = "Start one process, or let vLLM run the target (docs/guides/large-targets.md)."
+        raise InputError("device_map", found, "one, which has all GPUs", remedy)
+    if find_spec("accelerate") is None:
+        remedy = 'Install it: pip install "draftsmith[large]"'
+        raise InputError("device_map", "no package accelerate", "accelerate", remedy)
+    return {"device_map": "auto"}
+
+
+def check_placed(model: Any) -> None:
+    """Raise InputError if layers did not fit the devices."""
+    # There is no map if one device holds everything.
+    devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    outside = sorted(devices & ({"cpu", "disk"} if torch.cuda.is_available() else {"disk"}))
+    if outside:
+        found = f"layers on {' and '.join(outside)}: the GPUs are too small"
+        raise InputError("device_map", found, "all of them on GPUs", "Use more GPUs, or --dtype bfloat16.")
 
 
 def _max_position(config: Any) -> int:

@@ -10,8 +10,12 @@ import pytest
 import torch
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.heads import directory as heads
-from draftsmith.data.heads.directory import (
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.pretrained import heads as heads
+from draftsmith.modules.pretrained.heads import (
     another_mode,
     build_head,
     head_config,
@@ -22,12 +26,8 @@ from draftsmith.data.heads.directory import (
     starting_head,
     starting_settings,
 )
-from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.reading import read_tensors
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.types import InputError, SamplingParams
 
 HIDDEN = 32

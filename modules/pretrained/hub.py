@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from draftsmith.data.models.gguf import dequantised_directory
+from draftsmith.modules.pretrained.gguf import dequantised_directory
 from draftsmith.modules.types import InputError
 
 EMBEDDED = "embedded:"
@@ -28,7 +28,7 @@ def resolve_model(path: str) -> str:
     if not str(path).startswith(EMBEDDED):
         return str(path)
     name = str(path).removeprefix(EMBEDDED)
-    root = Path(__file__).parents[1] / "embedded"
+    root = Path(__file__).parents[2] / "data" / "embedded"
     shipped = root / (f"{name}.jsonl" if name.endswith("prompts") else name)
     if not shipped.exists():
         names = sorted(p.parent.relative_to(root).as_posix() for p in root.rglob("config.json"))

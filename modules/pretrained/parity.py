@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.models.identity import config_hash
-from draftsmith.data.store.files import CannotWrite, cache_folder, make_directory, write_json
 from draftsmith.modules import layers
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.files import CannotWrite, cache_folder, make_directory, write_json
+from draftsmith.modules.pretrained.identity import config_hash
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import ON_HF, LlamaLM, llama_config, model_from_state
 from draftsmith.modules.types import InputError
