@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 # Name -> its module and its name there.
 PUBLIC = {
-    "load_target": ("modules.pretrained.loading", "load_lm"),
-    "load_tokenizer": ("modules.pretrained.loading", "load_tokenizer"),
+    "load_target": ("modules.pretrained.models", "load_lm"),
+    "load_tokenizer": ("modules.pretrained.tokenizers", "load_tokenizer"),
     "load_drafter": ("eval.answer", "load_drafter"),
     "load_head": ("modules.pretrained.heads", "load_draft_head"),
     "generate": ("eval.answer", "generate"),
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from draftsmith.launch.python import settings as settings
     from draftsmith.modules.drafters import add_folder as add_drafters
     from draftsmith.modules.pretrained.heads import load_draft_head as load_head
-    from draftsmith.modules.pretrained.loading import load_lm as load_target
-    from draftsmith.modules.pretrained.loading import load_tokenizer as load_tokenizer
+    from draftsmith.modules.pretrained.models import load_lm as load_target
+    from draftsmith.modules.pretrained.tokenizers import load_tokenizer as load_tokenizer
     from draftsmith.modules.types import InputError as InputError
     from draftsmith.train.lit_drafter import LitDrafter as LitDrafter
     from draftsmith.train.prepare import make_head as new_head

@@ -24,7 +24,7 @@ from draftsmith.eval.clock import clock_of, interleaved
 from draftsmith.eval.settings import PromptChoice
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.pretrained.files import make_directory, write_json
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.types import SamplingParams, at_least
 

@@ -30,7 +30,7 @@ from draftsmith.eval.bench.command import results_tables
 from draftsmith.launch.cli import main, main_of
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.heads import load_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 

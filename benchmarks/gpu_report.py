@@ -36,7 +36,7 @@ from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.loading import check_device
+from draftsmith.modules.pretrained.models import check_device
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least

@@ -37,7 +37,7 @@ from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.engine.lean import can_pack
 from draftsmith.modules.engine.rows import OneRow
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.loading import DTYPES, check_device, load_lm
+from draftsmith.modules.pretrained.models import DTYPES, check_device, load_lm
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM

@@ -23,7 +23,7 @@ from draftsmith.eval.clock import clock_of
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.pretrained.files import make_directory, write_json
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import at_least

@@ -50,7 +50,7 @@ from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, SamplingParams, at_least

@@ -28,15 +28,10 @@ from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, row_uni
 from draftsmith.data.store.stored_target import StoredLM, load_stored
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules.decoding.branches import pieces
-from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.finite import NO_TOKEN, NonFinite, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter, kind_at, load_drafter
-from draftsmith.modules.pretrained.loading import (
-    check_same_tokenizer,
-    load_lm,
-    name_nonfinite,
-    pick_device,
-    text_identity,
-)
+from draftsmith.modules.pretrained.models import load_lm, pick_device
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, text_identity
 from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams

@@ -30,21 +30,14 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import drafters
-from draftsmith.modules.finite import NonFinite, broken_row
+from draftsmith.modules.finite import NonFinite, broken_row, name_nonfinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.packing import Documents, group_by_length
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.loading import (
-    llama_shape,
-    load_info,
-    load_lm,
-    name_nonfinite,
-    target_shape,
-    text_identity,
-    vocabulary_size,
-)
+from draftsmith.modules.pretrained.models import llama_shape, load_info, load_lm, target_shape, vocabulary_size
 from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.transfer import to_host_together
 from draftsmith.modules.types import InputError

@@ -21,7 +21,7 @@ from draftsmith.data.store.manifest import Manifest, check_files, open_artefact,
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
-from draftsmith.modules.pretrained.loading import load_tokenizer, tokenizer_identity
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
 from draftsmith.modules.types import InputError
 
 # Kinds whose summary reads every table.

@@ -41,8 +41,9 @@ from draftsmith.data.text.template import (
     supervised_ids,
 )
 from draftsmith.modules.pretrained.identity import template_hash
-from draftsmith.modules.pretrained.loading import text_identity, vocabulary_size
+from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.reading import read_object
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import check_ids
 from draftsmith.modules.types import InputError
 

@@ -37,8 +37,10 @@ from draftsmith.data.text.turns import (
     shard_content,
     turns_tokenizer,
 )
-from draftsmith.modules.pretrained.loading import load_lm, name_nonfinite, pick_device, text_identity, vocabulary_size
+from draftsmith.modules.finite import name_nonfinite
+from draftsmith.modules.pretrained.models import load_lm, pick_device, vocabulary_size
 from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 

@@ -25,9 +25,8 @@ from draftsmith.data.text.answers import spans
 from draftsmith.modules.acceptance.repeats import followers, repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
-from draftsmith.modules.finite import NonFinite, first_broken
+from draftsmith.modules.finite import NonFinite, first_broken, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
-from draftsmith.modules.pretrained.loading import name_nonfinite
 from draftsmith.modules.sampling import draw_coupled, draw_rows, row_probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.pretrained.heads import MODEL, kind_at
-from draftsmith.modules.pretrained.loading import pick_device
+from draftsmith.modules.pretrained.models import pick_device
 from draftsmith.modules.types import InputError, SamplingParams
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]

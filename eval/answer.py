@@ -19,7 +19,7 @@ from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import Named, parse_method
-from draftsmith.modules.pretrained.loading import load_tokenizer
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams, whole_number

@@ -23,7 +23,8 @@ from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.chains import by_drafter, chain_methods
 from draftsmith.modules.drafters.methods import Named, parse_methods
-from draftsmith.modules.pretrained.loading import load_tokenizer, name_nonfinite
+from draftsmith.modules.finite import name_nonfinite
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
 DRAFTED, OWN = "green", "yellow"

@@ -11,7 +11,8 @@ from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.pretrained.heads import head_config
-from draftsmith.modules.pretrained.loading import load_lm, text_identity, vocabulary_size
+from draftsmith.modules.pretrained.models import load_lm, vocabulary_size
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.types import InputError
 
 

@@ -186,7 +186,7 @@ def run_config(run: Callable[[Any], Any], config: Any) -> int:
     from draftsmith.data.console import add_result
 
     if getattr(config, "trust_remote_code", False):
-        from draftsmith.modules.pretrained.loading import trust_code
+        from draftsmith.modules.pretrained.tokenizers import trust_code
 
         trust_code()  # tokenizers need it too, wherever they are loaded
     result = run(config)

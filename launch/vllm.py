@@ -56,7 +56,7 @@ def run(config: VllmConfig) -> int:
     from draftsmith.eval.engines.vllm import engine_python
     from draftsmith.modules.pretrained.files import check_disk, make_directory
     from draftsmith.modules.pretrained.hub import loadable, model_directory
-    from draftsmith.modules.pretrained.loading import target_shape
+    from draftsmith.modules.pretrained.models import target_shape
     from draftsmith.modules.types import InputError
 
     if not config.target:

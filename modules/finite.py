@@ -6,7 +6,8 @@ Where tokens are used, NO_TOKEN raises `NonFinite`, and the decoder's loop adds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -69,3 +70,13 @@ def first_broken(rows: Tensor) -> int | None:
     """Return `broken_row`, or None if there is none. Waits for the rows' device."""
     place = int(broken_row(rows))
     return None if place < 0 else place
+
+
+@contextmanager
+def name_nonfinite(prompts: Sequence[str]) -> Iterator[None]:
+    """Add the prompt's id to a NonFinite that leaves the block. prompts: ids by their place in the batch."""
+    try:
+        yield
+    except NonFinite as error:
+        error.prompt = error.prompt or prompts[error.row or 0]
+        raise

@@ -31,7 +31,7 @@ def serve() -> None:
     from draftsmith.eval.bench.runner import EngineRunner
     from draftsmith.modules.drafters import head_class
     from draftsmith.modules.drafters.methods import Models, parse_method
-    from draftsmith.modules.pretrained.loading import load_lm
+    from draftsmith.modules.pretrained.models import load_lm
     from draftsmith.modules.types import SamplingParams
 
     torch.set_num_threads(1)

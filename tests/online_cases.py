@@ -10,7 +10,7 @@ import torch
 from draftsmith.data.features import text_dataset
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtefactDataset
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.feature_cache import FeatureCache
 

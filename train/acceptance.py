@@ -22,7 +22,7 @@ from draftsmith.modules.pretrained.heads import (
     starting_settings,
     starting_weights,
 )
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig

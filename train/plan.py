@@ -30,8 +30,8 @@ from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.pretrained.files import check_disk
-from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.loading import DTYPES, read_config, target_shape
+from draftsmith.modules.pretrained.hub import model_directory, read_config
+from draftsmith.modules.pretrained.models import DTYPES, target_shape
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
 from draftsmith.train.metrics import say_on_rank_zero

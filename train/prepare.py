@@ -26,15 +26,9 @@ from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.heads import starting_head, starting_settings, starting_weights
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.loading import (
-    check_same_tokenizer,
-    llama_shape,
-    load_lm,
-    load_outer,
-    saved_identity,
-    target_shape,
-)
+from draftsmith.modules.pretrained.models import llama_shape, load_lm, load_outer, saved_identity, target_shape
 from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance

@@ -17,7 +17,8 @@ from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
-from draftsmith.modules.pretrained.loading import load_tokenizer, text_identity, vocabulary_size
+from draftsmith.modules.pretrained.models import vocabulary_size
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer, text_identity
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

@@ -36,7 +36,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
 

@@ -37,7 +37,7 @@ from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.methods import Models, parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import load_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least

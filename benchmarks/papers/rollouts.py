@@ -33,7 +33,7 @@ from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.trees import DynamicTrees
-from draftsmith.modules.pretrained.loading import name_nonfinite
+from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.sampling import Source, TorchSource, best_token, probabilities, residual
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

@@ -13,7 +13,7 @@ from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, ServerEngi
 from draftsmith.data.engines.process import running
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, TargetTurn
-from draftsmith.modules.pretrained.loading import saved_identity
+from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 

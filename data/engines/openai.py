@@ -26,11 +26,11 @@ from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, check_context, context_length
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
 from draftsmith.modules.pretrained.checkpoint import end_tokens
-from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.identity import config_hash, template_hash
-from draftsmith.modules.pretrained.loading import load_tokenizer, read_config
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError, at_least
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import Method, Models, parse_method
 from draftsmith.modules.pretrained.heads import load_drafter
-from draftsmith.modules.pretrained.loading import check_same_tokenizer
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.sampling import Source, TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams

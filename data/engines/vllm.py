@@ -15,8 +15,8 @@ import torch
 from draftsmith.data.engines.process import leave
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.pretrained.checkpoint import end_tokens
-from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.loading import read_config, saved_identity
+from draftsmith.modules.pretrained.hub import model_directory, read_config
+from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError

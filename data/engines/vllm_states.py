@@ -33,7 +33,7 @@ from draftsmith.data.store.feature_codec import FeatureDtype, decode
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.modules.pretrained.files import make_directory
 from draftsmith.modules.pretrained.layerwise import layer_states
-from draftsmith.modules.pretrained.loading import target_shape
+from draftsmith.modules.pretrained.models import target_shape
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError

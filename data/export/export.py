@@ -42,15 +42,10 @@ from draftsmith.modules.pretrained.heads import (
     named_kind,
     stored_tensors,
 )
-from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, upload
-from draftsmith.modules.pretrained.loading import (
-    DTYPES,
-    check_same_tokenizer,
-    load_lm,
-    read_config,
-    vocabulary_size,
-)
+from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, read_config, upload
+from draftsmith.modules.pretrained.models import DTYPES, load_lm, vocabulary_size
 from draftsmith.modules.pretrained.reading import open_tensors, read_object
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.types import InputError, whole_number
 
 if TYPE_CHECKING:

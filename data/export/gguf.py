@@ -16,9 +16,9 @@ from draftsmith.modules.formats.gguf import ADJACENT_ROPE, llama_metadata, rope_
 from draftsmith.modules.pretrained.checkpoint import check_unquantised, checkpoint_files, end_tokens, model_shape
 from draftsmith.modules.pretrained.files import whole
 from draftsmith.modules.pretrained.gguf import CLASSES, gguf_package, open_gguf
-from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.loading import load_tokenizer, read_config
+from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.reading import read_tensors
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
 # GGUF's architecture -> its names and settings.

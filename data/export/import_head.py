@@ -23,8 +23,8 @@ from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHea
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
 from draftsmith.modules.pretrained.heads import build_head, check_sizes, head_fields, made_with, named_kind, save_head
-from draftsmith.modules.pretrained.loading import tokenizer_identity
 from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:

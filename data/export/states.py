@@ -14,7 +14,9 @@ from draftsmith.data.engines.own import generate_all
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.formats.base import HeadFormat, Probe, TargetFacts
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
-from draftsmith.modules.pretrained.loading import load_lm, load_tokenizer, read_config
+from draftsmith.modules.pretrained.hub import read_config
+from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 

@@ -29,8 +29,9 @@ from draftsmith.modules.formats.block import other_readings
 from draftsmith.modules.formats.rope import frequencies
 from draftsmith.modules.layers import BASE, ROPE_KINDS, LlamaConfig, RopeScaling, RotarySettings
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, stored_tensors
-from draftsmith.modules.pretrained.loading import llama_shape, load_tokenizer, tokenizer_identity
+from draftsmith.modules.pretrained.models import llama_shape
 from draftsmith.modules.pretrained.reading import read_object
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 

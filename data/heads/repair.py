@@ -49,8 +49,9 @@ from draftsmith.modules.formats import formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.heads import head_fields, kind_at, load_draft_head, save_head, stored_tensors
-from draftsmith.modules.pretrained.loading import load_lm, text_identity, vocabulary_size
+from draftsmith.modules.pretrained.models import load_lm, vocabulary_size
 from draftsmith.modules.pretrained.reading import read_object
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 

@@ -13,7 +13,7 @@ from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.loading import load_outer
+from draftsmith.modules.pretrained.models import load_outer
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
 

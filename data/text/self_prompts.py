@@ -23,7 +23,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.sources import Row, RowSource
 from draftsmith.data.text.template import RowError, TemplateInputs, encode, user_turn
 from draftsmith.modules.pretrained.identity import template_hash
-from draftsmith.modules.pretrained.loading import text_identity
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.types import InputError
 
 SELF = "self"

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.console import without_controls
-from draftsmith.modules.pretrained.loading import load_tokenizer, read_config
+from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.reading import read_text
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
 # Each has a role and a content, and may have tool_calls, tool_call_id, name and reasoning_content.

@@ -37,7 +37,7 @@ from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Named, known_methods, parse_methods
 from draftsmith.modules.pretrained.files import write_json
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError, SamplingParams
 

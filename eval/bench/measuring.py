@@ -22,8 +22,8 @@ from draftsmith.eval.bench.runner import Runner
 from draftsmith.eval.clock import rotated, wall_time
 from draftsmith.modules.decoding.learner import learned_state, load_learned_state, snapshot_learned_state
 from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.files import append, cut, write_text
-from draftsmith.modules.pretrained.loading import name_nonfinite
 from draftsmith.modules.pretrained.provenance import differences, flatten
 from draftsmith.modules.pretrained.reading import check_shape, read_lines
 from draftsmith.modules.types import InputError

@@ -32,7 +32,7 @@ from draftsmith.data.text.template import (
 )
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
 from draftsmith.modules.pretrained.identity import template_hash
-from draftsmith.modules.pretrained.loading import text_identity
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task

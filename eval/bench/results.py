@@ -48,8 +48,8 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
 from draftsmith.modules.drafters.methods import LOSSY
 from draftsmith.modules.pretrained.files import write_table, write_text
-from draftsmith.modules.pretrained.loading import tokenizer_identity
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
+from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 

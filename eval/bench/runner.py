@@ -29,13 +29,8 @@ from draftsmith.modules.drafters.methods import Method, Models, Named, check_nee
 from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.loading import (
-    DTYPES,
-    check_same_tokenizer,
-    load_fitting,
-    load_lm,
-    load_transformers,
-)
+from draftsmith.modules.pretrained.models import DTYPES, load_fitting, load_lm, load_transformers
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.llama import LlamaLM

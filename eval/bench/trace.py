@@ -27,7 +27,7 @@ from draftsmith.modules.drafters.block.drafter import ConfidenceCut
 from draftsmith.modules.drafters.methods import Models, Named
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.pretrained.files import append, write_json, write_text
-from draftsmith.modules.pretrained.loading import load_tokenizer
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import SamplingParams
 
 TRACE, TEXTS = "trace.jsonl", "texts.json"  # of a run of `eval bench`

@@ -38,7 +38,8 @@ from draftsmith.modules.formats.detect import causal_lm, detect, named_format
 from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
 from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory
-from draftsmith.modules.pretrained.loading import check_same_tokenizer, load_fitting, load_lm
+from draftsmith.modules.pretrained.models import load_fitting, load_lm
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 

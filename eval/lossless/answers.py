@@ -33,8 +33,9 @@ from draftsmith.eval.lossless.sampling import (
 )
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
-from draftsmith.modules.pretrained.loading import check_same_tokenizer, load_lm, text_identity
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, text_identity
 from draftsmith.modules.sampling import best_tokens, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, between

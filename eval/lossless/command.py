@@ -29,7 +29,7 @@ from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.drafters.methods import Models, Named, parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM

@@ -18,6 +18,7 @@ from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
 REMEDY = "Fetch or build it again."
+TRUST = "Pass --trust-remote-code if you trust it."
 UNQUANTISED = "Use the model that it was made from, or pass --engine hf if transformers can load it here."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What is read of config.json before a model is built, which checks the rest.
@@ -123,3 +124,8 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
             expected = "token ids" if vocab_size is None else f"token ids below {vocab_size}, the vocabulary's size"
             raise InputError(f"eos_token_id of {file}", repr(token)[:80], expected, "Correct the file.")
     return tuple(tokens)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception of a library as one line, for an error of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

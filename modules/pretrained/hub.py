@@ -9,7 +9,9 @@ import functools
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+from draftsmith.modules.pretrained.checkpoint import CONFIG, read_model_json
 from draftsmith.modules.pretrained.gguf import dequantised_directory
 from draftsmith.modules.types import InputError
 
@@ -136,3 +138,8 @@ def download(name: str, revision: str | None, more: tuple[str, ...]) -> Path:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         remedy = "Check the path, its revision, the network and HF_HUB_OFFLINE."
         raise InputError("model", f"no {label} here, nor on the hub ({reason})", KINDS, remedy) from error
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read and check config.json of a model."""
+    return read_model_json(model_directory(path) / "config.json", CONFIG)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from draftsmith.modules.layers import DecoderLayer, RMSNorm, rope_table
 from draftsmith.modules.pretrained.checkpoint import REMEDY, check_unquantised, checkpoint_files
-from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.loading import read_config
+from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.reading import open_tensors
 from draftsmith.modules.targets.llama import llama_config
 from draftsmith.modules.types import InputError

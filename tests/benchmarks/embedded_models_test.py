@@ -18,7 +18,8 @@ from draftsmith.benchmarks.embedded.domains import DOMAINS, Domain, DraftRecipe
 from draftsmith.benchmarks.embedded.language_model import Recipe, evaluate
 from draftsmith.benchmarks.embedded.prose import PROSE_TASKS, sentences
 from draftsmith.benchmarks.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
-from draftsmith.modules.pretrained.loading import load_lm, load_tokenizer
+from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 
 ROOT = Path(embedded.__file__).parent
 ROOTS = {"edits": ROOT, "prose": ROOT / "prose"}

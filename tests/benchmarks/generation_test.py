@@ -8,7 +8,7 @@ from draftsmith.benchmarks import generation
 from draftsmith.benchmarks.generation import GenerationConfig
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

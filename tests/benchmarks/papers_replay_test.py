@@ -35,7 +35,7 @@ from draftsmith.modules.decoding.stop import SelfVerify
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.eagle.head import Eagle2
 from draftsmith.modules.drafters.methods import Models, parse_method
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
 

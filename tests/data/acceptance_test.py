@@ -12,7 +12,7 @@ from draftsmith.data.acceptance import MixedTextLabels, label_positions
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
 
 # float32 models and softmax against float64: logits differ by about 1e-5, log probabilities by a little more.

@@ -22,7 +22,7 @@ from draftsmith.data import acceptance, features, prompts, responses  # noqa: F4
 from draftsmith.data.text import template
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import files
-from draftsmith.modules.pretrained import loading as models
+from draftsmith.modules.pretrained import models as models
 
 
 def die_at(file_name: str, moment: str) -> None:

@@ -10,9 +10,8 @@ from draftsmith.data.acceptance import MixedTextLabels
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.modules.decoding.branches import BranchedText
-from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.finite import NonFinite, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
-from draftsmith.modules.pretrained.loading import name_nonfinite
 from draftsmith.modules.types import SamplingParams
 
 TEXTS = [[1, 5, 3, 1, 5, 2, 9], [7, 8, 3, 4], [2, 2, 6, 11, 13, 17]]

@@ -17,7 +17,9 @@ from draftsmith.data.export.import_head import ImportConfig, run
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import head_config, load_head, save_head
-from draftsmith.modules.pretrained.loading import load_lm, read_config, tokenizer_identity
+from draftsmith.modules.pretrained.hub import read_config
+from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.types import InputError
 
 WIDTH = 32

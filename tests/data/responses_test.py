@@ -18,7 +18,7 @@ from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, row_uniforms
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]

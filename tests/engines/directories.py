@@ -50,7 +50,7 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import HeadTrial, Package, Probe
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 LENGTH, PASSES = 48, 3

@@ -36,7 +36,7 @@ from draftsmith.modules.drafters.eagle3.net import layer_like
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.hub import resolve_model
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

@@ -13,7 +13,7 @@ from tiny_world import draft_words
 from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained.heads import drafter_identity, save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 
 
 @pytest.fixture(scope="module")

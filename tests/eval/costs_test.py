@@ -9,7 +9,7 @@ from tiny_models import tiny_llama_dir
 from draftsmith.eval.costs import MeasuredTimes, interpolate, measure_step_cost
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.methods import Models, parse_method
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 
 
 class Wound:

@@ -15,7 +15,7 @@ from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method, encode_prompt
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained.heads import drafter_identity, load_head, save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 
 
 def stream_all(tokenizer, tokens: list[int], size: int) -> str:

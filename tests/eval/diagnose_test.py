@@ -25,7 +25,7 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, save_head, stored_tensors
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.command import run as train
 from draftsmith.train.config import drafter_config
 

@@ -25,7 +25,7 @@ from draftsmith.eval.schedule import (
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.methods import Models, parse_method
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 

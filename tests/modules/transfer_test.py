@@ -14,7 +14,7 @@ from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules import transfer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.transfer import to_device_together
 

@@ -6,7 +6,7 @@ from mutants.mutant import Mutant
 
 LAYERS, GGUF, GGUF_SETTINGS = "modules/layers.py", "modules/pretrained/gguf.py", "modules/formats/gguf.py"
 CHECKPOINT, PARITY = "modules/pretrained/checkpoint.py", "modules/pretrained/parity.py"
-LOADING_TEST, GGUF_TEST = "tests/modules/pretrained/loading_test.py", "tests/modules/pretrained/gguf_test.py"
+LOADING_TEST, GGUF_TEST = "tests/modules/pretrained/models_test.py", "tests/modules/pretrained/gguf_test.py"
 SPELLINGS = f"{LOADING_TEST}::test_rotary_settings_in_every_spelling_are_those_of_transformers"
 ROPE = f"{GGUF_TEST}::test_rotary_settings_are_read_as_llama_cpp_reads_them"
 NAMED = f"{GGUF_TEST}::test_what_llama_cpp_computes_in_another_way_is_refused_by_name"

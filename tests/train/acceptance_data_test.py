@@ -15,7 +15,7 @@ from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.modules.acceptance.fitting import begin, predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.acceptance import TrainAcceptanceConfig, prepare
 from draftsmith.train.acceptance_data import (
     BLOCK,

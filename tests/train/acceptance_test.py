@@ -17,7 +17,7 @@ from trained_runs import fake_trainer, micro_batch
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_head, save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
 from draftsmith.train.acceptance_data import LitAcceptance, MixedText

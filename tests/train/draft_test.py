@@ -18,7 +18,7 @@ import draftsmith
 from draftsmith.data import prompts, responses
 from draftsmith.modules.drafters.draft import default_layers
 from draftsmith.modules.pretrained.heads import save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.checkpoints import FOLDER, all_in
 from draftsmith.train.command import run

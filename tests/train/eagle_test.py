@@ -20,7 +20,7 @@ from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, eagle_
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.pretrained.heads import load_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 from draftsmith.train.command import run

@@ -19,7 +19,7 @@ from trained_runs import micro_batch
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache

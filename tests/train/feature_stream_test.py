@@ -21,7 +21,7 @@ from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.spool import row_name
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_stream
 from draftsmith.train.command import run

@@ -17,7 +17,7 @@ from tiny_models import tiny_llama_dir
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.loading import load_lm, target_shape
+from draftsmith.modules.pretrained.models import load_lm, target_shape
 from draftsmith.modules.types import InputError
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config

@@ -12,7 +12,7 @@ from trained_runs import fake_trainer, micro_batch
 from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, prepare
 from draftsmith.train.acceptance_data import LitAcceptance, MixedText

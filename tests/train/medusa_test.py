@@ -8,7 +8,7 @@ from eagle_trainings import QUICK
 from safetensors.torch import load_file
 
 from draftsmith.modules.pretrained.heads import load_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config

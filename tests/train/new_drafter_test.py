@@ -18,7 +18,7 @@ from draftsmith.modules import drafters
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
 from draftsmith.modules.pretrained.heads import drafter_identity, load_draft_head, load_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.acceptance import TrainAcceptanceConfig

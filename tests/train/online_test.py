@@ -17,7 +17,7 @@ from draftsmith.data.store.datasets import collate_features, open_dataset, pack_
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.command import run
 from draftsmith.train.data_module import MicroBatch, Samples

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_llama_dir
 
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.config import drafter_config
 from draftsmith.train.lit_drafter import LitDrafter
 from draftsmith.train.optimizers import MuonAdamW, lr_schedule, orthogonalise

@@ -14,7 +14,7 @@ from tiny_models import tiny_llama_dir
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train import prepare
 from draftsmith.train.command import run

@@ -18,7 +18,7 @@ from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import FrozenDrafter, drafter_identity, load_head, save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
 from draftsmith.train.acceptance_data import LitAcceptance, RolloutReader, StoredDataset, collate_stored

@@ -12,7 +12,7 @@ from online_cases import config
 from draftsmith.data import features
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 

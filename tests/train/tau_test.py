@@ -20,7 +20,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
-from draftsmith.modules.pretrained.loading import load_tokenizer
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.checkpoints import FOLDER, all_in

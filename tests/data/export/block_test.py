@@ -22,7 +22,7 @@ from draftsmith.data.export.states import make_probes
 from draftsmith.data.heads.diagnosis import head_variants
 from draftsmith.modules.formats.gguf import to_adjacent
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 

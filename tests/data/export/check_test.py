@@ -14,7 +14,7 @@ from draftsmith.data.export.check import RECORD, CheckConfig
 from draftsmith.data.export.check import run as check
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 FORMATS = ("eagle", "vllm", "sglang")

@@ -18,7 +18,7 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import make_probes
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.pretrained.heads import save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 
 
 def save_eagle(directory: Path, head: EagleHead, target: Path) -> Path:

@@ -21,7 +21,7 @@ from draftsmith.data.export.states import make_probes
 from draftsmith.data.heads.card import model_card
 from draftsmith.modules.formats.base import ImportedHead
 from draftsmith.modules.pretrained.heads import head_fields, load_head, save_head, stored_tensors
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 FORMATS = ("eagle", "vllm", "sglang", "speculators")

@@ -24,7 +24,7 @@ from draftsmith.eval.bench.results import read_rows
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 K, NEW_TOKENS = 3, 40

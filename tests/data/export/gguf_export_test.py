@@ -17,7 +17,7 @@ from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.pretrained.gguf import open_gguf
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 

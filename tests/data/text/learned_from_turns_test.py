@@ -13,7 +13,7 @@ from draftsmith.data.features import text_dataset
 from draftsmith.data.store.datasets import answer_lengths, open_dataset
 from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import train_and_val

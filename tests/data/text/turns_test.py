@@ -32,7 +32,7 @@ from draftsmith.data.text.answers import spans
 from draftsmith.data.text.conversations import Chat, open_turns, read_chat
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
 

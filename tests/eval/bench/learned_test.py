@@ -25,7 +25,7 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method, parse_methods
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import SamplingParams
 
 PARAMS, COUNT = SamplingParams(1.0), 24

@@ -28,7 +28,7 @@ from draftsmith.eval.engines.vllm import server_words
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.pretrained.heads import build_head, load_head, save_head, stored_tensors
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 TARGET, NEW_TOKENS = "embedded:target", 40

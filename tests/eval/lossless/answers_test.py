@@ -18,7 +18,7 @@ from draftsmith.eval.lossless.answers import CertifyConfig, run
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import RowAnswer
 from draftsmith.modules.pretrained.heads import save_head
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.drafters.methods import Method, Models, known_methods, parse_methods
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 

@@ -18,7 +18,7 @@ from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.methods import Models, parse_method
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams

@@ -24,7 +24,7 @@ from draftsmith.modules.drafters.block.loss import sampled_columns
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams

@@ -12,7 +12,7 @@ from draftsmith.modules.decoding import branches
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import pick
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams

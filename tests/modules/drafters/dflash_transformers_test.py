@@ -17,7 +17,7 @@ from draftsmith.data.export.states import make_probes
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.formats import formats
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

@@ -28,7 +28,7 @@ from draftsmith.modules.engine.low_precision import (
     linear_of,
     round_int4,
 )
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 

@@ -16,7 +16,8 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
 from draftsmith.modules.pretrained.gguf import dequantised_directory, open_gguf
-from draftsmith.modules.pretrained.loading import load_lm, load_tokenizer
+from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -26,7 +26,7 @@ from draftsmith.modules.pretrained.heads import (
     starting_head,
     starting_settings,
 )
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.types import InputError, SamplingParams
 

@@ -14,7 +14,7 @@ from tiny_models import tiny_llama_dir
 from draftsmith.data.text.sources import open_source
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import hub as places
-from draftsmith.modules.pretrained import loading as models_module
+from draftsmith.modules.pretrained import tokenizers
 from draftsmith.modules.pretrained.hub import loadable, model_directory, repository
 from draftsmith.modules.types import InputError
 
@@ -171,7 +171,7 @@ def test_code_of_a_repository_runs_only_when_it_is_trusted(hub, tmp_path, monkey
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    monkeypatch.setattr(models_module, "_trusted", False)
+    monkeypatch.setattr(tokenizers, "_trusted", False)
     words = ["decode", "Hi", "--method", "ar", "--max-new-tokens", "4", "--target", "org/mine@v2"]
     assert main(words) == 2
     assert "--trust-remote-code" in capsys.readouterr().err.splitlines()[-1]

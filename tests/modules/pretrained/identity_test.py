@@ -19,7 +19,8 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained import identity as identities
 from draftsmith.modules.pretrained.heads import save_head
-from draftsmith.modules.pretrained.loading import load_lm, tokenizer_identity
+from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 
 
 @pytest.fixture(autouse=True)

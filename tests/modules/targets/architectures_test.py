@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build, decode
 
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.self_test import Refusals
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"

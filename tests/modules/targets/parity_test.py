@@ -15,7 +15,7 @@ import torch
 from tiny_models import tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 # Logits are of order 10 and pass through two float32 layers whose sums are ordered differently in fused kernels.

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.modules.engine import graphs
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.engine.rows import SPAN_BUCKET, bucket
-from draftsmith.modules.pretrained.loading import load_lm
+from draftsmith.modules.pretrained.models import load_lm
 
 # As in parity_test.py: logits of order 10, float32 layers whose sums are ordered differently.
 TOLERANCE = 1e-4

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,24 +12,26 @@ from typing import Any
 import torch
 
 from draftsmith.modules.engine.low_precision import Precision, check_precision
-from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import (
     CONFIG,
     REMEDY,
+    TRUST,
     check_unquantised,
     checkpoint_files,
     checkpoint_tensors,
+    describe_error,
     end_tokens,
     model_shape,
     read_model_json,
 )
 from draftsmith.modules.pretrained.gguf import quantisation
-from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.identity import encoding_hash, model_identity, template_hash, tensor_hash
+from draftsmith.modules.pretrained.hub import model_directory, read_config
+from draftsmith.modules.pretrained.identity import model_identity, tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_tensors
+from draftsmith.modules.pretrained.tokenizers import has_tokenizer, tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, model_from_state
 from draftsmith.modules.targets.outer import OuterLM
@@ -49,8 +47,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DENSE = {"qwen3_moe": "qwen3", "mixtral": "mistral"}
 # Names of a Llama's output embedding in its files; if tied, that of its embedding.
 OUTPUTS = ("lm_head.weight", "embed_tokens.weight")
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-TRUST = "Pass --trust-remote-code if you trust it."
 
 
 def pick_device(name: str) -> str:
@@ -284,24 +280,19 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
         # Memory says nothing about the checkpoint.
         raise
     except ImportError as error:
-        found = f"{directory}, which needs a package ({_reason(error)})"
+        found = f"{directory}, which needs a package ({describe_error(error)})"
         raise InputError("model", found, "packages that are installed", "Install it.") from error
     except Exception as error:
         # Each architecture, and code that a model brings, fails in its own way.
         if "trust_remote_code" in str(error):
             raise InputError("model", f"{directory}, which runs its own code", "leave to run it", TRUST) from error
-        found = f"{directory} ({_reason(error)})"
+        found = f"{directory} ({describe_error(error)})"
         raise InputError("model", found, "a whole checkpoint", REMEDY) from error
     # transformers fills missing tensors with random numbers and only warns.
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
     return model
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """Read and check config.json of a model."""
-    return read_model_json(model_directory(path) / "config.json", CONFIG)
 
 
 def vocabulary_size(path: str) -> int | None:
@@ -341,99 +332,6 @@ def _identity(directory: Path, config: dict[str, Any], outputs: Iterable[str]) -
     identity = model_identity(directory, config, outputs)
     if (quantised := quantisation(directory)) is not None:
         identity["gguf"] = quantised
-    if _has_tokenizer(directory):
+    if has_tokenizer(directory):
         identity["tokenizer"] = tokenizer_identity(str(directory))["tokenizer"]
     return identity
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).exists() for name in TOKENIZERS)
-
-
-_trusted = False
-
-
-def trust_code() -> None:
-    """Allow code that comes with tokenizers for the rest of this process (--trust-remote-code)."""
-    global _trusted
-    _trusted = True
-
-
-def load_tokenizer(path: str) -> Any:
-    """Load the tokenizer of a model."""
-    from transformers import AutoTokenizer, PreTrainedConfig
-
-    directory = model_directory(path)
-    if not _has_tokenizer(directory):
-        raise InputError("tokenizer", f"{path} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
-    # transformers reads the tokenizer's class from config.json, unless the tokenizer's own settings name it. Then it
-    # needs the model's type only, and importing the class of the model's config takes longer than all else here.
-    raw, settings, config = read_config(path), directory / "tokenizer_config.json", None
-    if settings.exists() and read_model_json(settings).get("tokenizer_class") and not _trusted:
-        config = PreTrainedConfig()
-        config.model_type = raw.get("model_type", "")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=_trusted)
-    except Exception as error:
-        # The tokenizers library, written in Rust, raises plain Exceptions.
-        if "trust_remote_code" in str(error):
-            raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", TRUST) from error
-        found = f"{path}, which transformers cannot load ({_reason(error)})"
-        raise InputError("tokenizer", found, "a tokenizer's files", "Fetch or save it again.") from error
-    # An editor's byte-order mark in the template's file would be the first token of every prompt.
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
-    return tokenizer
-
-
-def tokenizer_identity(path: str) -> dict[str, str]:
-    """Return content hashes: `tokenizer` (vocabulary with special tokens), `encoding` (everything that turns text into
-    ids) and `chat_template`."""
-    directory = model_directory(path)
-    if not _has_tokenizer(directory):
-        # Raises the error that names the missing files.
-        load_tokenizer(path)
-    # Hashing reads the whole vocabulary: the result is kept until a file of the directory changes.
-    files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
-    stamps = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    return dict(_tokenizer_identity(str(directory), stamps))
-
-
-@functools.lru_cache(maxsize=16)
-def _tokenizer_identity(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    tokenizer = load_tokenizer(directory)
-    # Two models must share this map of texts to ids, special tokens included, to compare token ids.
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return {
-        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
-        "encoding": encoding_hash(Path(directory)),
-        "chat_template": template_hash(tokenizer),
-    }
-
-
-def text_identity(path: str) -> dict[str, str]:
-    """Return the hashes of `tokenizer_identity` that token ids of text depend on."""
-    identity = tokenizer_identity(path)
-    return {name: identity[name] for name in ("tokenizer", "encoding")}
-
-
-def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:
-    """Raise InputError if two models give token ids another meaning. flag: option that named the draft."""
-    target_hash, draft_hash = tokenizer_identity(target)["tokenizer"], tokenizer_identity(draft)["tokenizer"]
-    if target_hash != draft_hash:
-        found, expected = f"{draft} with tokenizer {draft_hash}", f"the tokenizer of {target} ({target_hash})"
-        raise InputError(flag, found, expected, "Use a draft of the same family.")
-
-
-@contextlib.contextmanager
-def name_nonfinite(prompts: Sequence[str]) -> Iterator[None]:
-    """Add the prompt's id to a NonFinite that leaves the block. prompts: ids by their place in the batch."""
-    try:
-        yield
-    except NonFinite as error:
-        error.prompt = error.prompt or prompts[error.row or 0]
-        raise
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

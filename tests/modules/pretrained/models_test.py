@@ -18,17 +18,12 @@ from transformers import AutoTokenizer
 from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.data.export.gguf import write_gguf_model
 from draftsmith.launch.cli import main
-from draftsmith.modules.pretrained import loading, parity
+from draftsmith.modules.pretrained import models, parity
 from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.layerwise import layer_states
-from draftsmith.modules.pretrained.loading import (
-    check_same_tokenizer,
-    load_lm,
-    load_outer,
-    load_tokenizer,
-    tokenizer_identity,
-)
+from draftsmith.modules.pretrained.models import load_lm, load_outer
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer, tokenizer_identity
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
 from draftsmith.modules.types import InputError, SamplingParams
@@ -207,7 +202,7 @@ def test_a_quantised_checkpoint_is_named_before_its_weights_are_read(directory, 
     if not settings:
         (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     assert load_outer(str(directory)).info.vocab_size  # vLLM's states of such a target are learned from
-    monkeypatch.setattr(loading, "read_tensors", None)
+    monkeypatch.setattr(models, "read_tensors", None)
     for read in (
         load_lm,
         lambda path: list(layer_states(path, [[1, 2]])),
