@@ -37,7 +37,7 @@ help:
 	@echo "make engines  environments of other engines below .engines, for draftsmith check --engine (ENGINES=vllm_cpu or llamacpp for one alone)"
 	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, and served by vLLM and llama.cpp, on a CPU (4 GB of disk)"
 	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
-	@echo "make lint     ruff        make format   ruff's fixes and formatter"
+	@echo "make lint     ruff, and the walls between packages        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
 	@echo "make site     the documents as a site in site/: broken links and what Sphinx warns of are errors"
 	@echo "make setup, make setup-dev, make clean"
@@ -132,6 +132,7 @@ mutants: setup-dev
 
 lint: setup-dev
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
 
 format: setup-dev
 	$(BIN)/ruff check --fix .

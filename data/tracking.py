@@ -1,6 +1,6 @@
 """Start and end Weights & Biases runs, and describe heads and data as artifacts.
 
-The client's module is passed in: only train may import it (tests/architecture_test.py).
+The client's module is passed in: only train may import it (import-linter's contract in pyproject.toml).
 """
 
 from __future__ import annotations
