@@ -23,7 +23,7 @@ from torch import Tensor
 from draftsmith.data.console import Column, Table, format_interval, print_table
 from draftsmith.eval.bench.trace import TRACE
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.metrics import expected_calibration_error, fit_platt, soft_label_auc
+from draftsmith.modules.acceptance.metrics import expected_calibration_error, fit_platt, soft_label_auc
 from draftsmith.modules.types import InputError
 
 RESAMPLES = 1000

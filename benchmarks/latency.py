@@ -29,11 +29,11 @@ from draftsmith.eval.bench.trace import traced
 from draftsmith.eval.clock import Clock, Stopwatch, clock_of, interleaved, medians
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.trace import DecodeStep
+from draftsmith.modules.decoding.tree import DynamicTree
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
-from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.engine.lean import can_pack
 from draftsmith.modules.engine.rows import OneRow
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
@@ -178,7 +178,7 @@ class Pair:
         return target.session(1, self.capacity) if target.device.type == "cuda" else None
 
     def chain(self, models: tuple[LlamaLM, LlamaLM], params: SamplingParams) -> EngineRunner:
-        drafter = DraftModelDrafter(models[1], [FixedLength(K)], self.capacity)
+        drafter = DraftModelDrafter(models[1], [FixedLengthStop(K)], self.capacity)
         return EngineRunner(models[0], drafter, params, (), session=self.session)
 
     def timed_chain(self, params: SamplingParams, forwards: Stopwatch) -> EngineRunner:
@@ -359,7 +359,7 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
     """Measure the path of a GPU, which runs anywhere: recurring shapes, CUDA graphs, one transfer per round."""
     (target, draft), prompt = pair.packed, pair.prompts[0]
     session = target.session(1, pair.capacity, static=True)
-    drafter = DraftModelDrafter(draft, [FixedLength(K)], pair.capacity, static=True)
+    drafter = DraftModelDrafter(draft, [FixedLengthStop(K)], pair.capacity, static=True)
     ar, spec = (EngineRunner(target, one, GREEDY, (), session=session) for one in (None, drafter))
     calls = {
         "ar": lambda: ar([prompt], pair.new_tokens, [0]),

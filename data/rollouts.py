@@ -22,7 +22,7 @@ from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
 from draftsmith.data.text.answers import spans
-from draftsmith.modules.acceptance.repeats import followers, repeat_scores
+from draftsmith.modules.acceptance.repeats import repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.finite import NonFinite, first_broken, name_nonfinite
@@ -132,7 +132,6 @@ class Rollouts:
         states = target_states(text, starts, drafted.tokens).flatten(0, 1)  # [S*K, H]
         hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()  # [S*K, H], [S*K]
         token_params, levels = [params[i // depth] for i in range(count * depth)], torch.arange(depth).repeat(count)
-        halves, expected = followers(ids, starts, drafted.tokens.cpu())
         parts = []
         for piece in pieces(len(tokens), self.chunk):
             p_logits = target.lm_head(states[piece])  # [chunk, V]
@@ -146,7 +145,7 @@ class Rollouts:
 
         tokens, accept_prob = drafted.tokens.cpu(), labels["accept_prob"].view(count, depth)
         # Labels that depend on the whole text or draft.
-        labels["repeat"] = repeat_scores(halves, expected, tokens)
+        labels["repeat"] = repeat_scores(ids, starts, tokens)
         labels["reached"] = reached(accept_prob, tokens, target.info.eos_ids)
         labels["draft_ids"] = tokens
         drafts = {"starts": starts, "temperature": [setting.temperature for setting in params]}
@@ -236,8 +235,7 @@ class StoredRollouts(Rollouts):
             raise NonFinite(model="target", position=starts[int(labels["log_p"].isnan().any(1).nonzero()[0])])
         labels = {name: values.cpu() for name, values in labels.items()}
         tokens = drafted.tokens.cpu()
-        halves, expected = followers(ids, starts, tokens)
-        labels["repeat"] = repeat_scores(halves, expected, tokens)
+        labels["repeat"] = repeat_scores(ids, starts, tokens)
         labels["draft_ids"] = tokens
         drafts = {"starts": starts, "temperature": [self.sampling[0].temperature] * count}
         return text_columns(row) | drafts | {name: values.flatten().numpy() for name, values in labels.items()}

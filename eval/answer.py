@@ -14,8 +14,8 @@ from draftsmith.data.settings import DraftSettings
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.runner import load_models
+from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, RowPool
-from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import Named, parse_method

@@ -19,9 +19,9 @@ import torch
 from draftsmith.data.console import log_note
 from draftsmith.eval.clock import Clock, clock_of, interleaved, medians
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
+from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, generate
-from draftsmith.modules.decoding.protocols import Drafter, Outcome
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import MachineTimes, Models
@@ -122,7 +122,7 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
 
     def answering(k: int) -> Callable[[int], list[Generation]]:
         # These answers never end, so that all have the same number of tokens.
-        chains = build_chains(replace(models, ends=()), drafter, [FixedLength(k) for _ in prompts])
+        chains = build_chains(replace(models, ends=()), drafter, [FixedLengthStop(k) for _ in prompts])
         setup = DecodeOptions(session=target.session(rows, models.capacity, chains.capture))
 
         def answer(num_tokens: int) -> list[Generation]:

@@ -12,8 +12,8 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE, Row, summarise
 from draftsmith.eval.bench.runner import DRAFT_ROOM, EngineRunner, Runner
 from draftsmith.eval.clock import clock_name
+from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import Generation
-from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.modules.finite import NO_TOKEN
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import SamplingParams
 
@@ -29,6 +29,11 @@ FEW_ROWS = 16
 CACHED = 2**20
 
 
+def wide(values: Tensor) -> Tensor:
+    """Convert to float32, unless it is float32 or float64 already."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return the next-token distribution [..., V] of logits [..., V], in float32 or wider (bf16 is off by 7e-4).
 
@@ -36,11 +41,10 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     mass on the argmax, the lowest index on ties. Tokens of equal logit at the top-k boundary are all kept. A row with
     NaN or +inf, or with nothing but -inf, has no distribution: it becomes NaN, and nothing can be drawn from it.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    scaled = wide(logits)
     if params.greedy:
-        best, index = wide.max(-1, keepdim=True)
-        return torch.zeros_like(wide).scatter_(-1, index, best - best + 1)  # NaN stays NaN
-    scaled = wide
+        best, index = scaled.max(-1, keepdim=True)
+        return torch.zeros_like(scaled).scatter_(-1, index, best - best + 1)  # NaN stays NaN
     if params.temperature != 1:
         if params.temperature < COLD:
             scaled = scaled - scaled.amax(-1, keepdim=True)
@@ -77,17 +81,17 @@ def best_token(logits: Tensor) -> int:
     """
     if not logits.is_cpu:
         return int(best_tokens(logits))
-    wide = _as_numpy(logits)
-    token = int(wide.argmax())
-    return token if math.isfinite(wide.item(token)) else NO_TOKEN
+    array = wide(logits).numpy()
+    token = int(array.argmax())
+    return token if math.isfinite(array.item(token)) else NO_TOKEN
 
 
 def best_tokens(logits: Tensor) -> Tensor:
     """Apply `best_token` to rows: logits [..., V] -> int64 [...], without waiting for a device."""
     if logits.is_cpu:
-        wide = _as_numpy(logits)
+        array = wide(logits).numpy()
         # Row by row if they do not lie side by side: NumPy would copy them.
-        index = torch.as_tensor(wide.argmax(-1) if logits.is_contiguous() else [row.argmax(-1) for row in wide])
+        index = torch.as_tensor(array.argmax(-1) if logits.is_contiguous() else [row.argmax(-1) for row in array])
         best = logits.gather(-1, index[..., None])[..., 0]
     else:
         best, index = logits.max(-1)
@@ -100,10 +104,6 @@ def best_each(logits: Tensor, rows: Sequence[int]) -> list[int]:
     if logits.is_cpu and (len(rows) < FEW_ROWS or not whole):
         return [best_token(logits[row]) for row in rows]
     return best_tokens(logits if whole else logits[rows]).tolist()
-
-
-def _as_numpy(values: Tensor) -> Any:
-    return (values if values.dtype in (torch.float32, torch.float64) else values.float()).numpy()
 
 
 def top_values(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -121,6 +121,11 @@ def top_values(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     inside = blocks.gather(1, chosen[:, :, None].expand(-1, -1, block)).view(num_rows, -1)
     values, places = inside.topk(count, dim=-1)
     return values, chosen.gather(1, places // block) * block + places % block
+
+
+def entropies(distributions: Tensor) -> Tensor:
+    """Compute -sum p log p in nats of distributions [.., V]; entries of probability zero add nothing."""
+    return -torch.xlogy(distributions, distributions).sum(-1)
 
 
 def residual(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
@@ -210,6 +215,10 @@ class TorchSource:
             self._fill()
         return self._uniforms[: -count - 1 : -1]
 
+    def skip(self, count: int) -> None:
+        """Consume `count` uniforms that were peeked at."""
+        del self._uniforms[len(self._uniforms) - count :]
+
     def _fill(self) -> None:
         # Taken from the end, so a new block goes in front.
         block = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64).tolist()
@@ -275,10 +284,12 @@ def draw_each(probs: Sequence[Tensor] | Tensor, sources: Sequence[Source]) -> li
     On a GPU all rows come in one transfer.
     """
     alone = len(probs) < FEW_ROWS or not isinstance(probs, Tensor)
-    if not len(probs) or (alone and probs[0].is_cpu) or not all(isinstance(source, TorchSource) for source in sources):
+    seeded = [source for source in sources if isinstance(source, TorchSource)]
+    if not len(probs) or (alone and probs[0].is_cpu) or len(seeded) < len(sources):
         return [source.draw(distribution) for distribution, source in zip(probs, sources, strict=True)]
     stacked = probs if isinstance(probs, Tensor) else torch.stack(list(probs))
-    return draw_rows(stacked, next_uniforms(sources, [1] * len(sources), stacked.device)[:, 0]).tolist()
+    uniforms = torch.tensor([source.uniform() for source in seeded], dtype=torch.float64)
+    return draw_rows(stacked, to_device(uniforms, stacked.device)).tolist()
 
 
 def choose_each(logits: Tensor, params: SamplingParams, sources: Sequence[Source]) -> list[int]:
@@ -293,6 +304,40 @@ def choose_each(logits: Tensor, params: SamplingParams, sources: Sequence[Source
     return chosen
 
 
+class Sampler:
+    """Choice of the next token of rows: sampling parameters, and the random numbers of each row."""
+
+    def __init__(self, params: SamplingParams, sources: Sequence[Source]):
+        self.params, self.sources = params, sources
+
+    @property
+    def seeded(self) -> bool:
+        """True if every row's random numbers can be read ahead."""
+        return all(isinstance(source, TorchSource) for source in self.sources)
+
+    def draw(self, logits: Tensor, rows: Sequence[int], position: int = 0) -> tuple[list[int], Tensor | None]:
+        """Choose a token for R of the rows of logits [B, V]; on a GPU in one transfer.
+
+        position: of the token in its draft, for errors.
+
+        Returns the tokens, and the distributions [R, V] that they were drawn from, None if greedy.
+
+        Raises:
+            NonFinite: a row's numbers choose no token.
+        """
+        distributions = None
+        if self.params.greedy:
+            tokens = best_each(logits, rows)
+        else:
+            own = logits if len(rows) == len(logits) else logits[rows]
+            distributions = probabilities(own, self.params)
+            tokens = draw_each(distributions, [self.sources[row] for row in rows])
+        if NO_TOKEN in tokens:
+            what = "logits" if distributions is None else "probabilities"
+            raise NonFinite(what, position=position, row=rows[tokens.index(NO_TOKEN)])
+        return tokens, distributions
+
+
 def choose_ahead(
     logits: Tensor,
     step: Callable[[Tensor], Tensor],
@@ -303,11 +348,12 @@ def choose_ahead(
     """Choose counts[b] tokens of each row, one behind the other, without waiting for the device.
 
     logits: [B, V] for the first ones. step: reads tokens [B, 1] and returns the next logits. sources: `TorchSource`s,
-    which give up counts[b] uniforms; rows with fewer than others are chosen for all the same.
+    whose next uniforms are not consumed: `skip` those of the tokens that are kept. Rows with fewer than others are
+    chosen for all the same.
 
     Yields tokens, int64 [B], and the distributions [B, V] that they were drawn from, None if greedy.
     """
-    uniforms = None if params.greedy else next_uniforms(sources, counts, logits.device)  # [B, K]
+    uniforms = None if params.greedy else peek_uniforms(sources, counts, logits.device)  # [B, K]
     for place in range(longest := max(counts)):
         distributions = None if uniforms is None else probabilities(logits, params)
         if distributions is None or uniforms is None:
@@ -320,9 +366,8 @@ def choose_ahead(
             logits = step(tokens.clamp_min(0)[:, None])
 
 
-def next_uniforms(sources: Sequence[Any], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Take the next counts[b] uniforms from each `TorchSource`: float64 [B, K], with zeros behind them."""
-    taken = [[source.uniform() for _ in range(count)] for source, count in zip(sources, counts, strict=True)]
+def peek_uniforms(sources: Sequence[Any], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the next counts[b] uniforms of each `TorchSource`: float64 [B, K], with zeros behind them."""
     widest = max(counts)
-    rows = [[*own, *[0.0] * (widest - len(own))] for own in taken]
+    rows = [source.peek(count) + [0.0] * (widest - count) for source, count in zip(sources, counts, strict=True)]
     return to_device(torch.tensor(rows, dtype=torch.float64), device)

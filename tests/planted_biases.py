@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from draftsmith.modules.decoding import chain, loop, verify
-from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.drafters import row_drafter
 from draftsmith.modules.sampling import TorchSource, pick, probabilities
 from draftsmith.modules.types import SamplingParams

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.acceptance.policies import PredictorStop, ThresholdRule
 from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.decoding.stop import PredictorStop, ThresholdRule
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings, draft_vocabulary

@@ -9,16 +9,15 @@ from quick_heads import specdecpp
 from table_models import H, TableLM, V
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
+from draftsmith.modules.acceptance.online import OnlinePredictor
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.protocols import DraftTree, EachRow
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.drafter import EachRow
+from draftsmith.modules.decoding.stop import ConfidenceStop, CostRule, FixedLengthStop, PredictorStop, SelfVerifyStop
+from draftsmith.modules.decoding.tree import DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
-from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.hydra import HydraConfig, HydraDrafter, HydraHead
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
@@ -109,8 +108,8 @@ def stop_policy(name: str, seed: int, reader: TableLM):
         head = random_acceptance_head(seed)
         return specdecpp(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
     if name.startswith("confidence"):
-        return Confidence(0.5, 1, 3)
-    return SelfVerify(3) if name.startswith("self-verify") else FixedLength(int(name[-1]))
+        return ConfidenceStop(0.5, 1, 3)
+    return SelfVerifyStop(3) if name.startswith("self-verify") else FixedLengthStop(int(name[-1]))
 
 
 def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
@@ -126,10 +125,10 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
     if name.startswith("medusa"):
         shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-tree"]
         heads = random_medusa_heads(seed, "own" in name)
-        return lambda: MedusaDrafter(heads, target, [FixedLength(2) for _ in range(rows)], shape)
+        return lambda: MedusaDrafter(heads, target, [FixedLengthStop(2) for _ in range(rows)], shape)
     if name.startswith("hydra"):
         shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-tree"]
-        hydra, stops = random_hydra_heads(seed, "++" in name), [FixedLength(2) for _ in range(rows)]
+        hydra, stops = random_hydra_heads(seed, "++" in name), [FixedLengthStop(2) for _ in range(rows)]
         return lambda: HydraDrafter(hydra, target, stops, CAPACITY, shape=shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
@@ -151,7 +150,7 @@ def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
     """A drafter of one sequence."""
     if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
         middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
-        stop = FixedLength(1) if name.startswith("pre-verify") else SelfVerify(2)
+        stop = FixedLengthStop(1) if name.startswith("pre-verify") else SelfVerifyStop(2)
         return HierarchicalDrafter(middle, DraftModelDrafter(draft, [stop], CAPACITY), 3, dynamic, CAPACITY)
     if name.startswith("pld"):
         return PromptLookupDrafter(3, 2)

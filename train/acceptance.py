@@ -13,7 +13,6 @@ import torch
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.manifest import Manifest, volatile
 from draftsmith.data.store.stored_target import load_stored
-from draftsmith.modules.acceptance.fitting import begin
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.pretrained.heads import (
     kind_at,
@@ -25,6 +24,7 @@ from draftsmith.modules.pretrained.heads import (
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
+from draftsmith.train.acceptance_fitting import initialize_head
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.strategies import local_device, model_dtype
@@ -237,7 +237,7 @@ def store_rollouts(
     counts = " and ".join(f"{len(part.ids):,} to {name}" for name, part in tokens.items())
     say_on_rank_zero(f"drafted tokens: {counts}; {size / 2**20:,.0f} MiB in memory")
     if config.init is None:
-        begin(head, reader.batches(tokens["train"]))
+        initialize_head(head, reader.batches(tokens["train"]))
     # Training draws from all answers; validation reports samples by answer.
     blocks = StoredDataset(tokens["train"], train, config.seed)
     answers = StoredDataset(tokens["val"], val, None)

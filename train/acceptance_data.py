@@ -19,19 +19,19 @@ from torch import Tensor
 
 from draftsmith.data.console import progress_bar
 from draftsmith.data.store.datasets import AcceptanceTokens, Item, RolloutTokens, collate_rollouts
-from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import (
+    FEATURES,
     AcceptanceHead,
     AcceptanceHeadConfig,
     acceptance_training,
-    feature_value,
 )
-from draftsmith.modules.decoding.confidence import TokenConfidences
+from draftsmith.modules.acceptance.metrics import acceptance_metrics, expected_calibration_error, fit_platt
+from draftsmith.modules.decoding.confidence import TokenConfidence
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.losses import acceptance_loss
-from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_platt
 from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
+from draftsmith.train.acceptance_fitting import predicted
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import MicroBatch, Samples
 from draftsmith.train.lit_head import LitHead
@@ -125,10 +125,9 @@ class RolloutReader:
         """Return states and labels of the labelled tokens, by the drafter's forward."""
         head, mask = self.head, data.loss_mask
         # [drafts, K] -> [N], labelled tokens only.
-        numbers = {name: values[mask] for name, values in vars(data.confidences).items() if values is not None}
-        known = TokenConfidences(**numbers)
+        known = TokenConfidence(*(None if values is None else values[mask] for values in data.confidences))
         ids = data.draft_ids[mask]
-        read = [feature_value(name, known) for name in head.features]
+        read = [FEATURES[name](known) for name in head.features]
         return StoredTokens(
             ids=ids,
             hidden=self.states(data)[mask],

@@ -17,7 +17,7 @@ from draftsmith.benchmarks.embedded.language_model import Recipe
 from draftsmith.data.console import markdown_lines
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
@@ -93,7 +93,7 @@ def score_pair(
     greedy, sampled = answers_to(target, prompts, 0.0, seed), answers_to(target, prompts, 1.0, seed)
     scores: dict[str, TaskScore] = defaultdict(TaskScore)
     ends = set(target.info.eos_ids)
-    drafter = DraftModelDrafter(draft, [FixedLength(5)], target.info.max_position)
+    drafter = DraftModelDrafter(draft, [FixedLengthStop(5)], target.info.max_position)
     for question, text, sample in zip(questions, greedy, sampled, strict=True):
         score = scores[question.task]
         score.prompts += 1

@@ -32,8 +32,8 @@ from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import Generation, Round
-from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.methods import Models, parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import load_head

@@ -27,14 +27,13 @@ from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.decoding.confidence import draft_distribution
+from draftsmith.modules.acceptance.metrics import soft_label_auc
+from draftsmith.modules.decoding.drafter import Drafter, EachRow
 from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.decoding.protocols import Drafter, DraftView, EachRow, StopPolicy
-from draftsmith.modules.decoding.stop import Around, RunningEntropy, entropy
+from draftsmith.modules.decoding.stop import DraftView, RunningEntropy, StopPolicy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.methods import parse_methods
-from draftsmith.modules.metrics import soft_label_auc
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Methods by their names in the paper's table 2, and its speed-ups on MT-Bench at T=1.
@@ -126,25 +125,28 @@ def measure_windows(config: HsddwConfig, windows: Sequence[int], params: Samplin
             yield {**rows[label], "mode": common.mode_name(params), "method": name, "k": k}
 
 
-class WatchedStop(Around):
-    """Stop policy that keeps the entropies of this round's draft, and of every draft with its verdict."""
+class WatchedStop(StopPolicy):
+    """Another policy's decisions, with the entropies of this round's draft, and of every draft with its verdict."""
 
     def __init__(self, policy: StopPolicy):
-        super().__init__(policy)
+        self.policy, self.max_drafted = policy, policy.max_drafted
         self.entropies: list[float] = []
         self.drafts: list[tuple[list[float], int]] = []  # entropies, accepted tokens
 
+    def reset(self) -> None:
+        self.policy.reset()
+
     def start_round(self) -> None:
         self.entropies = []
-        super().start_round()
+        self.policy.start_round()
 
     def should_stop(self, view: DraftView) -> bool:
-        self.entropies.append(entropy(draft_distribution(view)))
-        return super().should_stop(view)
+        self.entropies.append(view.entropy)
+        return self.policy.should_stop(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self.drafts.append((self.entropies[:num_drafted], num_accepted))
-        super().observe(num_drafted, num_accepted)
+        self.policy.observe(num_drafted, num_accepted)
 
 
 class Watcher:
@@ -164,7 +166,8 @@ class Watcher:
         single = drafter.drafters[0] if isinstance(drafter, EachRow) else drafter
         self._hierarchy = single if isinstance(single, HierarchicalDrafter) else None
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
-        self._stop = chain.wrap_stops(WatchedStop)[0]
+        self._stop = WatchedStop(chain.stops[0])
+        chain.stops = [self._stop]
         self._prompt, self._emitted, self._number = "", 0, 0
         self.verified: list[dict[str, Any]] = []
         self.windows: list[dict[str, Any]] = []
@@ -185,8 +188,9 @@ class Watcher:
         assert done.tree is not None and done.verdict is not None
         tokens, hierarchy = done.tree.tokens, self._hierarchy
         end = next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens))
+        rule: Any
         if hierarchy is None:
-            by, entropies, rule = "M1 by target", self._stop.entropies, self._stop.innermost
+            by, entropies, rule = "M1 by target", self._stop.entropies, self._stop.policy
             from_m1 = set(range(len(tokens)))
         else:
             by, entropies, rule = "M2 by target", hierarchy.rule.entropies, hierarchy.rule

@@ -9,25 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
 
 from draftsmith.benchmarks.papers.rollouts import ChainRollouts, Floats, Ints, TargetAnswer, TreeRollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.policies import (
+from draftsmith.modules.acceptance.online import OnlinePredictor
+from draftsmith.modules.decoding.confidence import log_odds
+from draftsmith.modules.decoding.stop import (
     CostRule,
-    OnlinePredictor,
+    DraftView,
     PredictionRule,
     Predictor,
     PredictorStop,
+    RunningEntropy,
     ThresholdRule,
-    TrainedPredictor,
 )
-from draftsmith.modules.decoding.confidence import log_odds_of
-from draftsmith.modules.decoding.protocols import DraftView
-from draftsmith.modules.decoding.stop import RunningEntropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.drafters.chains import by_drafter, chain_methods
@@ -213,7 +212,7 @@ class RecordedPredictor(Predictor, Protocol):
     row: int
 
 
-class KnownPredictor(TrainedPredictor):
+class KnownPredictor(Predictor):
     """Predictor with recorded probabilities."""
 
     learns = False
@@ -236,7 +235,7 @@ class RecordedOnline(OnlinePredictor):
     """`OnlinePredictor` on recorded confidences, with an optional head whose probabilities it corrects."""
 
     def __init__(self, rollouts: ChainRollouts, head: KnownPredictor | None = None):
-        super().__init__(head)
+        super().__init__(cast(Any, head))
         self._recorded_features: list[list[list[float]]] = online_features(rollouts).tolist()
         self._recorded, self.row = head, 0
 
@@ -252,7 +251,7 @@ class RecordedOnline(OnlinePredictor):
 def online_features(rollouts: ChainRollouts) -> Floats:
     """Return the inputs [S, K, F] of `OnlinePredictor`."""
     assert rollouts.repeat is not None
-    return np.stack([log_odds_of(torch.from_numpy(rollouts.log_q)).numpy(), rollouts.repeat], -1)
+    return np.stack([log_odds(torch.from_numpy(rollouts.log_q)).numpy(), rollouts.repeat], -1)
 
 
 def replay_by_prediction(

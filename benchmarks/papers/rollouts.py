@@ -23,18 +23,18 @@ from torch import Tensor
 
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.repeats import followers, repeat_scores
+from draftsmith.modules.acceptance.repeats import repeat_scores
 from draftsmith.modules.decoding.branches import BranchedText, pieces, target_states
-from draftsmith.modules.decoding.confidence import TokenConfidences, draft_distribution, entropies
+from draftsmith.modules.decoding.confidence import TokenConfidence
+from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
-from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import num_candidates
+from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop
+from draftsmith.modules.decoding.tree import DraftTree, num_candidates
 from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.finite import name_nonfinite
-from draftsmith.modules.sampling import Source, TorchSource, best_token, probabilities, residual
+from draftsmith.modules.sampling import Source, TorchSource, best_token, entropies, probabilities, residual
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -270,22 +270,6 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     return replace(first, answers=[answer for part in parts for answer in part.answers], **arrays)
 
 
-class ViewKeeper(FixedLength):
-    """Stop policy of a fixed length that keeps the view of every drafted token until it is taken."""
-
-    def __init__(self, k: int):
-        super().__init__(k)
-        self._views: list[DraftView] = []
-
-    def should_stop(self, view: DraftView) -> bool:
-        self._views.append(view)
-        return super().should_stop(view)
-
-    def take(self) -> list[DraftView]:
-        views, self._views = self._views, []
-        return views
-
-
 class ChainRecorder:
     """Records chains with one drafter, the decoder's own, one response after another."""
 
@@ -304,8 +288,9 @@ class ChainRecorder:
         self._answers = answers or TargetAnswers(models.target, how)
         self._along = BranchedText(models.target, how.depth) if along and not how.params.greedy else None
         # One token more than is kept: the state after a token exists once the next forward has read it.
-        self._keeper = ViewKeeper(how.depth + 1)
-        self._drafter = build_chains(models, drafter, [self._keeper])
+        self._drafter = build_chains(models, drafter, [FixedLengthStop(how.depth + 1)])
+        self._views = list[DraftView]()
+        self._drafter.on_token = lambda row, view: self._views.append(view)
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
@@ -319,7 +304,7 @@ class ChainRecorder:
             before: list[Tensor] = []  # states that predicted the tokens
             after: list[Tensor] = []  # states once the drafter has read them
             for row, _ in enumerate(walk(self._drafter, reading, prompt.prompt_ids, self._how, depth + 1, number)):
-                views = self._keeper.take()
+                views, self._views = self._views, []
                 kept = views[:depth]
                 if not kept:
                     continue
@@ -328,7 +313,7 @@ class ChainRecorder:
                     before += [view.hidden for view in kept]
                     after += [view.hidden for view in views[1:]]
                 drafted = torch.tensor([view.token for view in kept])
-                distributions = torch.stack([draft_distribution(view) for view in kept])  # [k, V]
+                distributions = torch.stack([view.distribution for view in kept])  # [k, V]
                 token[row, : len(kept)] = drafted
                 places = row + 1 + torch.arange(len(kept))
                 drafted = drafted.to(distributions.device)
@@ -338,8 +323,7 @@ class ChainRecorder:
             rollouts = chain_rollouts(reading, token, columns)
             text = [*prompt.prompt_ids, *reading.answer.tokens]
             starts = range(len(prompt.prompt_ids) + 1, len(text))
-            halves, expected = followers(text, starts, torch.from_numpy(token))
-            repeat = repeat_scores(halves, expected, torch.from_numpy(token)).double().numpy()
+            repeat = repeat_scores(text, starts, torch.from_numpy(token)).double().numpy()
             rollouts = replace(rollouts, repeat=repeat)
             logits = {
                 name: self._head_logits(head, after if head.config.late else before, read, rollouts)
@@ -375,7 +359,7 @@ class ChainRecorder:
         if config.features:
             assert rollouts.repeat is not None
             depth = of_tokens(np.broadcast_to(np.arange(1, rollouts.depth + 1), mask.shape)).double()
-            confidences = TokenConfidences(
+            confidences = TokenConfidence(
                 of_tokens(rollouts.log_q),
                 of_tokens(rollouts.log_max_q),
                 of_tokens(rollouts.entropy),

@@ -32,8 +32,8 @@ from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.pipeline import PipelineStep, execute
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
 from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.metrics import binary_kl, soft_label_auc
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.provenance import differences
 from draftsmith.modules.pretrained.reading import read_object

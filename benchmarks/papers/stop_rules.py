@@ -44,11 +44,7 @@ from draftsmith.eval.bench.runner import trained_for
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
-from draftsmith.modules.decoding.confidence import log_odds_of
-from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.metrics import (
+from draftsmith.modules.acceptance.metrics import (
     NUM_BINS,
     binary_kl,
     brier,
@@ -56,6 +52,10 @@ from draftsmith.modules.metrics import (
     fit_platt,
     soft_label_auc,
 )
+from draftsmith.modules.acceptance.online import OnlineLogistic
+from draftsmith.modules.decoding.confidence import log_odds
+from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.pretrained.heads import drafter_identity, head_config
 from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
@@ -445,9 +445,9 @@ def online_probs(rollouts: ChainRollouts) -> Floats:
 def fitted_probs(rollouts: ChainRollouts, fit: ChainRollouts) -> Floats:
     """Return probabilities [S, K] of a logistic model of the log-odds of q(y), fitted to the labels of `fit`."""
     labelled = fit.verified()
-    odds = log_odds_of(torch.from_numpy(fit.log_q[labelled]))
+    odds = log_odds(torch.from_numpy(fit.log_q[labelled]))
     scale, bias = fit_platt(odds, torch.from_numpy(fit.accept_prob[labelled]))
-    return torch.sigmoid(scale * log_odds_of(torch.from_numpy(rollouts.log_q)) + bias).numpy()
+    return torch.sigmoid(scale * log_odds(torch.from_numpy(rollouts.log_q)) + bias).numpy()
 
 
 def quality(score: Tensor, prob: Tensor | None, label: Tensor) -> dict[str, Any]:

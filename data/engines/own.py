@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.store.shards import row_generator
+from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
-from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import Method, Models, parse_method
 from draftsmith.modules.pretrained.heads import load_drafter

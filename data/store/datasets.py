@@ -23,7 +23,7 @@ from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decoded
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms
-from draftsmith.modules.decoding.confidence import TokenConfidences
+from draftsmith.modules.decoding.confidence import TokenConfidence
 from draftsmith.modules.types import FeatureBatch, InputError
 
 Item = dict[str, Tensor]
@@ -77,12 +77,12 @@ class RolloutTokens:
     loss_mask: Tensor  # [N, K] bool
 
     @property
-    def confidences(self) -> TokenConfidences:
+    def confidences(self) -> TokenConfidence:
         """Confidences of the drafted tokens, [N, K]."""
         log_q = self.log_q
         depth = torch.arange(1, log_q.shape[1] + 1, device=log_q.device, dtype=log_q.dtype)
         depth, temperature = depth.expand(log_q.shape), self.temperature[:, None].expand(log_q.shape)
-        return TokenConfidences(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat)
+        return TokenConfidence(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat)
 
 
 class ArtefactDataset(Dataset):

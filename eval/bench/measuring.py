@@ -20,8 +20,8 @@ from draftsmith.eval.bench.prompts import BenchPrompt, next_turn
 from draftsmith.eval.bench.results import BASELINE, Row, row_of
 from draftsmith.eval.bench.runner import Runner
 from draftsmith.eval.clock import rotated, wall_time
-from draftsmith.modules.decoding.learner import learned_state, load_learned_state, snapshot_learned_state
 from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.decoding.stop import learned_state, load_learned_state, snapshot_learned_state
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.files import append, cut, write_text
 from draftsmith.modules.pretrained.provenance import differences, flatten

@@ -20,9 +20,9 @@ from draftsmith.data.settings import MODEL, ROLES
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.learner import Learner, learners_of
+from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, generate
-from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.decoding.stop import Learner, learners_of
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.methods import Method, Models, Named, check_needs

@@ -17,13 +17,10 @@ from draftsmith.eval.bench.measuring import prompt_seed
 from draftsmith.eval.bench.results import BASELINE, Row
 from draftsmith.eval.bench.runner import BASELINES, EngineRunner, make_runners
 from draftsmith.eval.clock import Stopwatch, Timed, wall_time
-from draftsmith.modules.acceptance.policies import PredictorStop
-from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy, Verdict
-from draftsmith.modules.decoding.stop import Around, entropy
-from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.drafters.block.drafter import ConfidenceCut
+from draftsmith.modules.decoding.stop import DraftView, PredictorStop, SlotConfidenceStop, StopPolicy
+from draftsmith.modules.decoding.tree import DraftTree
+from draftsmith.modules.decoding.verify import Verdict, verify
 from draftsmith.modules.drafters.methods import Models, Named
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.pretrained.files import append, write_json, write_text
@@ -72,64 +69,54 @@ class TracedRound:
         if tree.values is not None:
             line["value"] = list(tree.values)
         if self.views:
-            distributions = [draft_distribution(view) for view in self.views]
-            line["entropy"] = [entropy(distribution) for distribution in distributions]
+            line["entropy"] = [view.entropy for view in self.views]
             if tree.draft_prob is None:
-                line["q"] = [float(own[view.token]) for own, view in zip(distributions, self.views, strict=True)]
+                line["q"] = [view.prob for view in self.views]
                 # As llama.cpp's --spec-draft-p-min reads them: the greedy token's share of the ten most probable.
                 line["q_top10"] = [
-                    q / float(own.topk(min(10, len(own))).values.sum())
-                    for q, own in zip(line["q"], distributions, strict=True)
+                    view.prob / float(view.distribution.topk(min(10, len(view.logits))).values.sum())
+                    for view in self.views
                 ]
         if self.predicted:
             line["head"] = list(self.predicted)
         return line
 
 
-class WatchedStop(Around):
-    """Stop policy that records what it saw in a round."""
-
-    def __init__(self, policy: StopPolicy):
-        super().__init__(policy)
-        self._views: list[DraftView] = []
-
-    def should_stop(self, view: DraftView) -> bool:
-        self._views.append(view)
-        return super().should_stop(view)
-
-    def take(self) -> tuple[list[DraftView], list[float]]:
-        """Return the views of this round, and its predictor's probabilities of the first tokens."""
-        views, self._views = self._views, []
-        policy = self.innermost
-        if isinstance(policy, ConfidenceCut):
-            return views, policy.probs[: len(views)]
-        if not views or not isinstance(policy, PredictorStop):
-            return views, []
-        # A late predictor speaks of the token before: its first word is of none.
-        return views, policy.probs[int(policy.predictor.late) :]
+def predicted(stop: StopPolicy, count: int) -> Sequence[float]:
+    """Return the probabilities of acceptance of the first of `count` drafted tokens, by the policy that drafted
+    them."""
+    if isinstance(stop, SlotConfidenceStop):
+        return stop.probs[:count]
+    if not count or not isinstance(stop, PredictorStop):
+        return ()
+    # A late predictor speaks of the token before: its first prediction is of none.
+    return stop.probs[int(stop.predictor.late) :]
 
 
 def traced(runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, seed: int) -> list[TracedRound]:
     """Decode an answer and return its rounds. runner: with a session of its target's."""
     target_watch, draft_watch = Stopwatch(wall_time), Stopwatch(wall_time)
     chains = runner.drafter if isinstance(runner.drafter, RowDrafter) else None
-    stop = None if chains is None else chains.wrap_stops(WatchedStop)[0]
-    rounds: list[TracedRound] = []
+    rounds, views = list[TracedRound](), list[DraftView]()
 
     def on_round(done: Round) -> None:
         # On a GPU logits are valid until the next call only.
         if done.logits is not None and done.logits.is_cuda:
             done = replace(done, logits=done.logits.clone())
-        rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), *(stop.take() if stop else ())))
+        of_head = () if chains is None else predicted(chains.stops[0], len(views))
+        rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), tuple(views), tuple(of_head)))
+        views.clear()
 
     session: Any = Timed(runner.session, target_watch, "prefill", "extend")
     drafter: Any = None if runner.drafter is None else Timed(runner.drafter, draft_watch, "propose")
+    if chains is not None:
+        chains.on_token = lambda row, view: views.append(view)
     try:
         replace(runner, session=session, drafter=drafter, on_round=on_round)([prompt], max_new_tokens, [seed])
         return rounds
     finally:
         if chains is not None:
-            chains.wrap_stops(lambda around: around.policy)
+            chains.on_token = None
 
 
 def node_accept_probs(

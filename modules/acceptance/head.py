@@ -5,20 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules import flops
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidences, log_odds_of
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, Number, TokenConfidence, log_odds
 from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE
 from draftsmith.modules.types import InputError, check_config
 
 State = Literal["after", "before"]
-Number = TypeVar("Number", float, Tensor)
 Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
+
+
+def log_of(value: Number) -> Number:
+    """Return the natural logarithm of a number or a tensor."""
+    return value.log() if isinstance(value, Tensor) else math.log(value)
+
+
+def bounded(log_q: Number) -> Number:
+    """Return log q, at least -MAX_LOGIT."""
+    return log_q.clamp_min(-MAX_LOGIT) if isinstance(log_q, Tensor) else max(log_q, -MAX_LOGIT)
+
+
+# Features of one drafted token, or of tokens [..]: log q(y), at least -MAX_LOGIT; the log-odds of q(y) and max q within
+# MAX_LOGIT; the entropy in nats; the logarithm of the place in the round, from 1; the temperature; and whether the
+# token continues a repetition.
+FEATURES: dict[Feature, Callable[[TokenConfidence[Any]], Any]] = {
+    "log_q": lambda known: bounded(known.log_q),
+    "logit_q": lambda known: log_odds(known.log_q),
+    "logit_max_q": lambda known: log_odds(known.log_max_q),
+    "entropy": lambda known: known.entropy,
+    "depth": lambda known: log_of(known.depth),
+    "temperature": lambda known: known.temperature,
+    "repeat": lambda known: known.repeat,
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +56,7 @@ class AcceptanceHeadConfig:
     calibration: scale and shift of the logit fitted on held-out tokens, after the correction for the loss weights.
     state: `after`, the drafter's state once it has read the token, as published; `before`, the state that predicted it
         and the token's embedding, which needs no further forward.
-    features: numbers of the distribution that the token was drawn from, and of its place (`FEATURE_VALUES`).
+    features: numbers of the distribution that the token was drawn from, and of its place (`FEATURES`).
     width: of the hidden layers; 0 is hidden_size.
     activation: after the join layer. With `relu` features go to the logit only, which predicts as well and costs less.
     standardize: subtract a mean from all inputs and divide by a scale, buffers of the head.
@@ -193,32 +216,11 @@ class AcceptanceHead(nn.Module):
         scale, shift = self.config.calibration
         return scale * self.corrected(logit) + shift
 
-    def feature_values(self, known: TokenConfidences) -> Tensor:
+    def feature_values(self, known: TokenConfidence[Tensor]) -> Tensor:
         """Return the features [.., F] of this head, in the order of its config. Values that tokens share may have a
         shape that broadcasts."""
-        values = [feature_value(name, known) for name in self.config.features]
+        values = [FEATURES[name](known) for name in self.config.features]
         return torch.stack(torch.broadcast_tensors(*values), -1)
-
-
-# Of tokens [..]: log q(y), at least -MAX_LOGIT; the log-odds of q(y) and max q within MAX_LOGIT; the entropy in nats;
-# the logarithm of the place in the round, from 1; the temperature; and, for heads that read repetitions, whether the
-# token continues one (`repeats.RepeatScores.score`).
-FEATURE_VALUES: dict[Feature, Callable[[TokenConfidences], Tensor | None]] = {
-    "log_q": lambda known: known.log_q.clamp_min(-MAX_LOGIT),
-    "logit_q": lambda known: log_odds_of(known.log_q),
-    "logit_max_q": lambda known: log_odds_of(known.log_max_q),
-    "entropy": lambda known: known.entropy,
-    "depth": lambda known: known.depth.log(),
-    "temperature": lambda known: known.temperature,
-    "repeat": lambda known: known.repeat,
-}
-
-
-def feature_value(name: Feature, known: TokenConfidences) -> Tensor:
-    """Return a feature of tokens, by `FEATURE_VALUES`."""
-    value = FEATURE_VALUES[name](known)
-    assert value is not None, f"{name}: the caller looks for repetitions"
-    return value
 
 
 def acceptance_training(head: AcceptanceHeadConfig, rows: int) -> float:

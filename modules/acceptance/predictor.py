@@ -6,37 +6,25 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from operator import mul
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, Feature
-from draftsmith.modules.acceptance.policies import TrainedPredictor
-from draftsmith.modules.acceptance.repeats import RepeatScores
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidence, confidence_of, log_odds, sigmoid
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.acceptance.head import FEATURES, AcceptanceHead, Feature
+from draftsmith.modules.acceptance.repeats import RepeatIndex
+from draftsmith.modules.decoding.confidence import Need, confidence_of, sigmoid
+from draftsmith.modules.decoding.stop import DraftView, Predictor
 from draftsmith.modules.finite import NonFinite
 
 # Numbers (64 MiB) of the largest table that holds the first layer's part of every token.
 LARGEST_TABLE = 2**24
 
-# `head.FEATURE_VALUES` of one token; the last argument is a RepeatScores for heads that read repetitions.
-READ: dict[Feature, Callable[[DraftView, TokenConfidence, Any], float]] = {
-    "log_q": lambda view, confidence, repeats: max(confidence.log_q, -MAX_LOGIT),
-    "logit_q": lambda view, confidence, repeats: log_odds(confidence.log_q),
-    "logit_max_q": lambda view, confidence, repeats: log_odds(confidence.log_max_q),
-    "entropy": lambda view, confidence, repeats: confidence.entropy,
-    "depth": lambda view, confidence, repeats: math.log(view.num_drafted),
-    "temperature": lambda view, confidence, repeats: view.temperature,
-    "repeat": lambda view, confidence, repeats: repeats.score(view),
-}
-OF_DISTRIBUTION: frozenset[Feature] = frozenset(("log_q", "logit_q", "logit_max_q", "entropy"))
-UNREAD = TokenConfidence(math.nan, math.nan, math.nan)
+# The most expensive number that each feature reads (`confidence_of`), the most expensive feature first.
+NEEDS: dict[Feature, Need] = {"entropy": "entropy", "logit_max_q": "mode", "logit_q": "token", "log_q": "token"}
 
 
-class HeadPredictor(TrainedPredictor):
+class HeadPredictor(Predictor):
     """P(a drafted token is accepted) by an acceptance head.
 
     The draft waits for every prediction, so standardisation and calibration are folded into the weights, the part of
@@ -53,11 +41,8 @@ class HeadPredictor(TrainedPredictor):
         assert embed is not None or not config.reads_token
         self.late, self._embed = config.late, embed if config.reads_token else None
         names = config.features
-        self._read = [READ[name] for name in names]
-        self._reads_distribution = not OF_DISTRIBUTION.isdisjoint(names)
-        self._asked: Literal["token", "mode", "entropy"] = (
-            "entropy" if "entropy" in names else "mode" if "logit_max_q" in names else "token"
-        )
+        self._features = [FEATURES[name] for name in names]
+        self._need: Need = next((need for name, need in NEEDS.items() if name in names), "nothing")
         self._of_state: Tensor | None = None
         self._of_numbers: Tensor | None = None
         if head.join is not None:
@@ -75,16 +60,16 @@ class HeadPredictor(TrainedPredictor):
         scale = head.calibrated(1.0) - shift if calibrated else 1.0
         self._out, self._shift = scale * head.out.weight.detach()[0], scale * head.out.bias.item() + shift
         self._direct: list[float] = [] if head.direct is None else (scale * head.direct.weight[0]).tolist()
-        # Shared by `beside`: the table of token parts, which is filled when the vocabulary is known, by its name.
+        # Shared by rows (`for_row`): the table of token parts, which is filled when the vocabulary is known.
         self._shared: dict[str, Tensor] = {}
         # Of a late head: features of the token that it predicts next.
         self._before: list[float] = []
-        self._repeats = RepeatScores() if "repeat" in names else None
+        self._repeats = RepeatIndex() if "repeat" in names else None
 
-    def beside(self) -> HeadPredictor:
+    def for_row(self) -> HeadPredictor:
         """Return a predictor for another row, which shares the weights and the table."""
         other = copy(self)
-        other._before, other._repeats = [], RepeatScores() if self._repeats is not None else None
+        other._before, other._repeats = [], RepeatIndex() if self._repeats is not None else None
         return other
 
     def reset(self) -> None:
@@ -105,9 +90,11 @@ class HeadPredictor(TrainedPredictor):
     def logit(self, view: DraftView) -> float:
         """Return the log-odds of `prob`; infinite if there is no token to predict yet."""
         features: list[float] = []
-        if self._read:
-            confidence = confidence_of(view, self._asked) if self._reads_distribution else UNREAD
-            features = [read(view, confidence, self._repeats) for read in self._read]
+        if self._features:
+            known = confidence_of(view, self._need)
+            if self._repeats is not None:
+                known = known._replace(repeat=self._repeats.score(view))
+            features = [feature(known) for feature in self._features]
         if self.late:
             # This state has read the token before: predict that one.
             features, self._before = self._before, features
@@ -116,11 +103,11 @@ class HeadPredictor(TrainedPredictor):
 
         vocabulary = view.logits.shape[-1]
         # Features in the first layer belong to one row: such heads predict row by row.
-        if view.step is None or self._of_numbers is not None:
+        if view.batch is None or self._of_numbers is not None:
             logit = self._logits(view.states, [view.token], vocabulary, features)[0]
         else:
-            batch = view.step.once(id(self._shared), lambda step: self._logits(step.states, step.drafted, vocabulary))
-            logit = batch[view.place]
+            rows = view.batch.once(id(self._shared), lambda own: self._logits(own.states, own.drafted, vocabulary))
+            logit = rows[view.place]
         logit += sum(map(mul, self._direct, features))
         if not math.isfinite(logit):
             # Of the last token but one, or the last.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draftsmith.modules.acceptance.policies import RecentRatio
+from draftsmith.modules.decoding.stop import RecentRatio
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TreeRule:
 
     A tree of the n best candidates is expected to yield 1 + sum of P_i tokens, P_i the probability that node i's whole
     path is accepted, and takes its drafting time and verify[n]. The n that maximises tokens - pace x time maximises
-    tokens per time in the long run if `pace` is that maximum (Dinkelbach 1967; see `policies.CostRule`). Drafting is
+    tokens per time in the long run if `pace` is that maximum (Dinkelbach 1967; see `stop.CostRule`). Drafting is
     paid for by the time n is chosen, so it counts in the pace only.
 
     Another level pays if it is expected to bring more tokens than the pace does in its time: the sum of the P_i of the

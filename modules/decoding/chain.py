@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import (
-    NO_DRAFT,
-    DraftedStep,
-    DraftTree,
-    DraftView,
-    StopPolicy,
-    chain_parents,
-)
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop, StepBatch, StopPolicy
+from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import (
-    Source,
-    TorchSource,
-    best_each,
-    choose_ahead,
-    draw_each,
-    probabilities,
-)
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.sampling import Sampler, choose_ahead
 
 # Reads each row's next drafted token: a list with one or none for each row, or int64 [B, 1]. Returns the next logits
 # [B, V] and states [B, H], undefined for rows without a token.
 Step = Callable[[list[list[int]] | Tensor], tuple[Tensor, Tensor]]
+OnToken = Callable[[int, DraftView], None]
 
 
 def draft_chains(
@@ -38,16 +25,17 @@ def draft_chains(
     step: Step,
     stops: Sequence[StopPolicy],
     limits: Sequence[int],
-    params: SamplingParams,
-    sources: Sequence[Source],
+    sampler: Sampler,
     contexts: Sequence[Sequence[int]],
     end_ids: Collection[int] = (),
+    on_token: OnToken | None = None,
 ) -> list[DraftTree]:
     """Draft in each row until its policy stops, an end token is drafted, or limits[b] tokens are.
 
     logits [B, V] and states [B, H]: of the forward that read the last emitted tokens.
     contexts: the tokens before each row's draft, for policies.
     end_ids: tokens that end the answer; whatever is drafted behind one is thrown away (SpecDec++, footnote 1).
+    on_token: called with the row and the view of every drafted token, before the row's policy is asked.
 
     The token that a policy was shown last stays in the draft: it is paid for, and dropping it would bias the output.
 
@@ -55,9 +43,9 @@ def draft_chains(
         NonFinite: the drafter's logits, or what a policy reads; the position counts within the row's draft.
     """
     lengths = [max(0, min(limit, stop.max_drafted)) for limit, stop in zip(limits, stops, strict=True)]
-    fixed = set(map(type, stops)) == {FixedLength}
-    if fixed and logits.is_cuda and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
-        return draft_fixed_length(logits, step, lengths, params, sources)
+    fixed = on_token is None and set(map(type, stops)) == {FixedLengthStop}
+    if fixed and logits.is_cuda and (sampler.params.greedy or sampler.seeded):
+        return draft_fixed_length(logits, step, lengths, sampler, end_ids)
     rows = [row for row, length in enumerate(lengths) if length]  # still drafting
     for row in rows if not fixed else ():
         stops[row].start_round()
@@ -67,33 +55,27 @@ def draft_chains(
     count = 0
     while rows:
         # Choose one token for each row that is still drafting.
-        row_logits = logits.unbind()
-        q: Tensor | None = None
-        if not params.greedy:
-            q = probabilities(logits if len(rows) == len(lengths) else logits[rows], params)  # [R, V]
-            q_rows = q.unbind()
-            drawn = draw_each(q, [sources[row] for row in rows])
-        else:
-            drawn = best_each(logits, rows)
-        if NO_TOKEN in drawn:
-            what = "logits" if q is None else "probabilities"
-            raise NonFinite(what, position=count, row=rows[drawn.index(NO_TOKEN)])
+        drawn, q = sampler.draw(logits, rows, count)
+        row_logits, q_rows = logits.unbind(), None if q is None else q.unbind()
         count += 1
 
         # Ask each row's policy. A policy that learns has to see every token, the end token too.
-        together = DraftedStep(rows, drawn, states, logits, q) if len(rows) > 1 and not fixed else None
+        batch = StepBatch(rows, drawn, states, logits, q) if len(rows) > 1 and not fixed else None
         drafting = []
         for place, (row, token) in enumerate(zip(rows, drawn, strict=True)):
             tokens[row].append(token)
-            distribution = None if q is None else q_rows[place]
+            distribution = None if q_rows is None else q_rows[place]
             if distribution is not None:
                 drawn_from[row].append(distribution)
             stopped = False
             if not fixed:
                 own_states = states if len(lengths) == 1 else states[row : row + 1]
-                own = row_logits[row], distribution, params.temperature, contexts[row]
+                own = row_logits[row], distribution, sampler.params.temperature, contexts[row]
+                view = DraftView(count, token, own_states, *own, batch, place)
+                if on_token is not None:
+                    on_token(row, view)
                 try:
-                    stopped = stops[row].should_stop(DraftView(count, token, own_states, *own, together, place))
+                    stopped = stops[row].should_stop(view)
                 except NonFinite as error:
                     error.row, error.position = row, count + (error.position or 0)
                     raise
@@ -113,27 +95,30 @@ def draft_fixed_length(
     logits: Tensor,
     step: Step,
     lengths: Sequence[int],
-    params: SamplingParams,
-    sources: Sequence[Source],
+    sampler: Sampler,
+    end_ids: Collection[int] = (),
 ) -> list[DraftTree]:
     """Draft chains of known lengths on a GPU, without waiting for each token: one transfer brings all of them.
 
-    Shorter rows are drafted on with the others, and end tokens are not looked for; what is too much is dropped.
+    Rows that are shorter, or end at an end token, are drafted on with the others; what is too much is dropped.
     """
-    longest = max(lengths, default=0)
-    if longest < 1:
+    if max(lengths, default=0) < 1:
         return [NO_DRAFT] * len(lengths)
-    ahead = choose_ahead(logits, lambda ids: step(ids)[0], lengths, params, sources)
+    sources: Sequence[Any] = sampler.sources
+    ahead = choose_ahead(logits, lambda ids: step(ids)[0], lengths, sampler.params, sources)
     drawn, drawn_from = zip(*ahead, strict=True)
     tokens = torch.stack(drawn, 1).tolist()  # [B, K]
-    q = None if params.greedy else torch.stack(drawn_from, 1)  # [B, K, V]
-    for row, length in enumerate(lengths):
-        if NO_TOKEN in tokens[row][:length]:
-            what = "logits" if q is None else "probabilities"
-            raise NonFinite(what, position=tokens[row].index(NO_TOKEN), row=row)
+    q = None if sampler.params.greedy else torch.stack(drawn_from, 1)  # [B, K, V]
     trees = []
-    for row, count in enumerate(lengths):
+    for row, length in enumerate(lengths):
+        ends = (place for place, token in enumerate(tokens[row][:length], 1) if token in end_ids)
+        count = next(ends, length)
+        own = tuple(tokens[row][:count])
+        if NO_TOKEN in own:
+            raise NonFinite("logits" if q is None else "probabilities", position=own.index(NO_TOKEN), row=row)
         own_q = None if q is None else q[row, :count]
-        chain = DraftTree(tuple(tokens[row][:count]), chain_parents(count), own_q, draft_calls=count)
-        trees.append(chain if count else NO_DRAFT)
+        if q is not None:
+            # As many as drafting token by token takes.
+            sources[row].skip(count)
+        trees.append(DraftTree(own, chain_parents(count), own_q, draft_calls=count) if count else NO_DRAFT)
     return trees

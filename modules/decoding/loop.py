@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import NO_DRAFT, Drafter, DraftTree, Outcome, Verdict
+from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.decoding.tree import MAX_NODES, NO_DRAFT, DraftTree
+from draftsmith.modules.decoding.verify import Verdict, verify
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, TorchSource, choose_ahead, choose_each
 from draftsmith.modules.targets.base import CausalLM, ModelInfo, Session, check_ids
@@ -343,13 +344,17 @@ class RowPool:
     def _rounds_alone(self) -> list[RowAnswer]:
         """Let the target choose the next token of every row, on a GPU the next few."""
         rows, session, params = self._rows, self._session, self._params
-        sources, lengths = [row.source for row in rows], session.lengths
+        sources: Sequence[Any] = [row.source for row in rows]
+        lengths = session.lengths
         logits = session.extend([[] if row.done else row.tokens[-1:] for row in rows]).logits[:, 0]  # [B, V]
         if session.static and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
             count = min(ROUNDS_TOGETHER, max(row.room - len(row.tokens) for row in rows if not row.done))
             counts = [count] * len(rows)
             ahead = choose_ahead(logits, lambda ids: session.extend(ids).logits[:, 0], counts, params, sources)
             chosen = torch.stack([tokens for tokens, _ in ahead], 1).tolist()  # [B, count]
+            if not params.greedy:
+                for source in sources:
+                    source.skip(count)
             # Finished rows have read along.
             session.keep([0 if row.done else length + count for row, length in zip(rows, lengths, strict=True)])
         else:

@@ -1,12 +1,90 @@
-"""Shapes of draft trees: EAGLE-1's static ones, and EAGLE-2's choice of the candidates that the target scores."""
+"""Draft trees: the drafted tokens of a round, and the shapes that drafters grow them in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.types import InputError, between
 
 # Most drafted tokens of a row that the target scores in one call.
 MAX_NODES = 128
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Rule that accepts a token x if p(x) > min(eps, delta exp(-H(p))) (Medusa, Cai et al. 2024, section 2.3.1).
+
+    p is the target's distribution, H its entropy in nats. The output does not follow the target: methods that use it
+    are marked as lossy (`Method.lossless`).
+    """
+
+    eps: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        between("eps", self.eps, 0, 1)
+        if not 0 < self.delta < math.inf:
+            raise InputError("delta", self.delta, "a number above 0", "Correct it.")
+
+    def accepts(self, prob: Tensor) -> Tensor:
+        """Return which tokens of a distribution [V] are accepted, bool [V]."""
+        wide = prob.double()
+        entropy = torch.special.entr(wide).sum()
+        return wide > torch.clamp(self.delta * torch.exp(-entropy), max=self.eps)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """N drafted tokens. A chain is the tree with parents -1, 0, 1, ...
+
+    parents: parents[i] < i; -1 is the root, the last emitted token, which the target has not read yet.
+    draft_prob: of a drawn chain: the distribution [V] that each of the N tokens was drawn from (after temperature,
+        top-k and top-p), also as one tensor [N, V]; None if nodes were chosen deterministically (greedy, top-k
+        children, lookups).
+    drawn: of a drawn tree: node -> [V], the distribution from which its children were drawn one after the other,
+        without replacement.
+    last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
+        round that accepts everything has no bonus token: its last drafted token becomes the next root (PEARL).
+    values: scores by which nodes were chosen, if any (EAGLE-2: log-probability of the path).
+    typical: accept by this rule instead of the exact one, which changes the output; only for chosen nodes.
+    num_drafted: tokens drafted in this round, if these are not the nodes: PEARL drafts ahead, and counts tokens in the
+        round that drafts them. None: the number of nodes.
+    draft_calls: forward passes of the drafter.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    draft_prob: Tensor | Sequence[Tensor] | None = None
+    drawn: Mapping[int, Tensor] | None = None
+    last_unread: bool = False
+    values: tuple[float, ...] | None = None
+    typical: Typical | None = None
+    num_drafted: int | None = None
+    draft_calls: int = 0
+
+    @property
+    def num_read(self) -> int:
+        """Number of nodes that the target reads."""
+        return len(self.tokens) - self.last_unread
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == chain_parents(len(self.tokens))
+
+
+@functools.cache
+def chain_parents(count: int) -> tuple[int, ...]:
+    """Return the parents of a chain with this many nodes."""
+    return tuple(range(-1, count - 1))
+
+
+NO_DRAFT = DraftTree((), ())
 
 
 @dataclass(frozen=True)
@@ -44,6 +122,19 @@ class StaticTree:
     def level(self, depth: int) -> list[int]:
         """Return the nodes at `depth`; the root's children are at 1."""
         return [i for i, own in enumerate(self.depths) if own == depth]
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """Shape of EAGLE-2's trees (section 4).
+
+    The `topk` best nodes of a level are expanded, `depth` times; the target scores the `nodes` best of all candidates.
+    A node is worth the product of the confidences along its path.
+    """
+
+    nodes: int = 60
+    depth: int = 6
+    topk: int = 10
 
 
 def num_candidates(topk: int, levels: int) -> int:

@@ -7,14 +7,15 @@ the same order either way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.modules.decoding.protocols import DraftTree, Verdict
+from draftsmith.modules.decoding.tree import DraftTree, Typical
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
     Source,
@@ -29,6 +30,17 @@ from draftsmith.modules.sampling import (
 )
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Decision of the target: indices of the accepted nodes from the root down, then its own token.
+
+    next_token is None only if a chain with `last_unread` was accepted to its end.
+    """
+
+    path: tuple[int, ...]
+    next_token: int | None
 
 
 def verify(
@@ -63,12 +75,7 @@ def verify(
             continue
         try:
             if tree.typical is not None and not params.greedy:
-                laws = partial(numbers.distribution, row)
-                path = tree.typical.path(tree.tokens, tree.parents, laws)
-                token = sources[row].draw(laws(path[-1] + 1 if path else 0))
-                if token == NO_TOKEN:
-                    raise NonFinite("probabilities", position=len(path))
-                verdicts[row] = Verdict(path, token)
+                corrections.append((row, *_accept_typical(tree, tree.typical, numbers, row)))
             elif params.greedy or (tree.draft_prob is None and tree.drawn is None):
                 verdicts[row] = _walk(tree, numbers, row)
             elif tree.drawn is not None:
@@ -164,6 +171,30 @@ def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sou
             # All children are rejected, or there are none.
             last = target_prob if token == NO_TOKEN or draft_prob is None else residual(target_prob, draft_prob)
             return tuple(path), last
+
+
+def _accept_typical(tree: DraftTree, rule: Typical, numbers: _LazyNumbers, row: int) -> tuple[tuple[int, ...], Tensor]:
+    """Return the longest path whose tokens are all accepted, of equally long ones the most probable, and the target's
+    distribution behind it (Medusa, Cai et al. 2024, section 2.3.1)."""
+    paths: dict[int, tuple[int, ...]] = {-1: ()}
+    # Node -> length and log-probability of its path.
+    scores = {-1: (0, 0.0)}
+    # Parent -> its distribution, and the tokens that are accepted behind it.
+    behind: dict[int, tuple[Tensor, Tensor]] = {}
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if parent not in paths:
+            continue
+        if parent not in behind:
+            prob = numbers.distribution(row, parent + 1)
+            if prob.sum().isnan():
+                raise NonFinite("probabilities", position=len(paths[parent]))
+            behind[parent] = prob, rule.accepts(prob)
+        prob, accepted = behind[parent]
+        if accepted[token]:
+            paths[node] = (*paths[parent], node)
+            scores[node] = len(paths[node]), scores[parent][1] + math.log(float(prob[token]))
+    best = max(scores, key=scores.__getitem__)
+    return paths[best], numbers.distribution(row, best + 1)
 
 
 class _LazyNumbers:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
-from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.growth import DynamicTree
+from draftsmith.modules.decoding.drafter import Drafter
+from draftsmith.modules.decoding.stop import StopPolicy
+from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.engine.lean import Linear
 from draftsmith.modules.engine.low_precision import Precision, copy_of

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from draftsmith.modules.acceptance.policies import (
+from draftsmith.modules.acceptance.online import OnlinePredictor
+from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.decoding.stop import (
+    ConfidenceStop,
     CostRule,
-    OnlinePredictor,
+    FixedLengthStop,
     Predictor,
     PredictorStop,
+    SelfVerifyStop,
+    StopPolicy,
     ThresholdRule,
 )
-from draftsmith.modules.acceptance.predictor import HeadPredictor
-from draftsmith.modules.decoding.protocols import StopPolicy
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import Method, Models, known_methods
 from draftsmith.modules.drafters.row_drafter import RowDrafter
@@ -81,7 +83,7 @@ class FixedK(Chain):
         at_least("k", self.k, 1)
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        return [FixedLength(self.k) for _ in range(rows)]
+        return [FixedLengthStop(self.k) for _ in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) 
     """Make predictors of the drafter's acceptance head. calibrated: its probability; else its raw output."""
     assert models.acceptance is not None
     first = HeadPredictor(models.acceptance, models.embedder(drafter).embed, calibrated)
-    return [first, *(first.beside() for _ in range(count - 1))]
+    return [first, *(first.for_row() for _ in range(count - 1))]
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class SpecDecPlusPlus(Bounded):
 
 @dataclass(frozen=True)
 class CostAware(Bounded, ABC):
-    """Stopped once one more token is worth less than its time, without a threshold (`policies.CostRule`).
+    """Stopped once one more token is worth less than its time, without a threshold (`stop.CostRule`).
 
     c: time of one more drafted token, and of verifying it, by the time of a round without a draft; auto measures it on
         this machine, once a run.
@@ -200,7 +202,7 @@ class Online(CostAware):
 
 
 @dataclass(frozen=True)
-class ConfidenceStop(Bounded):
+class ConfidenceMethod(Bounded):
     """Stopped once the drafted token's probability q falls below t, as in transformers' assisted generation."""
 
     t: float = 0.4
@@ -210,7 +212,7 @@ class ConfidenceStop(Bounded):
         between("t", self.t, 0, 1)
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        return [Confidence(self.t, self.min, self.max) for _ in range(rows)]
+        return [ConfidenceStop(self.t, self.min, self.max) for _ in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class SelfVerification(StopRule):
         at_least("k", self.k, 1)
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        return [SelfVerify(self.k) for _ in range(rows)]
+        return [SelfVerifyStop(self.k) for _ in range(rows)]
 
 
 METHODS = {
@@ -232,6 +234,6 @@ METHODS = {
     "specdec++": SpecDecPlusPlus,
     "cost": HeadByCost,
     "online": Online,
-    "confidence": ConfidenceStop,
+    "confidence": ConfidenceMethod,
     "self-verify": SelfVerification,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.modules import flops
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
-from draftsmith.modules.decoding.protocols import StopPolicy
+from draftsmith.modules.decoding.stop import StopPolicy
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep, layer_shape
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle3.loss import Divergence, distances

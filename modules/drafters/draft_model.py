@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree, Outcome, StopPolicy
+from draftsmith.modules.decoding.drafter import Outcome
+from draftsmith.modules.decoding.stop import StopPolicy
+from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM

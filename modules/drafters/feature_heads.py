@@ -16,11 +16,10 @@ from torch import Tensor
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter, as_decoding, branch_mask
-from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
-from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
+from draftsmith.modules.decoding.tree import DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.growth import DynamicTree, Level
+from draftsmith.modules.drafters.growth import Level
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.engine.cache import KVCache, as_bias
 from draftsmith.modules.engine.lean import LeanStack
@@ -174,7 +173,7 @@ class FeatureTreeDrafter(FeatureDrafter):
             self._beside, width = shape.depth * shape.topk, shape.topk
         else:
             self._beside = width = len(shape.parents)
-        super().__init__(head, target, [FixedLength(1)] * rows, capacity, static)
+        super().__init__(head, target, [FixedLengthStop(1)] * rows, capacity, static)
         # Nodes of a level see themselves and not each other.
         self._own = as_bias(torch.eye(width, dtype=torch.bool, device=target.device), target.dtype)
 

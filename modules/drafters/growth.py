@@ -18,25 +18,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
-from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import Source, probabilities, top_values, without
+from draftsmith.modules.sampling import Source, probabilities, top_values, wide, without
 from draftsmith.modules.transfer import to_device_together
 from draftsmith.modules.types import SamplingParams
-
-
-@dataclass(frozen=True)
-class DynamicTree:
-    """Shape of EAGLE-2's trees (section 4).
-
-    The `topk` best nodes of a level are expanded, `depth` times; the target scores the `nodes` best of all candidates.
-    A node is worth the product of the confidences along its path.
-    """
-
-    nodes: int = 60
-    depth: int = 6
-    topk: int = 10
 
 
 @dataclass(frozen=True)
@@ -219,7 +205,7 @@ def grow_dynamic(
 def _children(level: Level, count: int) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and tokens [B, n, k] of each node's most probable children, best first."""
     logits = level.logits.flatten(0, 1)
-    log_distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    log_distribution = wide(logits).log_softmax(-1)
     log_prob, tokens = top_values(log_distribution, min(count, log_distribution.shape[-1]))
     shape = *level.logits.shape[:2], -1
     return log_prob.view(shape), tokens.view(shape)

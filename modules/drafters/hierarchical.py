@@ -9,20 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import (
-    NO_DRAFT,
-    Drafter,
-    DraftTree,
-    EachRow,
-    Outcome,
-    chain_parents,
-)
-from draftsmith.modules.decoding.stop import FixedLength, RunningEntropy, SelfVerify, entropy
+from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
+from draftsmith.modules.decoding.stop import FixedLengthStop, RunningEntropy, SelfVerifyStop
+from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import Source, best_token, probabilities
+from draftsmith.modules.sampling import Source, best_token, entropies, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams, at_least, at_most
 
@@ -107,7 +101,7 @@ class HierarchicalDrafter:
         self._inner_length = len(self._tokens)
         drawn_from = SamplingParams(1.0) if params.greedy else params
         distributions = [probabilities(row, drawn_from) for row in logits[: len(emitted)]]
-        self.rule.entropies += [entropy(distribution) for distribution in distributions]
+        self.rule.entropies += [entropies(distribution).item() for distribution in distributions]
         return distributions
 
     def _keep(self, length: int) -> None:
@@ -133,7 +127,7 @@ class PreVerification(Method):
 
     k: int = 10
     uses = ("mid", "draft")
-    stop: ClassVar[type[FixedLength] | type[SelfVerify]] = FixedLength
+    stop: ClassVar[type[FixedLengthStop] | type[SelfVerifyStop]] = FixedLengthStop
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
@@ -153,7 +147,7 @@ class PreVerification(Method):
 class PreAndSelfVerification(PreVerification):
     """The method pre-verify, where M1 stops by its own entropy (HSDDW, figure 5b)."""
 
-    stop = SelfVerify
+    stop = SelfVerifyStop
 
 
 @dataclass(frozen=True)

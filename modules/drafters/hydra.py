@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.decoding.branches import as_decoding
-from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
-from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
+from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
+from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree, StaticTree
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle.net import EagleConfig, OfLlama
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureHead
@@ -175,7 +174,7 @@ class HydraHead(MedusaHead, FeatureHead):
         return HydraDrafter(self.like(target), target, stops, capacity)
 
     def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> HydraDrafter:
-        return HydraDrafter(self.like(target), target, [FixedLength(1)] * rows, capacity, shape=shape)
+        return HydraDrafter(self.like(target), target, [FixedLengthStop(1)] * rows, capacity, shape=shape)
 
     def lean(self, target: CausalLM) -> LeanHydra:
         return LeanHydra(self, target)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, EachRow, Outcome
-from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
+from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree
 from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.finite import checked
 from draftsmith.modules.sampling import Source, best_tokens

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, StopPolicy
-from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
-from draftsmith.modules.decoding.typical import Typical
+from draftsmith.modules.decoding.drafter import Drafter
+from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
+from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree, StaticTree, Typical
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.growth import Level, grow_static
@@ -208,7 +207,7 @@ class MedusaHead(DraftHead):
         return MedusaDrafter(self.like(target), target, stops)
 
     def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> RowDrafter:
-        return MedusaDrafter(self.like(target), target, [FixedLength(1)] * rows, shape)
+        return MedusaDrafter(self.like(target), target, [FixedLengthStop(1)] * rows, shape)
 
     def branches(self, target: CausalLM, depth: int) -> MedusaBranches:
         at_most("depth", depth, self.config.num_heads)
@@ -363,7 +362,7 @@ class MedusaChain(FixedK):
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         heads = models.heads[self.uses[0]].config.num_heads
         at_most("k", self.k, heads)
-        return [FixedLength(self.k or heads) for _ in range(rows)]
+        return [FixedLengthStop(self.k or heads) for _ in range(rows)]
 
 
 @dataclass(frozen=True)

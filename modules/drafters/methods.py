@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
-from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError

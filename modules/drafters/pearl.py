@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, EachRow, Outcome, chain_parents
-from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
+from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree, chain_parents
 from draftsmith.modules.drafters.methods import Method, Models
-from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import Source, best_token, probabilities
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.sampling import Sampler, Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams, at_least, at_most
 
@@ -50,7 +50,7 @@ class PearlDrafter:
         room = self._lm.info.max_position - len(self._tokens) - waiting + 1
         num_new = max(0, min(self.k, max_drafted - waiting, room))
         for _ in range(num_new):
-            self._draft_one(params, source)
+            self._draft_one(Sampler(params, [source]))
         self._offered = min(waiting + min(num_new, 1), max_drafted)
         offered = tuple(self._waiting[: self._offered])
         distributions = None if params.greedy or not offered else torch.stack(self._distributions[: self._offered])
@@ -59,20 +59,18 @@ class PearlDrafter:
             offered, chain, distributions, last_unread=self._offered > 0, num_drafted=num_new, draft_calls=num_new
         )
 
-    def _draft_one(self, params: SamplingParams, source: Source) -> None:
+    def _draft_one(self, sampler: Sampler) -> None:
         # Slices of what is new: a copy of the whole sequence would grow with it.
         unread = self._tokens[self._read :] + self._waiting[max(0, self._read - len(self._tokens)) :]
-        logits = self._session.extend([unread]).logits[0, -1]
+        logits = self._session.extend([unread]).logits[:, -1]  # [1, V]
         self._read += len(unread)
-        if params.greedy:
-            token = best_token(logits)
-        else:
-            distribution = probabilities(logits, params)
-            token = source.draw(distribution)
-            self._distributions.append(distribution)
-        if token == NO_TOKEN:
-            raise NonFinite("logits" if params.greedy else "probabilities", "draft", len(self._waiting))
-        self._waiting.append(token)
+        try:
+            tokens, distributions = sampler.draw(logits, [0], len(self._waiting))
+        except NonFinite as error:
+            error.model = "draft"
+            raise
+        self._waiting += tokens
+        self._distributions += () if distributions is None else distributions.unbind()
 
     def advance(self, outcome: Outcome) -> None:
         accepted = outcome.num_accepted

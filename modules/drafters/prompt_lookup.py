@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import NO_DRAFT, Drafter, DraftTree, EachRow, Outcome, chain_parents
-from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
+from draftsmith.modules.decoding.tree import MAX_NODES, NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams, at_least, at_most

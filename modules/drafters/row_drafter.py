@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
-from draftsmith.modules.decoding.chain import Step, draft_chains
-from draftsmith.modules.decoding.learner import Learner
-from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
-from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.growth import DynamicTree, Expand, Level, grow_dynamic, grow_static
+from draftsmith.modules.decoding.chain import OnToken, Step, draft_chains
+from draftsmith.modules.decoding.drafter import Outcome
+from draftsmith.modules.decoding.stop import Learner, StopPolicy
+from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
+from draftsmith.modules.drafters.growth import Expand, Level, grow_dynamic, grow_static
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import MOST_POSITIONS
-from draftsmith.modules.sampling import Source
+from draftsmith.modules.sampling import Sampler, Source
 from draftsmith.modules.types import SamplingParams
 
 
@@ -42,8 +41,8 @@ class RowDrafter(ABC):
     """A `Drafter` apart from its model.
 
     needs_features: it reads features of the model it drafts for. model: its name in errors. end_ids: tokens that end a
-    chain. shape: of its trees, if it drafts any. rules: for each row, how far its dynamic tree grows and how many of
-    its nodes are verified.
+    chain. on_token: called with the row and the view of every drafted token of a chain. shape: of its trees, if it
+    drafts any. rules: for each row, how far its dynamic tree grows and how many of its nodes are verified.
     """
 
     shape: StaticTree | DynamicTree | None = None
@@ -51,6 +50,7 @@ class RowDrafter(ABC):
     capture: tuple[int, ...] = ()
     needs_features = True
     end_ids: Collection[int] = ()
+    on_token: OnToken | None = None
     model: str
 
     def __init__(
@@ -82,7 +82,8 @@ class RowDrafter(ABC):
     ) -> list[DraftTree]:
         """Draft chains by the rows' policies (`draft_chains`)."""
         stops, contexts = [row.stop for row in self._rows], [row.tokens for row in self._rows]
-        return draft_chains(logits, states, step, stops, limits, params, sources, contexts, self.end_ids)
+        sampler = Sampler(params, sources)
+        return draft_chains(logits, states, step, stops, limits, sampler, contexts, self.end_ids, self.on_token)
 
     def _grown(
         self,
@@ -98,11 +99,6 @@ class RowDrafter(ABC):
         assert self.shape is not None
         rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
         return grow_dynamic(self.shape, root, expand, limits, rules)
-
-    def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
-        """Replace each policy by wrap(policy) from its row's next `begin` on, and return these, for watchers."""
-        self.stops = [wrap(stop) for stop in self.stops]
-        return self.stops
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         number = self._idle.pop(0) if row == len(self._rows) else self._rows[row].number

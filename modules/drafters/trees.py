@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
-from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
-from draftsmith.modules.drafters.growth import DynamicTree
+from draftsmith.modules.decoding.drafter import Drafter
+from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, num_candidates
 from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.types import InputError, at_least, at_most
 

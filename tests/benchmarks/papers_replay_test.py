@@ -29,9 +29,9 @@ from draftsmith.benchmarks.papers.rollouts import (
 )
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.acceptance.repeats import Repeats, followers
+from draftsmith.modules.acceptance.repeats import RepeatIndex, repeat_scores
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.stop import SelfVerify
+from draftsmith.modules.decoding.stop import SelfVerifyStop
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.eagle.head import Eagle2
 from draftsmith.modules.drafters.methods import Models, parse_method
@@ -160,7 +160,7 @@ def test_probabilities_along_the_draft_are_those_of_the_target_read_token_by_tok
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampling"])
 def test_heads_read_the_repetitions_that_the_text_offers(world, params, monkeypatch):
-    monkeypatch.setattr(Repeats, "SIZES", (2, 1))  # such models repeat little more than a token
+    monkeypatch.setattr(RepeatIndex, "SIZES", (2, 1))  # such models repeat little more than a token
     prompt = BenchPrompt("all tokens", list(range(5, 205)))
     head = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=0, state="before", features=("repeat",)))
     for weight in head.requires_grad_(False).parameters():
@@ -169,8 +169,7 @@ def test_heads_read_the_repetitions_that_the_text_offers(world, params, monkeypa
     rollouts, expected = record_all(recorder, [prompt]), []
     for row, tokens in enumerate(torch.from_numpy(rollouts.token)):
         text = [*prompt.prompt_ids, *rollouts.answers[0].tokens[: rollouts.start[row]]]
-        (halves,), (wanted,) = followers(text, [len(text)], tokens[None])
-        expected += torch.where(wanted == tokens, halves, -halves).tolist()
+        expected += repeat_scores(text, [len(text)], tokens[None])[0].tolist()
     assert rollouts.heads["repeat"].flatten().tolist() == pytest.approx(expected, abs=1e-4)
     assert sum(value != 0 for value in expected) > 3
 
@@ -212,7 +211,7 @@ def test_self_verification_continues_at_an_entropy_that_equals_the_mean():
         rollouts.entropy[row] = by_place[start : start + 5]
     (trace,) = replay.self_verify(rollouts, 5)
     assert [(step.num_drafted, step.num_accepted) for step in trace.steps] == [(2, 1), (3, 3), (1, 1)]
-    policy = SelfVerify(5)
+    policy = SelfVerifyStop(5)
     policy.entropies = [0.5]
     policy.observe(1, 0)
     assert policy.threshold == 0.5

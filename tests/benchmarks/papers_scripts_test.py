@@ -21,9 +21,11 @@ from draftsmith.benchmarks.papers.hsddw import Watcher
 from draftsmith.benchmarks.papers.specdecpp import ForwardTimes, pareto_front
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.launch.cli import main_of
+from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
-from draftsmith.modules.decoding.protocols import DraftTree, EachRow, Verdict
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.decoding.tree import DraftTree
+from draftsmith.modules.decoding.verify import Verdict
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.pretrained.heads import save_head
@@ -257,7 +259,7 @@ def simulate(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[Counter, Count
 @pytest.mark.parametrize(("middle", "eos"), [(False, ()), (True, ()), (True, (1,))])
 def test_the_watcher_sees_what_happens(middle, eos):
     k = 3
-    drafter = DraftModelDrafter(M1, [FixedLength(k)], CAPACITY)
+    drafter = DraftModelDrafter(M1, [FixedLengthStop(k)], CAPACITY)
     if middle:
         drafter = EachRow([HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)])
     watcher = Watcher(drafter, eos)

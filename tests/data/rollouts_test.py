@@ -21,7 +21,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, row_uniforms
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import FrozenDrafter, drafter_identity, save_head
@@ -172,7 +172,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
                 raise Done
 
         try:
-            drafter = DraftModelDrafter(draft, [FixedLength(2)], 32)
+            drafter = DraftModelDrafter(draft, [FixedLengthStop(2)], 32)
             generate_one(target, drafter, PROMPT, params, 9, source, (), DecodeOptions(watch))
         except Done:
             pass

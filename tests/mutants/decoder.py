@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutant import BATCH, EXACT, LIMITS, POOL, ROWS_ALONE, TRACE, TREE, Mutant, emitted
 
 VERIFY, LOOP, TRACE_PY, CHAIN = (f"modules/decoding/{name}.py" for name in ("verify", "loop", "trace", "chain"))
-TYPICAL, TYPICAL_TEST = "modules/decoding/typical.py", "tests/modules/decoding/typical_test.py"
+TREES, TYPICAL_TEST = "modules/decoding/tree.py", "tests/modules/decoding/typical_test.py"
 DRAFTERS = "modules/drafters"
 QUANTIZED, QUANTIZED_TEST = "modules/engine/low_precision.py", "tests/modules/engine/quantized_test.py"
 PACKED_TEST = "tests/modules/engine/packed_test.py"
@@ -30,15 +30,16 @@ def refilled(method: str) -> tuple[str, ...]:
 
 MUTANTS = [
     # -- typical acceptance
-    Mutant("typical-at-the-bound-too", TYPICAL, "return wide > torch.clamp", "return wide >= torch.clamp",
+    Mutant("typical-at-the-bound-too", TREES, "return wide > torch.clamp", "return wide >= torch.clamp",
            (TYPICAL_TEST,)),
-    Mutant("typical-by-the-larger-bound", TYPICAL, "torch.exp(-entropy), max=self.eps)",
+    Mutant("typical-by-the-larger-bound", TREES, "torch.exp(-entropy), max=self.eps)",
            "torch.exp(-entropy), min=self.eps)", (TYPICAL_TEST,)),
-    Mutant("typical-of-the-parents-law", TYPICAL, "prob = distribution(parent + 1)", "prob = distribution(0)",
+    Mutant("typical-of-the-parents-law", VERIFY, "            prob = numbers.distribution(row, parent + 1)",
+           "            prob = numbers.distribution(row, 0)",
            (TYPICAL_TEST,)),
-    Mutant("typical-shortest-of-the-most-probable", TYPICAL, "len(paths[node]), scores[parent][1]",
+    Mutant("typical-shortest-of-the-most-probable", VERIFY, "len(paths[node]), scores[parent][1]",
            "0, scores[parent][1]", (TYPICAL_TEST,)),
-    Mutant("typical-token-follows-the-root", VERIFY, "laws(path[-1] + 1 if path else 0)", "laws(0)",
+    Mutant("typical-token-follows-the-root", VERIFY, "numbers.distribution(row, best + 1)", "numbers.distribution(row, 0)",
            (TYPICAL_TEST,)),
     Mutant("typical-shown-as-lossless", "modules/drafters/methods.py",
            "self.label.removesuffix(LOSSY) + LOSSY", "self.label.removesuffix(LOSSY)",
@@ -88,22 +89,24 @@ MUTANTS = [
            "            if stopped and 1 < count < lengths[row]:\n                tokens[row].pop()\n"
            "                del drawn_from[row][-1:]\n            if not stopped and count < lengths[row] and token not in end_ids:",
            emitted("confidence", "self-verify", "specdec++")),
-    Mutant("chain-drafts-without-warping", CHAIN,
-           "q = probabilities(logits if len(rows) == len(lengths) else logits[rows], params)",
-           "q = (logits if len(rows) == len(lengths) else logits[rows]).softmax(-1)",
+    Mutant("chain-drafts-without-warping", "modules/sampling.py",
+           "distributions = probabilities(own, self.params)", "distributions = own.softmax(-1)",
            (f"{EXACT}::test_drafts_follow_the_draft_model_at_the_sampling_asked_for",)),
-    Mutant("chain-another-rows-logits", CHAIN,
-           "logits if len(rows) == len(lengths) else logits[rows], params)",
-           "logits[: len(rows)], params)", (ROWS_ALONE,)),
-    Mutant("chain-another-rows-source", CHAIN, "draw_each(q, [sources[row] for row in rows])",
-           "draw_each(q, [sources[0] for row in rows])", (ROWS_ALONE,)),
+    Mutant("chain-another-rows-logits", "modules/sampling.py",
+           "own = logits if len(rows) == len(logits) else logits[rows]", "own = logits[: len(rows)]", (ROWS_ALONE,)),
+    Mutant("chain-another-rows-source", "modules/sampling.py", "[self.sources[row] for row in rows]",
+           "[self.sources[0] for row in rows]", (ROWS_ALONE,)),
     Mutant("chain-a-policys-own-longest-draft", CHAIN, "max(0, min(limit, stop.max_drafted)) for", "max(0, limit) for",
            (ROWS_ALONE,)),
     Mutant("chain-stopped-rows-go-on", CHAIN, "            if not stopped and count < lengths[row] and token not in end_ids:",
            "            if count < lengths[row] and token not in end_ids:", (ROWS_ALONE,)),
     Mutant("chain-fixed-length-one-uniform-for-all-tokens", "modules/sampling.py", "uniforms[:, place]", "uniforms[:, 0]",
            (ROWS_ALONE,)),
-    Mutant("chain-fixed-length-padding-is-a-draft", CHAIN, "DraftTree(tuple(tokens[row][:count])", "DraftTree(tuple(tokens[row])",
+    Mutant("chain-fixed-length-padding-is-a-draft", CHAIN, "own = tuple(tokens[row][:count])", "own = tuple(tokens[row])",
+           (ROWS_ALONE,)),
+    Mutant("chain-fixed-length-goes-on-behind-an-end-token", CHAIN, "count = next(ends, length)", "count = length",
+           (ROWS_ALONE,)),
+    Mutant("chain-fixed-length-takes-all-uniforms", CHAIN, "sources[row].skip(count)", "sources[row].skip(length)",
            (ROWS_ALONE,)),
     Mutant("policies-hear-of-one-more", f"{DRAFTERS}/row_drafter.py",
            "observe(len(row.tree.tokens), outcome.num_accepted)",
@@ -162,7 +165,7 @@ MUTANTS = [
            "in zip(places, fresh, scores.features.flip(0), strict=True)", arriving("eagle:k=2")),
     Mutant("pool-another-rows-policy", f"{DRAFTERS}/row_drafter.py", "else self._rows[row].number",
            "else self._rows[0].number", arriving("online")),
-    Mutant("pool-another-rows-drafter", "modules/decoding/protocols.py", "self.drafters[self._numbers[row]].start(",
+    Mutant("pool-another-rows-drafter", "modules/decoding/drafter.py", "self.drafters[self._numbers[row]].start(",
            "self.drafters[row].start(", arriving("pld", "hsddw")),
     Mutant("pool-a-policy-that-is-in-use", f"{DRAFTERS}/row_drafter.py",
            "sorted(set(range(len(self.stops))).difference(row.number for row in self._rows))",

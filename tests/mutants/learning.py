@@ -5,19 +5,19 @@ from __future__ import annotations
 from mutants.mutant import REPLAY_TEST, Mutant
 
 REPLAY, RECORDING = "benchmarks/papers/replay.py", "benchmarks/papers/rollouts.py"
-LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
+LOSSES, METRICS = "modules/losses.py", "modules/acceptance/metrics.py"
 EAGLE, MEDUSA, MEDUSA_TEST = (
     "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
 )  # fmt: skip
 HYDRA, HYDRA_TEST = "modules/drafters/hydra.py", "tests/modules/drafters/hydra_test.py"
 MEDUSA_FORMAT, MEDUSA_READ = "modules/formats/medusa.py", "tests/modules/formats/medusa_test.py"
-LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
+LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/acceptance/metrics_test.py"
 LABELS, ROLLOUTS, DATASETS = ("data/acceptance.py", "data/rollouts.py", "data/store/datasets.py")
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
     f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets")
 )
 STORED = "train/acceptance_data.py"
-FITTING = "modules/acceptance/fitting.py"
+FITTING = "train/acceptance_fitting.py"
 START_TEST = "tests/train/acceptance_data_test.py"
 REPETITION = "data/text/repetition.py"
 REPETITION_TEST = "tests/data/text/repetition_test.py"

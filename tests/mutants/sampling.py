@@ -44,7 +44,7 @@ MUTANTS = [
            "cumulative = probs.cumsum(-1, dtype=torch.float64)\n    total", "cumulative = probs.cumsum(-1)\n    total",
            (FINITE, TEST)),
     Mutant("best-of-broken-logits", SAMPLING,
-           "return token if math.isfinite(wide.item(token)) else NO_TOKEN", "return token", (FINITE,)),
+           "return token if math.isfinite(array.item(token)) else NO_TOKEN", "return token", (FINITE,)),
     Mutant("best-of-broken-rows", SAMPLING, "torch.where(best.isfinite(), index, NO_TOKEN)", "index", (TEST,)),
     Mutant("draws-from-broken-rows", SAMPLING,
            "torch.where((total > 0) & total.isfinite(), torch.minimum(index, last), NO_TOKEN)",

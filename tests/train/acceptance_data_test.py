@@ -12,7 +12,6 @@ import torch
 from trained_runs import losses
 
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
-from draftsmith.modules.acceptance.fitting import begin, predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_head
 from draftsmith.modules.pretrained.models import load_lm
@@ -24,6 +23,7 @@ from draftsmith.train.acceptance_data import (
     StoredDataset,
     collate_stored,
 )
+from draftsmith.train.acceptance_fitting import initialize_head, predicted
 from draftsmith.train.command import run
 from draftsmith.train.data_module import Samples
 
@@ -96,7 +96,7 @@ def test_a_validation_sample_is_an_answer(samples, tokens):
 def test_a_head_starts_as_the_logistic_of_its_standardised_features(reader, tokens):
     torch.manual_seed(0)
     head = AcceptanceHead(LEAN)
-    begin(head, reader.batches(tokens))
+    initialize_head(head, reader.batches(tokens))
     batch = reader.read(tokens).batch
     given = torch.cat([batch.hidden, reader.drafter.lm.embed(tokens.ids), batch.features], -1).double()
     np.testing.assert_allclose(head.mean.numpy(), given.mean(0).numpy(), atol=1e-5)

@@ -14,7 +14,6 @@ from trained_runs import fake_trainer, step_loss
 
 from draftsmith.data import acceptance as labels
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
-from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import FrozenDrafter, drafter_identity, load_head, save_head
@@ -22,6 +21,7 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
 from draftsmith.train.acceptance_data import LitAcceptance, RolloutReader, StoredDataset, collate_stored
+from draftsmith.train.acceptance_fitting import predicted
 from draftsmith.train.command import run
 from draftsmith.train.data_module import MicroBatch, SampleKey, Samples
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
+from draftsmith.modules.decoding.stop import DraftView, StopPolicy
 from draftsmith.modules.drafters.chains import StopRule
 from draftsmith.modules.drafters.methods import Models
 

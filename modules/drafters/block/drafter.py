@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.policies import CostRule
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter, as_decoding
 from draftsmith.modules.decoding.confidence import sigmoid
-from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.stop import SlotConfidenceStop, StopPolicy
+from draftsmith.modules.decoding.tree import DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks
-from draftsmith.modules.drafters.growth import DynamicTree, Level
+from draftsmith.modules.drafters.growth import Level
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.engine.cache import KVCache, RowsCache, as_bias
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack
@@ -98,58 +96,13 @@ class LeanBlock:
         z, memory = self._head.markov_head.step(hidden, previous, memory)
         return logits + self.markov_w2(z), memory
 
-    def chances(self, hidden: Tensor) -> list[list[float]]:
+    def confidence_logits(self, hidden: Tensor) -> list[list[float]]:
         """Return the confidence head's log-odds for states [B, n, H], without the previous token's part."""
         return (hidden.float() @ self._of_state).tolist()
 
-    def chance(self, of_state: float, previous: int) -> float:
+    def confidence(self, logit: float, previous: int) -> float:
         """Return the probability that a slot's token is accepted, behind this token."""
-        return sigmoid(of_state + self._of_token[previous])
-
-
-class ConfidenceCut(StopPolicy):
-    """Ends a draft before the first token that the drafter's confidence head thinks too little of.
-
-    The head does not see that token, which is never drawn, so that nothing is biased. llama.cpp cuts where a token's
-    own probability falls below `--spec-draft-p-min` (src/models/dflash.cpp). The product over the draft is the
-    probability that all of it is accepted; with a cost it is what one more token adds, and has to be worth its time.
-
-    chances: of this round's slots, set by the drafter. chance: of a slot behind a token. probs: this round's
-    probabilities, of the first token on.
-    """
-
-    def __init__(self, threshold: float | CostRule, product: bool, max_drafted: int):
-        """threshold: least probability; or a rule with the cost of a token, which wants `product`."""
-        self.threshold, self.product, self.max_drafted = threshold, product, max_drafted
-        self.learners = threshold.learners if isinstance(threshold, CostRule) else ()
-        self.chances: Sequence[float] = ()
-        self.chance: Callable[[float, int], float] = lambda of_state, previous: 1.0
-        self.probs: list[float] = []
-        self._survival = 1.0
-
-    def opens(self, anchor: int) -> bool:
-        """Return whether the round's first token is worth drafting."""
-        self._survival, self.probs = 1.0, []
-        return self._goes_on(0, anchor)
-
-    def should_stop(self, view: DraftView) -> bool:
-        return view.num_drafted >= self.max_drafted or not self._goes_on(view.num_drafted, view.token)
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        if isinstance(self.threshold, CostRule):
-            self.threshold.observe(num_drafted, num_accepted)
-
-    def _goes_on(self, slot: int, previous: int) -> bool:
-        if slot >= len(self.chances):
-            return False
-        prob = self.chance(self.chances[slot], previous)
-        if math.isnan(prob):
-            raise NonFinite("confidences")
-        self.probs.append(prob)
-        self._survival *= prob
-        rule = self.threshold
-        least = rule.c * rule.pace if isinstance(rule, CostRule) else rule
-        return (self._survival if self.product else prob) >= least
+        return sigmoid(logit + self._of_token[previous])
 
 
 class BlockDrafter(RowDrafter):
@@ -225,17 +178,16 @@ class BlockDrafter(RowDrafter):
 
     def _opened(self, hidden: Tensor, limits: Sequence[int]) -> Sequence[int]:
         """Show this round's confidences to the rows' policies; return limits of 0 for rows that draft nothing."""
-        cuts = [row.stop.innermost if hasattr(row.stop, "innermost") else row.stop for row in self._rows]
-        if not any(isinstance(cut, ConfidenceCut) for cut in cuts):
+        if not any(isinstance(row.stop, SlotConfidenceStop) for row in self._rows):
             return limits
         opened = list(limits)
-        for place, (row, cut, chances) in enumerate(zip(self._rows, cuts, self.net.chances(hidden), strict=True)):
-            if isinstance(cut, ConfidenceCut):
-                cut.chances, cut.chance = chances, self.net.chance
+        for place, (row, logits) in enumerate(zip(self._rows, self.net.confidence_logits(hidden), strict=True)):
+            if isinstance(row.stop, SlotConfidenceStop):
+                row.stop.confidence_logits, row.stop.confidence = logits, self.net.confidence
                 # Rows without a limit have read nothing new.
                 if limits[place] > 0:
                     try:
-                        opened[place] = limits[place] if cut.opens(row.tokens[-1]) else 0
+                        opened[place] = limits[place] if row.stop.drafts_first(row.tokens[-1]) else 0
                     except NonFinite as error:
                         error.row, error.position = place, 0
                         raise

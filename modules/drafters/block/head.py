@@ -16,9 +16,8 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import StopPolicy
-from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
+from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
 from draftsmith.modules.drafters.block.drafter import BlockBranches, BlockDrafter
 from draftsmith.modules.drafters.block.loss import Predictions, compare, reach_weights, sampled_columns
@@ -32,7 +31,6 @@ from draftsmith.modules.drafters.block.net import (
     layers_like,
 )
 from draftsmith.modules.drafters.eagle3.head import layers_of
-from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import TokenLoss
 from draftsmith.modules.targets.base import CausalLM
@@ -415,7 +413,7 @@ class BlockHead(BlockNet):
         rows: int = 1,
         rules: Sequence[TreeRule] | None = None,
     ) -> BlockDrafter:
-        return BlockDrafter(self.like(target), target, [FixedLength(1)] * rows, capacity, shape, rules)
+        return BlockDrafter(self.like(target), target, [FixedLengthStop(1)] * rows, capacity, shape, rules)
 
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
         return BlockBranches(self.like(target), target, depth)

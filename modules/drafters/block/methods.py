@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from draftsmith.modules.acceptance.policies import CostRule
-from draftsmith.modules.decoding.protocols import StopPolicy
-from draftsmith.modules.drafters.block.drafter import ConfidenceCut
+from draftsmith.modules.decoding.stop import CostRule, SlotConfidenceStop, StopPolicy
 from draftsmith.modules.drafters.chains import Chain, FixedK
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
@@ -62,7 +60,7 @@ class DSparkConfidence(Chain):
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         check_confident(models, self.k)
-        return [ConfidenceCut(self.t, self.rule == "draft", self.k) for _ in range(rows)]
+        return [SlotConfidenceStop(self.t, self.rule == "draft", self.k) for _ in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class DSparkCost(Chain):
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         check_confident(models, self.k)
         c = models.times.step_cost(models, "dspark", rows) if isinstance(self.c, str) else self.c
-        return [ConfidenceCut(CostRule(c), True, self.k) for _ in range(rows)]
+        return [SlotConfidenceStop(CostRule(c), True, self.k) for _ in range(rows)]
 
 
 def check_confident(models: Models, k: int) -> None:

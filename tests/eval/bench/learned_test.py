@@ -13,10 +13,15 @@ from run_models import run_models
 from draftsmith.eval.bench.measuring import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
-from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
-from draftsmith.modules.acceptance.policies import RecentRatio
+from draftsmith.modules.acceptance.online import OnlineLogistic
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.learner import learned_state, learners_of, load_learned_state, snapshot_learned_state
+from draftsmith.modules.decoding.stop import (
+    RecentRatio,
+    learned_state,
+    learners_of,
+    load_learned_state,
+    snapshot_learned_state,
+)
 from draftsmith.modules.drafters.block.head import DFlashHead, DSparkHead
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead

@@ -17,8 +17,8 @@ from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.trace import node_accept_probs
-from draftsmith.modules.decoding.protocols import DraftTree, Verdict
-from draftsmith.modules.decoding.typical import Typical
+from draftsmith.modules.decoding.tree import DraftTree, Typical
+from draftsmith.modules.decoding.verify import Verdict
 from draftsmith.modules.drafters.methods import known_methods
 from draftsmith.modules.types import SamplingParams
 

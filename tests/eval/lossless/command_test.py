@@ -16,7 +16,8 @@ from draftsmith.eval.lossless.command import LosslessConfig, certify, greedy_ans
 from draftsmith.eval.lossless.sampling import RecordingRunner, ends_as_asked
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
-from draftsmith.modules.decoding.protocols import DraftTree, EachRow
+from draftsmith.modules.decoding.drafter import EachRow
+from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.drafters.methods import Method, Models, known_methods, parse_methods
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import probabilities

@@ -12,11 +12,10 @@ import torch
 
 from draftsmith.modules.acceptance import predictor as acceptance
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
-from draftsmith.modules.acceptance.policies import OnlinePredictor
+from draftsmith.modules.acceptance.online import OnlineLogistic, OnlinePredictor
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.confidence import confidence_of, confidences_of
-from draftsmith.modules.decoding.protocols import DraftedStep, DraftView
+from draftsmith.modules.decoding.stop import DraftView, StepBatch
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -190,9 +189,9 @@ def side_by_side(rounds: list[list[DraftView]]) -> list[list[DraftView]]:
         for row, view in zip(rows, views, strict=True):
             states[row], logits[row] = view.hidden, view.logits
         given = None if views[0].draft_prob is None else torch.stack([view.draft_prob for view in views])
-        step = DraftedStep(rows, [view.token for view in views], states, logits, given)
+        step = StepBatch(rows, [view.token for view in views], states, logits, given)
         for place, view in enumerate(views):
-            view.step, view.place = step, place
+            view.batch, view.place = step, place
     return rounds
 
 
@@ -209,12 +208,12 @@ def test_rows_that_draft_together_are_predicted_together(head, views, monkeypatc
     counted = []
     for rounds in ([views, others], [views, others, last]):
         first = HeadPredictor(head, embed)
-        predictors = [first, *(first.beside() for _ in rounds[1:])]
+        predictors = [first, *(first.for_row() for _ in rounds[1:])]
         told = say_together(predictors, rounds)
         counted.append(dict(calls))
         calls.clear()
         for said, own in zip(told, rounds, strict=True):
-            alone = [dataclasses.replace(view, step=None, log_q=None, softmax=None) for view in own]
+            alone = [dataclasses.replace(view, batch=None, _prob=None, _softmax=None) for view in own]
             assert said == pytest.approx(say(HeadPredictor(head, embed), alone), abs=1e-5)
         assert told[0] == pytest.approx(expected(head, views, lambda x: calibrated(head, x)), abs=1e-5)
         calls.clear()
@@ -248,7 +247,7 @@ def test_one_token_is_predicted_as_in_training(head, views):
     places = torch.tensor([view.num_drafted for view in predicted])
     heats = torch.tensor([view.temperature for view in predicted])
     known = confidences_of(distributions, tokens, places, heats)
-    known = dataclasses.replace(known, repeat=torch.tensor([repeat(views, n) for n in range(len(predicted))]))
+    known = known._replace(repeat=torch.tensor([repeat(views, n) for n in range(len(predicted))]))
     features = head.feature_values(known) if head.config.features else None
     embeds = embed(tokens) if head.config.state == "before" else None
     many = torch.sigmoid(head.calibrated(head(states, embeds, features))).tolist()

@@ -10,8 +10,7 @@ import torch
 from quick_heads import specdecpp
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.acceptance.policies import PredictorStop
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.stop import DraftView, PredictorStop
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.types import AcceptanceBatch, InputError
 

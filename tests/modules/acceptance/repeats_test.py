@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from draftsmith.modules.acceptance.repeats import Repeats, RepeatScores, followers, repeat_scores
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.acceptance.repeats import RepeatIndex, repeat_scores
+from draftsmith.modules.decoding.stop import DraftView
 
 
 def by_search(text: list[int], drafted: list[int], token: int) -> float:
@@ -33,7 +33,7 @@ def copying_text(seed: int, length: int) -> list[int]:
 
 
 def scores(text: list[int], starts: list[int], drafted: list[list[int]]) -> torch.Tensor:
-    return repeat_scores(*followers(text, starts, torch.tensor(drafted)), torch.tensor(drafted))
+    return repeat_scores(text, starts, torch.tensor(drafted))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -54,11 +54,11 @@ def test_scores_equal_an_exhaustive_search(seed):
 
 def test_tokens_after_the_end_of_a_draft_have_none():
     assert scores([1, 2, 3, 1, 2], [5, 5], [[3, -1], [4, -1]]).tolist() == [[1.0, 0.0], [-1.0, 0.0]]
-    assert [part.shape for part in followers([1], [], torch.empty(0, 4, dtype=torch.int64))] == [(0, 4), (0, 4)]
+    assert repeat_scores([1], [], torch.empty(0, 4, dtype=torch.int64)).shape == (0, 4)
 
 
 def test_scores_follow_a_growing_text_and_reset_with_the_prompt():
-    text, seen = copying_text(7, 60), RepeatScores()
+    text, seen = copying_text(7, 60), RepeatIndex()
 
     def shown(context: list[int], drafted: list[int]) -> list[float]:
         nothing = torch.empty(0, 0)
@@ -68,7 +68,7 @@ def test_scores_follow_a_growing_text_and_reset_with_the_prompt():
     for start in (20, 23, 40, 41):
         drafted = text[start : start + 4]
         assert shown(text[:start], drafted) == scores(text, [start], [drafted])[0].tolist()
-    assert any(Repeats.SIZES[-1] / 2 in shown(text[:start], text[start : start + 4]) for start in (42, 50))
+    assert any(RepeatIndex.SIZES[-1] / 2 in shown(text[:start], text[start : start + 4]) for start in (42, 50))
     # Another text, at first shorter than what was read of the last one: nothing of that one is left.
     other = copying_text(8, 60)
     seen.reset()

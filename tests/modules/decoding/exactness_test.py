@@ -20,10 +20,10 @@ from table_models import (
     warped,
 )
 
-from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
+from draftsmith.modules.acceptance.online import OnlinePredictor
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
-from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import CostRule, FixedLengthStop, PredictorStop
+from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -90,7 +90,7 @@ def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
 
 @pytest.mark.parametrize("eos_ids", [(1, 3), ()])
 @pytest.mark.parametrize(
-    "policy", [lambda: FixedLength(3), lambda: PredictorStop(OnlinePredictor(), CostRule(0.1), 1, 3)]
+    "policy", [lambda: FixedLengthStop(3), lambda: PredictorStop(OnlinePredictor(), CostRule(0.1), 1, 3)]
 )
 def test_a_draft_that_ends_with_an_end_token_leaves_the_distribution(policy, eos_ids):
     """Whether the answer ends there or not: the token stays in the draft."""
@@ -121,7 +121,7 @@ def test_the_draft_of_full_support_is_exact():
     # Every token can be drafted and nearly every one rejected: other branches than with sparse distributions.
     target, draft = TableLM(5, support=(V,)), TableLM(6, support=(V,))
     distribution = decoded_distribution(
-        target, lambda: DraftModelDrafter(draft, [FixedLength(2)], CAPACITY), SETTINGS["T=1"], 2, max_new_tokens=8
+        target, lambda: DraftModelDrafter(draft, [FixedLengthStop(2)], CAPACITY), SETTINGS["T=1"], 2, max_new_tokens=8
     )
     assert total_variation(distribution, target_distribution(target, SETTINGS["T=1"], 2)) < EXACT
 
@@ -130,7 +130,7 @@ def test_a_draft_equal_to_the_target_is_never_rejected():
     target, params = TableLM(1), SETTINGS["T=1.5,top_p=0.8"]
 
     def run(source: Branches):
-        drafter = DraftModelDrafter(TableLM(1), [FixedLength(2)], CAPACITY)
+        drafter = DraftModelDrafter(TableLM(1), [FixedLengthStop(2)], CAPACITY)
         return generate_one(target, drafter, PROMPT, params, 4, source).trace
 
     for trace, _ in enumerate_branches(run):
@@ -220,7 +220,7 @@ class ForgetsToNormalise(DraftModelDrafter):
 def test_a_biased_drafter_is_caught(wrong):
     target, draft, params = TableLM(5, support=(V,)), TableLM(6, support=(V,)), SETTINGS["T=1"]
     distribution = decoded_distribution(
-        target, lambda: wrong(draft, [FixedLength(1)], CAPACITY), params, length=2, max_new_tokens=8
+        target, lambda: wrong(draft, [FixedLengthStop(1)], CAPACITY), params, length=2, max_new_tokens=8
     )
     assert sum(distribution.values()) == pytest.approx(1)  # a distribution, but another one
     assert total_variation(distribution, target_distribution(target, params, 2)) > CAUGHT

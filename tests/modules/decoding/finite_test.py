@@ -11,11 +11,18 @@ import torch
 from broken_models import CONTEXT, H, V, models, small_lm
 from run_models import run_models
 
-from draftsmith.modules.acceptance.policies import CostRule, PredictorStop, ThresholdRule
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_one
-from draftsmith.modules.decoding.protocols import DraftTree, DraftView
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
+from draftsmith.modules.decoding.stop import (
+    ConfidenceStop,
+    CostRule,
+    DraftView,
+    FixedLengthStop,
+    PredictorStop,
+    SelfVerifyStop,
+    ThresholdRule,
+)
+from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
@@ -120,7 +127,7 @@ def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched
             drafter = parse_method("spec:k=3").build(Models(target, draft, capacity=CONTEXT), 2)
             sources = [TorchSource(3), TorchSource(3)]
             return generate(target, drafter, prompts, params, 8, sources, ())[1].tokens
-        drafter = DraftModelDrafter(draft, [FixedLength(3)], CONTEXT)
+        drafter = DraftModelDrafter(draft, [FixedLengthStop(3)], CONTEXT)
         return generate_one(target, drafter, PROMPT, params, 8, TorchSource(3), ()).tokens
 
     target, draft = small_lm(1), small_lm(2)
@@ -222,4 +229,4 @@ def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops
         stop.start_round()
         assert stop.should_stop(view)
     broken = DraftView(2, 3, torch.ones(1, H), torch.full((V,), math.nan), None)
-    assert Confidence(0.4, 1, 8).should_stop(broken) and SelfVerify(8).should_stop(broken)
+    assert ConfidenceStop(0.4, 1, 8).should_stop(broken) and SelfVerifyStop(8).should_stop(broken)

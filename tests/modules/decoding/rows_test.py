@@ -11,10 +11,10 @@ from table_models import PROMPT, TableLM, V
 from torch import Tensor
 
 from draftsmith.modules.decoding.chain import draft_chains, draft_fixed_length
-from draftsmith.modules.decoding.protocols import DraftTree, DraftView, chain_parents
-from draftsmith.modules.decoding.stop import Around, Confidence, FixedLength, SelfVerify
+from draftsmith.modules.decoding.stop import ConfidenceStop, FixedLengthStop, SelfVerifyStop
+from draftsmith.modules.decoding.tree import DraftTree, chain_parents
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.sampling import TorchSource, draw_each, probabilities
+from draftsmith.modules.sampling import Sampler, TorchSource, draw_each, probabilities
 from draftsmith.modules.types import SamplingParams
 
 LARGEST_UNIFORM, GREEDY = 1 - 2**-53, SamplingParams()
@@ -90,25 +90,14 @@ def test_rows_are_verified_like_each_alone(setting, seed, ahead):
 
 
 POLICIES = {
-    "lengths of their own": [lambda k=k: FixedLength(k) for k in (1, 4, 2, 3)],
+    "lengths of their own": [lambda k=k: FixedLengthStop(k) for k in (1, 4, 2, 3)],
     "any": [
-        lambda: Confidence(0.5, 1, 4),
-        lambda: FixedLength(2),
-        lambda: SelfVerify(3),
-        lambda: Confidence(0.9, 2, 3),
+        lambda: ConfidenceStop(0.5, 1, 4),
+        lambda: FixedLengthStop(2),
+        lambda: SelfVerifyStop(3),
+        lambda: ConfidenceStop(0.9, 2, 3),
     ],
 }
-
-
-class Obeyed(Around):
-    """A policy that is not asked again once it has stopped the draft."""
-
-    stopped = False
-
-    def should_stop(self, view: DraftView) -> bool:
-        assert not self.stopped
-        self.stopped = super().should_stop(view)
-        return self.stopped
 
 
 class Reader:
@@ -133,22 +122,27 @@ class Reader:
 def test_rows_are_drafted_like_each_alone(setting, policies):
     """Rows that stop by themselves, rows that the limit stops, and rows that may not draft at all; and chains of known
     lengths whose tokens the host learns of at the end, as on a GPU."""
-    params, lm = SETTINGS[setting], TableLM(3)
+    params, lm, end_ids = SETTINGS[setting], TableLM(3), {2}
     made = POLICIES.get(policies, POLICIES["lengths of their own"]) * 3
     cases = [(make, limit, number) for limit in (4, 3, 1, 0) for number, make in enumerate(made)]
     contexts = [[*PROMPT, number % V, limit % V] for _, limit, number in cases]
-    stops, limits = [Obeyed(make()) for make, *_ in cases], [limit for _, limit, _ in cases]
-    sources = [TorchSource(row) for row in range(len(cases))]
+    stops, limits = [make() for make, *_ in cases], [limit for _, limit, _ in cases]
+    sources, seen = [TorchSource(row) for row in range(len(cases))], [[] for _ in cases]
     reader = Reader(contexts, lm)
     if policies == "known lengths":
         ends = [min(stop.max_drafted, limit) for stop, limit in zip(stops, limits, strict=True)]
-        trees = draft_fixed_length(reader.read()[0], reader.step, ends, params, sources)
+        trees = draft_fixed_length(reader.read()[0], reader.step, ends, Sampler(params, sources), end_ids)
     else:
-        trees = draft_chains(*reader.read(), reader.step, stops, limits, params, sources, contexts)
+        trees = draft_chains(
+            *reader.read(), reader.step, stops, limits, Sampler(params, sources), contexts, end_ids,
+            on_token=lambda row, view: seen[row].append((view.num_drafted, view.token)),
+        )  # fmt: skip
+        assert [list(enumerate(tree.tokens, 1)) for tree in trees] == seen
     lengths = set()
     for row, (make, limit, _) in enumerate(cases):
         own, source = Reader([contexts[row]], lm), TorchSource(row)
-        (alone,) = draft_chains(*own.read(), own.step, [make()], [limit], params, [source], [contexts[row]])
+        sampler = Sampler(params, [source])
+        (alone,) = draft_chains(*own.read(), own.step, [make()], [limit], sampler, [contexts[row]], end_ids)
         found = trees[row]
         assert (found.tokens, found.parents, found.draft_calls) == (alone.tokens, alone.parents, alone.draft_calls)
         assert (found.draft_prob is None) == (alone.draft_prob is None) == (params.greedy or not alone.tokens)
@@ -162,7 +156,7 @@ def test_rows_are_drafted_like_each_alone(setting, policies):
 def test_an_end_token_ends_a_draft_after_its_policy_has_seen_it():
     lm, seen = TableLM(3), []
 
-    class Watching(Confidence):
+    class Watching(ConfidenceStop):
         def should_stop(self, view):
             seen.append(view.token)
             return super().should_stop(view)
@@ -170,7 +164,8 @@ def test_an_end_token_ends_a_draft_after_its_policy_has_seen_it():
     def draft(end_ids):
         reader = Reader([list(PROMPT)], lm)
         stop = Watching(0.0, 1, 6)
-        return draft_chains(*reader.read(), reader.step, [stop], [6], GREEDY, [TorchSource(0)], [PROMPT], end_ids)[0]
+        sampler = Sampler(GREEDY, [TorchSource(0)])
+        return draft_chains(*reader.read(), reader.step, [stop], [6], sampler, [PROMPT], end_ids)[0]
 
     tokens = draft(()).tokens
     place = tokens.index(tokens[2])

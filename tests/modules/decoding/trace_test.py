@@ -8,9 +8,9 @@ import pytest
 from table_methods import CAPACITY, METHODS, method
 from table_models import PROMPT, TableLM, TableSession
 
+from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
-from draftsmith.modules.decoding.protocols import EachRow
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
@@ -104,7 +104,7 @@ def test_the_trace_of_every_method_is_a_true_account(name):
 
 def hierarchy():
     """M1 is M2, which therefore rejects nothing."""
-    inner = DraftModelDrafter(TableLM(201), [FixedLength(2)], CAPACITY)
+    inner = DraftModelDrafter(TableLM(201), [FixedLengthStop(2)], CAPACITY)
     return EachRow([HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)])
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.eval.bench.runner import read_tree
-from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.tree import DraftTree, StaticTree
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.types import SamplingParams
 

@@ -10,8 +10,7 @@ from table_methods import CAPACITY, EAGLE_TREES, method, random_medusa_heads
 from table_models import TableLM, V, decoded_distribution, target_distribution, total_variation, warped
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.decoding.typical import Typical
+from draftsmith.modules.decoding.tree import DraftTree, Typical
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.medusa import MedusaTree
 from draftsmith.modules.drafters.methods import Models

@@ -13,16 +13,15 @@ from table_models import H, TableLM, V, decoded_distribution, target_distributio
 from tiny_models import tiny_llama_dir
 
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
-from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop
+from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
-from draftsmith.modules.drafters.block.drafter import BlockDrafter, ConfidenceCut
+from draftsmith.modules.drafters.block.drafter import BlockDrafter
 from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.loss import sampled_columns
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
-from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -224,7 +223,7 @@ def test_chains_of_any_number_of_rows_are_the_plain_ones(head, target, drafts):
     for rows in ([0], [0, 1, 2]):
         seen: dict[int, list[Round]] = {}
         chosen = [prompts[row] for row in rows]
-        drafter = head.drafter(target, [FixedLength(drafts) for _ in rows], 64)
+        drafter = head.drafter(target, [FixedLengthStop(drafts) for _ in rows], 64)
         options = DecodeOptions(on_round=lambda done, seen=seen: seen.setdefault(done.row, []).append(done))
         sources = [TorchSource(0) for _ in rows]
         done = generate(target, drafter, chosen, SamplingParams(), 12, sources, (), options)
@@ -297,7 +296,7 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
             values = sure.cumprod(0) if product else sure
             below = [i for i, value in enumerate(values.tolist()) if value < threshold]
             wanted = tokens[: below[0]] if below else tokens
-            drafter = head.drafter(target, [ConfidenceCut(threshold, product, SLOTS)], 64)
+            drafter = head.drafter(target, [SlotConfidenceStop(threshold, product, SLOTS)], 64)
             drafter.begin(0, prompt, states, first)
             (tree,) = drafter.propose([SLOTS], SamplingParams(), [TorchSource(0)])
             assert list(tree.tokens) == wanted
@@ -327,12 +326,12 @@ def test_dynamic_trees_of_one_pass_are_lossless(shape):
 
 
 def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypatch):
-    """DSpark's appendix A: that confidence has seen the token. Enumeration finds what `ConfidenceCut` avoids."""
+    """DSpark's appendix A: that confidence has seen the token. Enumeration finds what `SlotConfidenceStop` avoids."""
     target, head, threshold = TableLM(1), table_head("vanilla"), 0.2
 
     def difference() -> float:
         found = decoded_distribution(
-            target, lambda: head.drafter(target, [ConfidenceCut(threshold, False, 3)], 32), SAMPLING, 3, 5
+            target, lambda: head.drafter(target, [SlotConfidenceStop(threshold, False, 3)], 32), SAMPLING, 3, 5
         )
         return total_variation(found, target_distribution(target, SAMPLING, 3))
 
@@ -342,8 +341,8 @@ def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypat
     def leaking(self, limits, params, sources):
         (tree,), (row,) = real(self, limits, params, sources), self._rows
         count = len(tree.tokens)
-        behind = row.stop.chances[count:]
-        if count < 2 or not behind or row.stop.chance(behind[0], tree.tokens[-1]) >= threshold:
+        behind = row.stop.confidence_logits[count:]
+        if count < 2 or not behind or row.stop.confidence(behind[0], tree.tokens[-1]) >= threshold:
             return [tree]
         kept = tree.draft_prob[: count - 1]
         return [dataclasses.replace(tree, tokens=tree.tokens[:-1], parents=tree.parents[:-1], draft_prob=kept)]

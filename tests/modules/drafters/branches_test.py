@@ -10,7 +10,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.modules.decoding import branches
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import pick
@@ -32,7 +32,7 @@ class Given:
         return pick(probs, self.uniforms.pop(0))
 
 
-class Spy(FixedLength):
+class Spy(FixedLengthStop):
     """Keeps the state that predicted every drafted token."""
 
     def start_round(self):

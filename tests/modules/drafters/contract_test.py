@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
@@ -253,7 +253,7 @@ def test_it_drafts_in_the_targets_type_whatever_its_own_is(drafter, own, theirs)
         branches = head.branches(target, 3)
         branches.open(text, features)
         found = [branches.draft([len(text)], 3, [SamplingParams()]).tokens.tolist()]
-        drafters = [head.drafter(target, [FixedLength(3)], CAPACITY)]
+        drafters = [head.drafter(target, [FixedLengthStop(3)], CAPACITY)]
         if type(head).tree_drafter is not DraftHead.tree_drafter:
             drafters.append(head.tree_drafter(target, shape, CAPACITY))
         for each in drafters:

@@ -9,7 +9,7 @@ import torch
 from table_models import PROMPT, H, TableLM, V
 
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, shift
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
@@ -63,7 +63,7 @@ def test_tokens_are_counted_as_the_pairing_has_them(lengths):
     assert EagleHead.loss_count(batch, None) == int(shift(batch).loss_mask.sum())
 
 
-class Spy(FixedLength):
+class Spy(FixedLengthStop):
     """Keeps the hidden state behind every drafted token."""
 
     def start_round(self):

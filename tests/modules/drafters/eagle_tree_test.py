@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_models import PROMPT, H, TableLM, V
 
-from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.protocols import Outcome
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.drafter import Outcome
+from draftsmith.modules.decoding.stop import RecentRatio
+from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
-from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams

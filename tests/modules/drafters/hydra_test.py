@@ -11,7 +11,7 @@ from table_methods import random_hydra_heads
 from table_models import H, TableLM, V
 from torch import Tensor
 
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.layers import LlamaConfig
@@ -158,7 +158,7 @@ def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_pat
 def test_a_chain_reads_what_it_has_drafted(plus: bool) -> None:
     """Over several rounds, whose rejected tokens leave nothing behind."""
     target, head, rng = TableLM(1), random_hydra_heads(2, plus), torch.Generator().manual_seed(0)
-    drafter, text = head.drafter(target, [FixedLength(3)], 32), [1, 3]
+    drafter, text = head.drafter(target, [FixedLengthStop(3)], 32), [1, 3]
     features = torch.randn(2, H, generator=rng, dtype=torch.float64)
     drafter.begin(0, text, features, 2)
     text = [*text, 2]

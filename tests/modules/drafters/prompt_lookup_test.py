@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from draftsmith.modules.decoding.protocols import Outcome
+from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams

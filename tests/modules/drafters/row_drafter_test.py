@@ -7,13 +7,13 @@ from table_methods import random_eagle_head, random_hydra_heads, random_medusa_h
 from table_models import PROMPT, TableLM
 
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
 
-class Verdicts(FixedLength):
+class Verdicts(FixedLengthStop):
     def __init__(self, k):
         super().__init__(k)
         self.heard = []

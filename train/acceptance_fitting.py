@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.metrics import fit_logistic
+from draftsmith.modules.acceptance.metrics import fit_logistic
 from draftsmith.modules.types import AcceptanceBatch
 
 # Scale of an input that never changes.
@@ -24,7 +24,7 @@ def predicted(head: AcceptanceHead, batch: AcceptanceBatch) -> Tensor:
 
 
 @torch.no_grad()
-def begin(head: AcceptanceHead, batches: Iterable[AcceptanceBatch]) -> None:
+def initialize_head(head: AcceptanceHead, batches: Iterable[AcceptanceBatch]) -> None:
     """Set the head's means and scales to those of its inputs, and its output to the logistic of its features that fits
     the weighted batches best, so that training never starts worse than that.
 

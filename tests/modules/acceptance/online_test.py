@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
-from draftsmith.modules.acceptance.policies import OnlinePredictor
+from draftsmith.modules.acceptance.online import OnlineLogistic, OnlinePredictor
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, sigmoid
 
 

@@ -8,9 +8,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, RecentRatio, ThresholdRule
-from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
+from draftsmith.modules.acceptance.online import OnlinePredictor
+from draftsmith.modules.decoding.stop import (
+    ConfidenceStop,
+    CostRule,
+    DraftView,
+    FixedLengthStop,
+    PredictorStop,
+    RecentRatio,
+    SelfVerifyStop,
+    StopPolicy,
+    ThresholdRule,
+)
 
 NOTHING = torch.zeros(1, 2)
 
@@ -86,16 +95,16 @@ def test_confidence_stops_at_the_first_token_below_the_threshold(t, minimum, max
     distributions = [
         torch.tensor(distribution) for distribution in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])
     ]
-    assert drafted(Confidence(t, minimum, maximum), distributions) == length
+    assert drafted(ConfidenceStop(t, minimum, maximum), distributions) == length
 
 
 def test_a_fixed_length_is_that_length():
-    assert drafted(FixedLength(4)) == 4
+    assert drafted(FixedLengthStop(4)) == 4
 
 
 def test_self_verification_compares_with_the_mean_at_rejected_tokens_of_this_prompt():
     even, sure, doubtful = (torch.tensor(distribution) for distribution in ([0.5, 0.5], [1.0, 0.0], [0.25] * 4))
-    policy = SelfVerify(4)
+    policy = SelfVerifyStop(4)
     for _ in range(2):
         assert policy.threshold == 0 and drafted(policy, [sure, even, sure]) == 2  # any doubt is more than none yet
         policy.observe(2, 2)  # nothing was rejected

@@ -1,4 +1,4 @@
-"""A logistic that learns acceptance while decoding, from few numbers of the draft, without training."""
+"""Predictors that learn acceptance while decoding, from few numbers of the draft, without training."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from operator import mul
 from typing import Any
 
-from draftsmith.modules.decoding.confidence import sigmoid
-from draftsmith.modules.decoding.learner import Learner
+from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.acceptance.repeats import RepeatIndex
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, confidence_of, log_odds, sigmoid
+from draftsmith.modules.decoding.stop import DraftView, Learner, Predictor
 
 
 class OnlineLogistic(Learner):
@@ -71,3 +73,57 @@ class OnlineLogistic(Learner):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.weights, self._inverse = list(state["weights"]), [list(row) for row in state["inverse"]]
+
+
+class OnlinePredictor(Predictor):
+    """Predictor from the draft's confidence and from repetitions of the text, by a logistic that learns from verdicts.
+
+    With a trained head, the head's log-odds are the first feature: it starts at the head's prediction, and learns how
+    far to trust it on this text.
+    """
+
+    learns = True
+    # `prior` and `memory` with a head. With a prior of 1 the first verdicts move its predictions too far, whether right
+    # or wrong; and in another text the trust has to be learned again.
+    TRUST, MEMORY = 10.0, 500.0
+
+    def __init__(self, head: HeadPredictor | None = None):
+        self.late, self._head = head is not None and head.late, head
+        self._repeats = RepeatIndex()
+        more = {} if head is None else {"prior": self.TRUST, "memory": self.MEMORY}
+        self.model = OnlineLogistic((head is not None) + 2, **more)
+        self.learners = (self.model,)
+        self._seen: list[tuple[float, ...]] = []
+        # Of a late head: features of the token that it predicts next.
+        self._before: tuple[float, ...] = ()
+
+    def reset(self) -> None:
+        if self._head is not None:
+            self._head.reset()
+        self._repeats.reset()
+
+    def start_round(self) -> None:
+        self._seen = []
+        if self._head is not None:
+            self._head.start_round()
+
+    def prob(self, view: DraftView) -> float:
+        features = self.features(view)
+        if self._head is not None:
+            head_logit = self._head.logit(view)
+            if self.late:
+                # The head's prediction and these features must be of the same token.
+                features, self._before = self._before, features
+                if view.num_drafted == 1:
+                    return 1.0
+            features = (min(max(head_logit, -MAX_LOGIT), MAX_LOGIT), *features)
+        self._seen.append(features)
+        return self.model.prob(features)
+
+    def features(self, view: DraftView) -> tuple[float, ...]:
+        """Return the features of the token shown, without the head."""
+        return log_odds(confidence_of(view, "token").log_q), self._repeats.score(view)
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        # Tokens behind the first rejected one were never verified.
+        self.model.observe(self._seen, num_accepted)

@@ -10,7 +10,7 @@ import sklearn.linear_model
 import sklearn.metrics
 import torch
 
-from draftsmith.modules.metrics import (
+from draftsmith.modules.acceptance.metrics import (
     acceptance_metrics,
     binary_kl,
     brier,
