@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,19 +16,31 @@ from torch import Tensor, nn
 from draftsmith.data.console import print_text
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, Measure, print_report
-from draftsmith.data.export.states import StateSource, acceptance_inputs, make_probes, state_source
-from draftsmith.data.heads.diagnosis import CHANCE, HeadVariant, held_readings, known_shape, settled, sign_test
+from draftsmith.data.export.states import StateSource, answered_prompts, state_source, states_after
+from draftsmith.data.heads.diagnosis import (
+    COMPARED,
+    HeadVariant,
+    better_variants,
+    head_variants,
+    known_shape,
+    longest_draft,
+    right,
+)
+from draftsmith.data.heads.diagnosis import measure as measure_texts
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.modules.drafters import learned
+from draftsmith.modules.drafters.block.net import BlockConfig
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import format_names, formats
-from draftsmith.modules.formats.base import ForeignHead, HeadFormat, HeadTrial, ImportedHead, Package, Problem, largest
-from draftsmith.modules.formats.detect import detect, named_format
-from draftsmith.modules.formats.rope import frequencies
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Problem, largest
+from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
+from draftsmith.modules.formats.llama import frequencies
 from draftsmith.modules.layers import RopeScaling, RotarySettings
 from draftsmith.modules.pretrained.heads import build_head, kind_at, load_head
 from draftsmith.modules.pretrained.provenance import compare_identity
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.types import InputError
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, SamplingParams
 
 if TYPE_CHECKING:
     Checked = str
@@ -146,62 +156,76 @@ def check_head(
     return report
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSource) -> list[Measure]:
-    """Run the head as a system reads it on real text, and compare its logits with those of ours in float32."""
-    heads = [head.float() for head in (theirs, ours) if head is not None]
-    longest = min([source.drafter.max_position, *(getattr(h.config, "max_position", 2**62) for h in heads)])
-    # EAGLE-3 heads may read different layers of the target: the probes hold the states of all.
-    layers = {number for head in heads for number in getattr(head.config, "capture", ())}
-    others: list[HeadVariant] = []
-    if ours is None and not format.predicts:
-        shape = known_shape(source.drafter.lm, source.path)
-        others = list(held_readings(heads[0], shape, source.drafter.lm.info.num_layers))[1:]
-        layers |= {number for other in others if hasattr(other.head.config, "capture") for number in other.layers}
-    probes = make_probes(source.path, source.drafter.lm, longest, tuple(sorted(layers)))
-    trial = HeadTrial(source.facts, probes, acceptance_inputs(probes, source) if format.predicts else {})
-    outputs = [format.forward(head, trial) for head in heads]
-    measures = []
+    """Run the head as a system reads it on text of the model, and compare its outputs with those of ours."""
+    lm, heads = source.drafter.lm, [head for head in (theirs, ours) if head is not None]
+    longest = min([lm.info.max_position, *(getattr(head.config, "max_position", 2**62) for head in heads)])
+    texts = answered_prompts(source.path, lm, longest)
     if format.predicts:
-        prob = outputs[0][0][0]  # [N]
+        states = states_after(texts, source)
+        prob, *others = [torch.sigmoid(head.float()(states)) for head in heads]  # [N]
         low, high = float(prob.min()), float(prob.max())
         text = f"P(accept) from {low:.3f} to {high:.3f}"
-        measures.append(Measure(f"{prob.numel()} states", text, "not all the same", low < high))
-    else:
-        right, finite = first_hits(trial, outputs[0]), all(not first.isnan().any() for first, *_ in outputs[0])
-        text = f"{right.mean():.1%} of {len(right)} as the target's"
-        measures.append(Measure("first tokens", text, "all are numbers", finite))
-        for reading in others:
-            other = first_hits(trial, format.forward(settled(reading).float(), trial))
-            wins, losses = int((other > right).sum()), int((other < right).sum())
-            if sign_test(wins, losses) < CHANCE / len(others):
-                text = f"{other.mean():.1%} of {len(right)} as the target's"
-                measures.append(Measure(f"read with {reading.label}", text, "no better than as it says", False))
-    if len(heads) == 2:
-        worst = size = rows = 0.0
-        for probe_outputs in zip(*outputs, strict=True):
-            for one, two in itertools.zip_longest(*probe_outputs):
-                if one is None or two is None or one.shape != two.shape:
-                    worst = math.inf
-                    continue
-                # Tokens that a head cannot draft have -inf.
-                worst = max(worst, largest(torch.where(one == two, 0.0, one - two)))
-                size, rows = max(size, largest(two[two.isfinite()])), rows + len(two)
-        bar = max(LARGEST_DIFFERENCE, LARGEST_SHARE * size)
-        measures.append(
-            Measure(f"logits of {rows:g} rows", f"differ by {worst:.1e}", f"at most {bar:.2g}", worst <= bar)
-        )
+        measures = [Measure(f"{prob.numel()} states", text, "not all the same", low < high)]
+        return measures + [difference(f"P(accept) of {prob.numel()} states", [(prob, other)]) for other in others]
+
+    heads = [head.to(lm.device, lm.dtype).eval() for head in heads]
+    variants = [HeadVariant("", "as it is", head, head.capture or (lm.info.num_layers,)) for head in heads]
+    if ours is None:
+        variants = head_variants(theirs, known_shape(lm, source.path), lm.info.num_layers, in_files=True)
+    depth = longest_draft(COMPARED, variants)
+    try:
+        as_it_is, *others = measure_texts(lm, texts, variants, depth).lengths
+    except NonFinite as error:
+        return [Measure("first tokens", str(error), "all are numbers", False)]
+    text = f"{right(as_it_is):.1%} of {len(as_it_is)} as the target's"
+    measures = [Measure("first tokens", text, "all are numbers", True)]
+    if ours is not None:
+        pairs = [pair for text in texts for pair in outputs_along(lm, text, heads, depth)]
+        return [*measures, difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs)]
+    lengths = {variant.label: own for variant, own in zip(variants[1:], others, strict=True)}
+    for label in better_variants(as_it_is, lengths, isinstance(theirs.config, BlockConfig)):
+        text = f"{right(lengths[label]):.1%}, first two tokens {right(lengths[label], 2):.1%}"
+        measures.append(Measure(f"read with {label}", text, "no better than as it says", False))
     return measures
 
 
-def first_hits(trial: HeadTrial, outputs: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return 1 where the first drafted token is the target's choice, of the tokens of the answers; else 0."""
-    hits = []
-    for probe, (first, *_) in zip(trial.probes, outputs, strict=True):
-        # Row t is compared with the target's choice of token t + 2, of the answer.
-        choices, answer = probe.choices[1:], torch.arange(2, len(probe.ids) + 1) >= probe.start
-        hits.append((first.nan_to_num().argmax(-1)[: len(choices)] == choices[: len(first)])[answer[: len(first)]])
-    return torch.cat(hits).float()
+def outputs_along(
+    lm: CausalLM, text: Mapping[str, Any], heads: Sequence[Any], depth: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits [N, V], and log-odds [N] of confidence heads, of two heads along drafts of `depth` tokens.
+
+    A draft is followed as long as both heads read the same tokens.
+    """
+    ids, sides = torch.tensor(text["input_ids"]), list[tuple[Tensor, list[list[Tensor]]]]()
+    for head in heads:
+        branches = head.branches(lm, depth)
+        starts = torch.arange(max(text["loss_mask"].index(True) + 1, branches.min_start), len(ids) + 1)
+        branches.open(ids.tolist(), lm.features(ids[None].to(lm.device), capture=head.capture)[0])
+        drafted = branches.draft(starts.tolist(), depth, [SamplingParams()] * len(starts))
+        read = torch.cat([ids[starts - 1][:, None], drafted.tokens[:, :-1].cpu()], 1)  # [S, K]
+        outputs = []
+        for level, hidden in enumerate(drafted.hidden.unbind(1)):
+            outputs.append([branches.lm_head(hidden, level).float()])
+            if getattr(head.config, "confidence", False):
+                states = hidden[:, : head.config.hidden_size]
+                outputs[-1].append(head.confidence(states, read[:, level].to(lm.device)).float())
+        sides.append((read, outputs))
+    (read, ours), (other_read, theirs) = sides
+    same = (read == other_read).cumprod(1).bool()  # [S, K]
+    for level, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+        rows = same[:, level].to(lm.device)
+        yield from ((a[rows], b[rows]) for a, b in zip(one, two, strict=False))
+
+
+def difference(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Measure:
+    """Compare two heads' outputs."""
+    # Tokens that a head cannot draft have -inf.
+    worst = max((largest(torch.where(one == two, 0.0, one - two)) for one, two in pairs), default=0.0)
+    size = max((largest(two[two.isfinite()]) for _, two in pairs), default=0.0)
+    bar = max(LARGEST_DIFFERENCE, LARGEST_SHARE * size)
+    return Measure(name, f"differ by {worst:.1e}", f"at most {bar:.2g}", worst <= bar)
 
 
 def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -15,7 +15,6 @@ from draftsmith.data.console import print_text
 from draftsmith.data.export.check import RECORD, check_head, hashes_of, original
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.gguf import (
-    HEADS,
     copied_tokenizer,
     rounded_to_q8,
     tokenizer_metadata,
@@ -28,8 +27,10 @@ from draftsmith.data.heads.card import measured_of, model_card
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.formats import format_names, formats, formats_of, llamacpp
+from draftsmith.modules.formats import GGUF, format_names, formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
+from draftsmith.modules.formats.gguf import head_to_gguf
+from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.checkpoint import INDEX
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.modules.pretrained.heads import (
@@ -97,9 +98,9 @@ class ExportConfig(Loading):
 
     def __post_init__(self) -> None:
         whole_number("num_drafted", self.num_drafted, 0, MAX_NODES)
-        if self.format != llamacpp.NAME and (self.weights == "q8_0" or self.target_gguf is not None):
+        if self.format != GGUF and (self.weights == "q8_0" or self.target_gguf is not None):
             found, remedy = f"--format {self.format}", "Pass it, or leave out --weights q8_0 and --target-gguf."
-            raise InputError("format", found, f"{llamacpp.NAME}, which writes GGUF", remedy)
+            raise InputError("format", found, f"{GGUF}, which writes GGUF", remedy)
 
 
 class ExportDiffers(Exception):
@@ -117,7 +118,7 @@ def run(config: ExportConfig) -> int:
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
     if config.push is not None:
         check_push(config.push)
-    write = export_gguf_draft if config.format == llamacpp.NAME and config.head is None else export_head
+    write = export_gguf_draft if config.format == GGUF and config.head is None else export_head
     try:
         with whole_directory(config.output) as partial:
             report, command = write(config, partial)
@@ -161,9 +162,9 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
         state = {name: rounded_to_q8(stored) for name, stored in state.items()}
     package = format.write(head.config, state, dtype, source.facts)
     model, written = loadable(source.path), str(config.output)
-    if format.name == llamacpp.NAME:
+    if format.name == GGUF:
         kind = package.config["gguf"]
-        metadata, tensors = HEADS[kind].to_gguf(package)
+        metadata, tensors = head_to_gguf(package)
         named = {"general.name": f"{format.kind} head of {Path(model).stem}", **target_tokenizer(config, source.path)}
         write_gguf(directory / GGUF_HEAD, kind, {**named, **metadata}, tensors, weights)
         model, written = str(target_file(config, source.path) or "TARGET.gguf"), str(config.output / GGUF_HEAD)
@@ -237,9 +238,8 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantised")
     (directory / f"{GGUF_DRAFT}.dequantised.lock").unlink(missing_ok=True)
     model = str(target_file(config, target) or "TARGET.gguf")
-    return report, llamacpp.command(
-        Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or 5), "draft-simple"
-    )
+    served = Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or 5)
+    return report, llamacpp_command("simple", served)
 
 
 def _given(config: ExportConfig, flag: str, what: str) -> str:

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats import llamacpp, llamacpp_block
 from draftsmith.modules.formats.base import Package
-from draftsmith.modules.formats.gguf import ADJACENT_ROPE, llama_metadata, rope_divisors, to_adjacent, to_gguf_name
+from draftsmith.modules.formats.gguf import (
+    ADJACENT_ROPE,
+    HEAD_NAMES,
+    head_from_gguf,
+    llama_metadata,
+    rope_divisors,
+    to_adjacent,
+    to_gguf_name,
+)
 from draftsmith.modules.pretrained.checkpoint import check_unquantised, checkpoint_files, end_tokens, model_shape
 from draftsmith.modules.pretrained.files import whole
 from draftsmith.modules.pretrained.gguf import CLASSES, gguf_package, open_gguf
@@ -21,8 +28,6 @@ from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
-# GGUF's architecture -> its names and settings.
-HEADS = {module.ARCHITECTURE: module for module in (llamacpp, llamacpp_block)}
 # Type of weights -> GGUF's, and its number in general.file_type.
 TYPES = {"float32": ("F32", 0), "float16": ("F16", 1), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
 # Patterns by which tokenizers split text, and llama.cpp's names for them. Splitting of digits, then GPT-2's: smollm.
@@ -100,9 +105,9 @@ def read_gguf_head(file: Path) -> Package:
         values = read_tensor(gguf, tensor)
         tensors[name] = values if kind in INTEGERS else values.to(STORED.get(kind, torch.float32))
     kind = metadata.get("general.architecture")
-    if kind not in HEADS:
-        raise InputError(str(file), f"GGUF of {kind}", f"a head's: {' or '.join(HEADS)}", "Check the path.")
-    return HEADS[kind].from_gguf(metadata, tensors)
+    if kind not in HEAD_NAMES:
+        raise InputError(str(file), f"GGUF of {kind}", f"a head's: {' or '.join(HEAD_NAMES)}", "Check the path.")
+    return head_from_gguf(metadata, tensors)
 
 
 def is_gguf_model(file: Path) -> bool:

@@ -19,8 +19,8 @@ from draftsmith.data.heads.card import model_card
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.formats import format_names
-from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead
-from draftsmith.modules.formats.detect import detect, named_format
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead
+from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
 from draftsmith.modules.pretrained.heads import build_head, check_sizes, head_fields, made_with, named_kind, save_head
 from draftsmith.modules.pretrained.provenance import file_sha256

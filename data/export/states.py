@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.text.template import RowError, prompt_ids
-from draftsmith.modules.formats.base import HeadFormat, Probe, TargetFacts
+from draftsmith.modules.formats.base import HeadFormat, TargetFacts
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import load_lm
@@ -98,25 +98,21 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
     return TargetFacts(read_config(path), embed.weight.detach().cpu(), lm.lm_head_weight().cpu())
 
 
-def acceptance_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, Tensor]:
-    """Return what an acceptance head reads of N answer tokens, each as the first token of a draft.
-
-    Returns: `state_after`, the draft's states [N, H] behind the tokens, in float32.
-    """
+def states_after(texts: Sequence[Mapping[str, Any]], source: StateSource) -> Tensor:
+    """Return the draft's states [N, H] behind N tokens of answers, each as the first token of a draft, in float32."""
     lm, branches, states = source.drafter.lm, source.drafter.branches(1), list[Tensor]()
-    for probe in probes:
-        ids = probe.ids.to(lm.device)
-        starts = list(range(max(probe.start, branches.min_start), len(ids)))
+    for text in texts:
+        ids = torch.tensor(text["input_ids"], device=lm.device)
+        starts = list(range(max(text["loss_mask"].index(True), branches.min_start), len(ids)))
         branches.open(ids.tolist(), source.drafter.features(ids.tolist(), len(ids)))
         states.append(branches.states(starts, ids[starts, None])[:, 1])
-    return {"state_after": torch.cat(states).float().cpu()}
+    return torch.cat(states).float().cpu()
 
 
-@torch.inference_mode()
-def make_probes(path: str, lm: CausalLM, longest: int, layers: tuple[int, ...] = ()) -> list[Probe]:
-    """Let the model answer PROMPTS greedily, and read its hidden states.
+def answered_prompts(path: str, lm: CausalLM, longest: int) -> list[dict[str, Any]]:
+    """Let the model answer PROMPTS greedily; return input_ids and loss_mask of the texts.
 
-    path: of the model, for its tokenizer. longest: most tokens of a probe. layers: ascending, whose states are kept.
+    path: of the model, for its tokenizer. longest: most tokens of a text.
     """
     longest = min(longest, lm.info.max_position)
     room, tokenizer = min(MAX_NEW_TOKENS, longest // 2), load_tokenizer(path)
@@ -134,14 +130,7 @@ def make_probes(path: str, lm: CausalLM, longest: int, layers: tuple[int, ...] =
     # The end of a long prompt is cut, so that a head has positions for prompt and answer.
     prompts = [ids[: longest - room] for ids in encoded]
     answers = generate_all(lm, prompts, SamplingParams(), room, len(prompts))
-    probes = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([*prompt, *answer])  # [T]
-        features = lm.features(ids[None].to(lm.device))[0]  # [T, H]
-        choices = lm.lm_head(features).argmax(-1).cpu()
-        states: dict[int, Tensor] = {}
-        if layers:
-            captured = lm.features(ids[None].to(lm.device), capture=layers)[0].float().cpu()  # [T, n H]
-            states = dict(zip(layers, captured.chunk(len(layers), -1), strict=True))
-        probes.append(Probe(ids, len(prompt), choices, features.float().cpu(), states))
-    return probes
+    return [
+        {"input_ids": [*prompt, *answer], "loss_mask": [False] * len(prompt) + [True] * len(answer)}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]

@@ -19,7 +19,7 @@ import yaml
 from draftsmith.data.console import markdown_lines
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, HeadCard
-from draftsmith.modules.formats import formats_of, llamacpp
+from draftsmith.modules.formats import GGUF, formats_of
 from draftsmith.modules.pretrained.files import write_json, write_text
 from draftsmith.modules.pretrained.heads import (
     class_of,
@@ -136,7 +136,7 @@ def model_card(
             line = f"draftsmith export --head DIR --format {format.name} --output DIR-{format.name}"
             commands.append(line + (f" --target {shlex.quote(target or 'TARGET')}" if drafts else ""))
     if is_model:
-        commands.append(f"draftsmith export {named} --format {llamacpp.NAME} --output DIR-{llamacpp.NAME}")
+        commands.append(f"draftsmith export {named} --format {GGUF} --output DIR-{GGUF}")
     loads = " transformers, vLLM and SGLang load it as it is, as a draft model." if is_model else ""
     usage = f"DIR is this directory.{loads}\n\n{_fenced(*commands)}"
     return _page(

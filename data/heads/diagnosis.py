@@ -6,7 +6,6 @@ factor each (layers, rotary settings, weight order, switches). A variant that dr
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +23,8 @@ from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
-from draftsmith.modules.drafters.eagle3.net import default_layers
-from draftsmith.modules.formats.block import other_readings
-from draftsmith.modules.formats.rope import frequencies
-from draftsmith.modules.layers import BASE, ROPE_KINDS, LlamaConfig, RopeScaling, RotarySettings
+from draftsmith.modules.formats.readings import readings
+from draftsmith.modules.layers import LlamaConfig, RotarySettings
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, stored_tensors
 from draftsmith.modules.pretrained.models import llama_shape
 from draftsmith.modules.pretrained.reading import read_object
@@ -61,11 +58,8 @@ CHANCE = 0.01
 STRONG = 0.5
 COMPARED = 2  # tokens of a variant's draft: the second shows what a head learned on its own states
 LONGEST = ("num_heads", "drafts")  # fields of a config that limit its drafts
-SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3 heads; no tensor shows them
-JOINT = ("fc.weight", *(f"layer.self_attn.{name}_proj.weight" for name in "qkv"))  # weights of [embedding; state]
 MOST_MASKS = 32  # Llama 3 has 256 special tokens
 SHOWN = 4  # variants of a factor, the best ones
-ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 
 
 @dataclass(frozen=True)
@@ -143,8 +137,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     """
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
     variants = head_variants(head, known_shape(target, name), target.info.num_layers, mask_tokens(head, name))
-    # Medusa has a head for each token, a block a slot.
-    depth = min(TOKENS, *(getattr(variant.head.config, name, TOKENS) for variant in variants for name in LONGEST))
+    depth = longest_draft(TOKENS, variants)
     measures = measure(target, rows, variants, depth)
     passes = (manifest.get("config") or {}).get(head.passes)
     # Later tokens of a head that was trained on true states alone say nothing.
@@ -183,53 +176,28 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
 
 
 def head_variants(
-    head: DraftHead, target: LlamaConfig | None, num_layers: int, masks: Sequence[int] = ()
+    head: DraftHead, target: LlamaConfig | None, num_layers: int, masks: Sequence[int] = (), in_files: bool = False
 ) -> list[HeadVariant]:
     """Return the head as it is, then with one factor changed each.
 
     target: its sizes, if they are known. masks: tokens that may fill a block drafter's slots (`mask_tokens`).
+    in_files: only those that a head's directory can hold.
     """
     layers = head.capture or (num_layers,)
-    shifted = [tuple(layer + by for layer in layers) for by in (-1, 1)]
-    shifted += [default_layers(num_layers)] * (head.kind == "eagle3" and len(head.capture) == 3)
-    others = [one for one in shifted if one[0] >= 0 and one[-1] < num_layers and list(one) == sorted({*one})]
-    others += [layers[::-1]] * (len(layers) > 1)
     variants = [HeadVariant("", "as it is", head, layers)]
-    variants += [
-        HeadVariant("layers", f"layers {' '.join(map(str, one))}", head, one) for one in others if one != layers
-    ]
-    llama, weights, device = getattr(head.config, "llama", None), stored_tensors(head), next(head.parameters()).device
-    if llama is None:
-        return variants
-
-    def add(factor: str, label: str, state: Mapping[str, Tensor] = weights, **changes: Any) -> None:
-        other = build_head(head.kind, dataclasses.replace(head.config, **changes), state)
-        variants.append(HeadVariant(factor, label, other.eval().to(device), layers))
-
-    # The target's rotary settings, and those of most published heads.
-    tables = [frequencies(llama)]
-    ropes = [RotarySettings(target.rope_theta, target.rope_scaling)] if target else []
-    for rope in (*ropes, RotarySettings(BASE, RopeScaling())):
-        if rope.kind in ROPE_KINDS:
-            tables.append(frequencies(llama, rope))
-            if not any(torch.equal(tables[-1], table) for table in tables[:-1]):
-                turned = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
-                add("rotary", f"rotary {rope}", llama=turned)
-    joint = () if isinstance(head.config, BlockConfig) else JOINT
-    for label, state in other_weights(weights, llama.head_dim, joint):
-        add("weights", label, state)
-    for factor, label, changes in other_settings(head.config, num_layers, masks):
-        add(factor, label, **changes)
+    if not head.capture and num_layers > 1 and not in_files:  # no directory says which state such heads read
+        label = f"layers {num_layers - 1} in place of {num_layers}"
+        variants.append(HeadVariant("layers", label, head, (num_layers - 1,)))
+    rope, device = RotarySettings.of(target) if target else None, next(head.parameters()).device
+    for other in readings(head.config, stored_tensors(head), num_layers, rope, masks):
+        built = build_head(head.kind, other.config, other.state).eval().to(device)
+        variants.append(HeadVariant(other.factor, other.label, built, built.capture or layers))
     return variants
 
 
-def held_readings(
-    head: DraftHead, target: LlamaConfig | None, num_layers: int, masks: Sequence[int] = ()
-) -> Iterator[HeadVariant]:
-    """Yield those of `head_variants` that a head's directory can hold: of EAGLE-1's layer none says where it lies."""
-    for variant in head_variants(head, target, num_layers, masks):
-        if variant.factor != "layers" or hasattr(head.config, "capture"):
-            yield variant
+def longest_draft(tokens: int, variants: Sequence[HeadVariant]) -> int:
+    """Return how many of so many tokens all variants can draft: Medusa has a head for each token, a block a slot."""
+    return min(tokens, *(getattr(variant.head.config, name, tokens) for variant in variants for name in LONGEST))
 
 
 def known_shape(target: CausalLM, name: str) -> LlamaConfig | None:
@@ -238,43 +206,6 @@ def known_shape(target: CausalLM, name: str) -> LlamaConfig | None:
         return llama_shape(target, name)
     except InputError:
         return None
-
-
-def settled(variant: HeadVariant) -> DraftHead:
-    """Return the variant's head with its layers in its config, which has them in ascending order."""
-    head, layers = variant.head, variant.layers
-    if layers == head.capture or not hasattr(head.config, "capture"):
-        return head
-    order = sorted(range(len(layers)), key=layers.__getitem__)
-    state = {name: in_order(name, tensor, order) for name, tensor in stored_tensors(head).items()}
-    norms = [state.get(f"fc_norm.{place}.weight") for place in order]  # EAGLE-3.1 has one for each layer
-    state |= {f"fc_norm.{place}.weight": norm for place, norm in enumerate(norms) if norm is not None}
-    other = build_head(head.kind, dataclasses.replace(head.config, capture=tuple(sorted(layers))), state)
-    return other.eval().to(next(head.parameters()).device)
-
-
-def in_order(name: str, tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Return a tensor of a head with the parts that read the target's states in another order of their layers."""
-    dimension = {"fc.weight": 1, "input_norm.weight": 0}.get(name)
-    if dimension is None:
-        return tensor
-    parts = tensor.chunk(len(order), dimension)
-    return torch.cat([parts[place] for place in order], dimension)
-
-
-def other_settings(config: Any, num_layers: int, masks: Sequence[int]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield other settings of a head that its tensors would fit as well: factor, label, changes of its config."""
-    if isinstance(config, BlockConfig):
-        for label, other in other_readings(config, num_layers):
-            if other.layout != config.layout:
-                yield "layout", label, {"layout": other.layout}
-        for token in masks:
-            if token != config.mask_token:
-                yield "mask token", f"mask token {token}", {"mask_token": token}
-    for name in SWITCHES:
-        if hasattr(config, name):
-            on = getattr(config, name)
-            yield "switches", f"{name} {'off' if on else 'on'}", {name: not on}
 
 
 def mask_tokens(head: DraftHead, name: str) -> list[int]:
@@ -290,28 +221,6 @@ def mask_tokens(head: DraftHead, name: str) -> list[int]:
     named = [tokenizer.mask_token_id, tokenizer.pad_token_id]
     ids = dict.fromkeys([vocab_size - 1, len(tokenizer), *named, *special[:MOST_MASKS]])
     return [token for token in ids if token is not None and token < vocab_size]
-
-
-def other_weights(
-    weights: Mapping[str, Tensor], head_dim: int, joint_names: Sequence[str] = JOINT
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the weights of a Llama-like head as another convention stores them, by the convention's name.
-
-    joint_names: of weights that read an embedding and a state side by side.
-    """
-    joint = [name for name in joint_names if name in weights]
-    if joint[1:]:  # EAGLE-3, whose fc reads states alone
-        joint = joint[1:]
-    exchanged = {name: torch.cat(weights[name].chunk(2, 1)[::-1], 1) for name in joint}
-    if joint:
-        order = "state before the embedding in q, k and v" if joint[1:] else "feature before the embedding in fc"
-        yield f"the {order}", {**weights, **exchanged}
-    # Llama's own code rotates neighbours (0, 1), transformers halves (0, d/2): converters permute q and k.
-    rotated = [name for name in weights if name.endswith(ROTATED)]
-    for how, shape in (("not converted", (head_dim // 2, 2)), ("converted twice", (2, head_dim // 2))):
-        other = {name: weights[name].unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2) for name in rotated}
-        if rotated:
-            yield f"the rotary pairs of q and k as if {how} from interleaved", {**weights, **other}
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """`draftsmith repair`: find the reading of a head's files under which it drafts best, and write the head as that.
 
 Heads fail in servers without a word: layers counted from another one, another rotary base, rows of q and k in the order
-of another convention, a switch that no tensor shows. A reading changes one of these (`diagnosis.held_readings`). Each
+of another convention, a switch that no tensor shows. A reading changes one of these (modules/formats/readings.py) and
 drafts from every position of the target's answers, whose states are computed once for all of them; a paired sign test
 says which drafts better than the files' own reading. What it finds is corrected, and the search goes on from there, so
 that several mistakes are found one after the other; where no single change helps, pairs are tried.
@@ -22,7 +22,6 @@ from draftsmith.data.console import log_note, print_text
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.export.export import GGUF_HEAD, ExportConfig
 from draftsmith.data.export.export import run as export
-from draftsmith.data.export.gguf import HEADS
 from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.heads.card import model_card
@@ -32,12 +31,11 @@ from draftsmith.data.heads.diagnosis import (
     HeadVariant,
     TextMeasures,
     better_variants,
-    held_readings,
+    head_variants,
     known_shape,
     mask_tokens,
     measure,
     right,
-    settled,
 )
 from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import open_artefact
@@ -47,6 +45,7 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.formats import formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat
+from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.heads import head_fields, kind_at, load_draft_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm, vocabulary_size
@@ -197,16 +196,16 @@ def search(
     corrections: list[Correction] = []
     found, first = head, Share(0.0, 0.0)
 
-    def readings(head: DraftHead) -> Iterator[HeadVariant]:
-        return held_readings(head, shape, target.info.num_layers, masks)
+    def variants_of(head: DraftHead) -> list[HeadVariant]:
+        return head_variants(head, shape, target.info.num_layers, masks, in_files=True)
 
     for _ in range(MOST_MISTAKES):
-        variants = list(readings(found))
+        variants = variants_of(found)
         best, measured = best_of(variants, target, rows)
         if not corrections:
             first = Share.of(measured, 0, 1)
         if best is None and not corrections and first.value < STRONG:
-            variants = [variants[0], *pairs_of(variants[1:], readings)]
+            variants = [variants[0], *pairs_of(variants[1:], variants_of)]
             best, measured = best_of(variants, target, rows)
         if best is None:
             break
@@ -214,7 +213,7 @@ def search(
         depth = COMPARED if isinstance(found.config, BlockConfig) else 1
         before, after = (Share.of(measured, number, depth) for number in (0, best))
         corrections.append(Correction(chosen.factor, chosen.label, depth, before, after))
-        found = settled(chosen)
+        found = chosen.head
     return found, corrections, first
 
 
@@ -229,12 +228,12 @@ def best_of(
 
 
 def pairs_of(
-    singles: Sequence[HeadVariant], readings: Callable[[DraftHead], Iterator[HeadVariant]]
+    singles: Sequence[HeadVariant], variants_of: Callable[[DraftHead], list[HeadVariant]]
 ) -> Iterator[HeadVariant]:
     """Yield readings with two changes of different kinds, of the first few of each kind."""
     kinds = list(dict.fromkeys(single.factor for single in singles))
     for single in first_of_each(singles):
-        for second in first_of_each(readings(settled(single))):
+        for second in first_of_each(variants_of(single.head)):
             if second.factor in kinds[kinds.index(single.factor) + 1 :]:
                 label, factor = f"{single.label}, {second.label}", f"{single.factor}, {second.factor}"
                 yield dataclasses.replace(second, label=label, factor=factor)
@@ -253,8 +252,8 @@ def differences(format: HeadFormat, declared: DraftHead, corrected: DraftHead) -
     """Say what differs between two heads in the files of a format: settings, and tensors by name."""
     # Without the target's facts, which would leave out what servers take as given.
     was, now = (format.write(head.config, stored_tensors(head), torch.float32) for head in (declared, corrected))
-    if (kind := was.config.get("gguf")) is not None:
-        file, (before, after) = GGUF_HEAD, (HEADS[kind].to_gguf(package)[0] for package in (was, now))
+    if "gguf" in was.config:
+        file, (before, after) = GGUF_HEAD, (head_to_gguf(package)[0] for package in (was, now))
     else:
         file, (before, after) = "config.json", (dict(leaves(package.config)) for package in (was, now))
     changed = [

@@ -28,14 +28,16 @@ from draftsmith.data.export.states import facts_of
 from draftsmith.data.settings import MODEL, check_not_negative, check_positive
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.engines.chain import EngineAnswer, OurChain, misreadings, tokens_per_round
+from draftsmith.eval.engines.chain import EngineAnswer, OurChain, tokens_per_round
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels
 from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
 from draftsmith.eval.engines.vllm import ANSWER_S, ENVIRONMENT, VllmClient, engine_python, server_words
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import ForeignHead, Package, Served, TargetFacts
-from draftsmith.modules.formats.detect import causal_lm, detect, named_format
-from draftsmith.modules.formats.vllm import command
+from draftsmith.modules.formats.base import Package, Served, TargetFacts
+from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect, named_format
+from draftsmith.modules.formats.readings import Reading, engine_readings, readings
+from draftsmith.modules.formats.systems import vllm_command
+from draftsmith.modules.layers import rope_settings
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
 from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
@@ -253,7 +255,7 @@ def vllm_client(
     check_room(config, chain, prompts, target.info.max_position)
     directory = package_directory(str(config.directory)).absolute()
     served = Served(str(model_directory(config.target).absolute()), str(directory), chain.length)
-    printed = command(served, "draft_model") if ours.kind == MODEL else formats()["vllm", ours.kind].serve(served)
+    printed = vllm_command("draft_model" if ours.kind == MODEL else ours.kind, served)
     longest = min(max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length, target.info.max_position)
     words = server_words(engine_python(config.engine_path), printed, config.loading["dtype"], longest)
     with running(words, ENVIRONMENT) as url:
@@ -382,22 +384,26 @@ def locate_drafts(
     used = [pair for pair in zip(prompts, rows, strict=True) if pair[1].same_text and pair[1].theirs.by_place]
     used = sorted(used, key=lambda pair: pair[1].same_counts)[:MISREAD_PROMPTS]
     target, head = chain.target, ours.drafter
-    state = stored_tensors(head)
-    candidates = list(misreadings(head.config, state, facts.raw, target.info.num_layers))
+    state, rope = stored_tensors(head), rope_settings(facts.raw)
+    candidates = [
+        *readings(head.config, state, target.info.num_layers, rope, masks=(0,)),
+        *engine_readings(head.config, state),
+    ]
     assert ours.package is not None
     try:
         parsed = formats()[engine, ours.kind].read(ours.package, facts)
         llama = dataclasses.replace(parsed.config.llama, max_position=head.config.max_position)
         config = dataclasses.replace(parsed.config, llama=llama)
-        candidates.append((f"the head of the directory by {SYSTEMS[engine]}'s rules", config, dict(parsed.state)))
+        label = f"the head of the directory by {SYSTEMS[engine]}'s rules"
+        candidates.append(Reading("directory", label, config, parsed.state))
     except InputError:  # the engine would not have served it
         pass
 
     explained, tried = list[str](), list[str]()
-    for name, config, tensors in candidates:
-        misread = head_for(target, ours.kind, config, tensors)
+    for reading in candidates:
+        misread = head_for(target, ours.kind, reading.config, reading.state)
         counts = [chain.answer(prompt.prompt_ids, ours.kind, misread).counts for prompt, _ in used]
-        (explained if used and counts == [row.theirs.counts for _, row in used] else tried).append(name)
+        (explained if used and counts == [row.theirs.counts for _, row in used] else tried).append(reading.label)
     differ = directory_differences(engine, ours, facts)
     directory = f" The directory is another head for {SYSTEMS[engine]} than ours: {differ}." if differ else ""
     if explained:

@@ -27,8 +27,7 @@ from draftsmith.data.export.gguf import is_gguf_model
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.costs import interpolate
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
-from draftsmith.modules.formats.base import ForeignHead
-from draftsmith.modules.formats.detect import detect
+from draftsmith.modules.formats.foreign import ForeignHead, detect
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 

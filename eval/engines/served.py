@@ -30,9 +30,9 @@ from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
 from draftsmith.eval.engines.vllm import server_words as server_words_vllm
 from draftsmith.eval.settings import PromptChoice
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import ForeignHead, Served
-from draftsmith.modules.formats.detect import causal_lm, detect
-from draftsmith.modules.formats.vllm import command
+from draftsmith.modules.formats.base import Served
+from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect
+from draftsmith.modules.formats.systems import vllm_command
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.gguf import open_gguf
 from draftsmith.modules.pretrained.hub import model_directory
@@ -197,7 +197,7 @@ def ask_vllm(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> dict[str, 
     answers: dict[str, list[ServerAnswer]] = {}
     for length in (0, *config.lengths):
         served = Served(target, directory, length)
-        printed = formats()["vllm", kind].serve(served) if kind else command(served, "draft_model")
+        printed = vllm_command(kind or "draft_model", served)
         printed = printed if length else f"vllm serve {shlex.quote(target)}"
         words = server_words_vllm(python, printed, "auto", context, eager)
         label = f"num_speculative_tokens={length}" if length else PLAIN

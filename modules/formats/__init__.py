@@ -1,4 +1,4 @@
-"""Public formats of heads: pure maps between other systems' names and ours, one file a system."""
+"""Public formats of heads: pure maps between other systems' names and ours."""
 
 from __future__ import annotations
 
@@ -9,34 +9,28 @@ if TYPE_CHECKING:
     from draftsmith.modules.formats.base import HeadFormat
 
 
+GGUF = "llamacpp"  # the format whose heads are one GGUF file
+
+
 @functools.cache
 def formats() -> dict[tuple[str, str], HeadFormat]:
     """Return every format by its name and the kind of our heads that it holds.
 
-    Imported here: the command line asks for names only. The order is that in which `detect` asks them.
+    Imported here: the command line asks for names only.
     """
-    from draftsmith.modules.formats import block
-    from draftsmith.modules.formats.llamacpp import LlamaCppEagle3
-    from draftsmith.modules.formats.llamacpp_block import LlamaCppBlock
+    from draftsmith.modules.formats.block import BlockFormat
+    from draftsmith.modules.formats.eagle1 import Eagle1Format
+    from draftsmith.modules.formats.eagle3 import Eagle3Format
     from draftsmith.modules.formats.medusa import Medusa
-    from draftsmith.modules.formats.safeailab import SafeAILabEagle, SafeAILabEagle3
-    from draftsmith.modules.formats.sglang import SGLangEagle, SGLangEagle3
     from draftsmith.modules.formats.specdec_pp import SpecDecPP
-    from draftsmith.modules.formats.speculators import SpeculatorsEagle3
-    from draftsmith.modules.formats.vllm import VLLMEagle, VLLMEagle3
+    from draftsmith.modules.formats.systems import EAGLE1_ROWS, EAGLE3_ROWS, block_rows
 
     known: tuple[HeadFormat, ...] = (
         SpecDecPP(),
-        LlamaCppEagle3(),
-        SafeAILabEagle(),
-        VLLMEagle(),
-        SGLangEagle(),
-        SafeAILabEagle3(),
-        VLLMEagle3(),
-        SGLangEagle3(),
-        SpeculatorsEagle3(),
+        *(Eagle1Format(row) for row in EAGLE1_ROWS),
+        *(Eagle3Format(row) for row in EAGLE3_ROWS),
         Medusa(),
-        *(form.of(kind) for form in (LlamaCppBlock, *block.FORMATS) for kind in block.KINDS),
+        *(BlockFormat(row) for kind in ("dflash", "dspark") for row in block_rows(kind)),
     )
     return {(format.name, format.kind): format for format in known}
 

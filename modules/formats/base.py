@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,6 @@ from draftsmith.modules.types import InputError
 
 # Types of weights that layers compute with; integers and float8 are quantised weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DSpark or Medusa head, or an acceptance head of SpecDec_pp"
-NOT_YET = "Importing it is not supported yet."
 
 
 @dataclass(frozen=True)
@@ -81,39 +77,6 @@ class ImportedHead:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A prompt with the target's answer, and the target's hidden states in float32.
-
-    ids: [T]. start: first position of the answer. choices: [T], the target's greedy token after each position.
-    features: [T, H], after the final norm. states: number k -> [T, H], the residual state after the first k layers.
-    """
-
-    ids: Tensor
-    start: int
-    choices: Tensor
-    features: Tensor
-    states: Mapping[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class HeadTrial:
-    """Real text to run heads on.
-
-    facts: of the model whose hidden states the heads read, with embedding and lm_head. probes: for drafting heads.
-    inputs: for acceptance heads, name -> [N, size] of everything that such a head may read of N tokens.
-    """
-
-    facts: TargetFacts
-    probes: Sequence[Probe] = ()
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """Return the target's embedding and lm_head, [V, H] each, in float32."""
-        assert self.facts.embed_tokens is not None and self.facts.lm_head is not None
-        return self.facts.embed_tokens.float(), self.facts.lm_head.float()
-
-
-@dataclass(frozen=True)
 class Served:
     """Paths and numbers in the command that serves a head.
 
@@ -127,109 +90,34 @@ class Served:
     verifier: str | None = None
 
 
-@dataclass(frozen=True)
-class ForeignHead:
-    """Config, names and shapes of a foreign directory. bare: shapes by names without the prefix `model.`."""
-
-    config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    bare: Mapping[str, tuple[int, ...]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bare", {name.removeprefix("model."): shape for name, shape in self.shapes.items()})
-
-    @classmethod
-    def of(cls, package: Package) -> ForeignHead:
-        return cls(package.config, {name: tuple(tensor.shape) for name, tensor in package.tensors.items()})
-
-    @property
-    def architecture(self) -> str:
-        """The first entry of `architectures`, or an empty string."""
-        names = self.config.get("architectures")
-        first = names[0] if isinstance(names, list) and names else None
-        return first if isinstance(first, str) and first.isprintable() else ""
-
-    def has(self, pattern: str) -> bool:
-        """Return whether a tensor's bare name begins with this regular expression."""
-        return any(re.match(pattern, name) for name in self.bare)
-
-    def size(self, name: str, dim: int) -> int | None:
-        """Return the rows (0) or columns (1) of a matrix; None if there is no such matrix."""
-        shape = self.bare.get(name)
-        return shape[dim] if shape is not None and len(shape) == 2 else None
-
-    @property
-    def fuses_two(self) -> bool:
-        """Mark of EAGLE-1: fc reads an embedding and one feature, both as wide as its output."""
-        width = self.size("fc.weight", 0)
-        return width is not None and self.size("fc.weight", 1) == 2 * width
-
-    @property
-    def block(self) -> str:
-        """The kind of a block drafter, `dflash` or `dspark`; empty for any other head.
-
-        One norm of all features stands beside the layers; EAGLE-3 has it inside its first layer.
-        """
-        name = self.architecture.lower()
-        named = name.startswith(("dflash", "qwen3dflash", "dspark", "qwen3dspark"))
-        others = not named and any(word in name for word in ("dflash", "dspark", "peagle"))
-        if others or ("hidden_norm.weight" not in self.bare and not named):
-            return ""
-        inner = self.config.get("dflash_config")
-        inner = inner if isinstance(inner, Mapping) else {}
-        ranked = self.config.get("markov_rank") or inner.get("markov_rank")
-        parts = self.has(r"markov_(head\.|w1\.)|confidence_(head|proj)\.")
-        return "dspark" if ranked or parts else "dflash"
-
-    @property
-    def eagle3(self) -> bool:
-        """True if the tensors or the config have a mark of EAGLE-3."""
-        if self.block:
-            return False
-        if self.has(r"midlayer\.|layers\.\d+\.hidden_norm\.|fc_norm\.|aux_norm_|d2t$|t2d$"):
-            return True
-        # Attention that reads embedding and state side by side.
-        width = self.size("layers.0.self_attn.o_proj.weight", 0)
-        if width is not None and self.size("layers.0.self_attn.q_proj.weight", 1) == 2 * width:
-            return True
-        several_states = self.size("fc.weight", 1) is not None and not self.fuses_two and "norm.weight" in self.bare
-        named = "eagle3" in self.architecture.lower() or "eagle_config" in self.config
-        named = named or self.config.get("speculators_model_type") == "eagle3"
-        return several_states or (named and not self.fuses_two)
-
-
 class HeadFormat(ABC):
     """Directory layout in which another system holds one kind of head."""
 
     # On the command line, in messages, and the kind of our heads.
-    name: ClassVar[str]
-    system: ClassVar[str]
-    kind: ClassVar[str]
+    name: str
+    system: str
+    kind: str
     # It can be exported.
-    writes: ClassVar[bool] = True
+    writes: bool = True
     # The head is an acceptance head, which reads a draft's hidden states.
-    predicts: ClassVar[bool] = False
+    predicts: bool = False
     # Drafted tokens in the printed command if nothing was measured.
-    num_drafted: ClassVar[int] = 5
+    num_drafted: int = 5
     # The system reads no other type.
-    float32: ClassVar[bool] = False
+    float32: bool = False
     # Files that are written; the system reads the last.
-    weights_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
+    weights_files: tuple[str, ...] = ("model.safetensors",)
     # The system finds the target's tensors through an index of shards.
-    target_index: ClassVar[bool] = False
+    target_index: bool = False
     # Lines for users, printed with the command and on the card.
-    notes: ClassVar[tuple[str, ...]] = ()
+    notes: tuple[str, ...] = ()
     # The loss weight of rejected tokens is not in the file and can be passed to the import.
-    w_rej: ClassVar[bool] = False
+    w_rej: bool = False
 
     @property
     def reads(self) -> Literal["target", "draft"]:
         """The command-line flag of the model whose hidden states the head reads."""
         return "draft" if self.predicts else "target"
-
-    @abstractmethod
-    def recognises(self, foreign: ForeignHead) -> bool:
-        """Return whether a foreign directory has this format; asked after all of `detect.UNSUPPORTED`."""
 
     @abstractmethod
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
@@ -239,14 +127,6 @@ class HeadFormat(ABC):
 
         Raises:
             InputError: a tensor is missing, unknown or of another shape; an option is not supported by our head.
-        """
-
-    @abstractmethod
-    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
-        """Run one of our heads on real text.
-
-        Returns: for every probe the logits [T-1, V] of the first and of further drafted tokens; row t of the first
-            predicts token t + 2. Of an acceptance head, P(accept) [N].
         """
 
     def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)

@@ -7,37 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net
 from draftsmith.modules.drafters.eagle3.net import default_layers as layers_of_target
-from draftsmith.modules.formats.base import (
-    ForeignHead,
-    HeadTrial,
-    ImportedHead,
-    Package,
-    Problem,
-    TargetFacts,
-    as_stored,
-    check_tensors,
-)
+from draftsmith.modules.formats.base import ImportedHead, Package, Problem, TargetFacts, as_stored, check_tensors
 from draftsmith.modules.formats.llama import (
     UNSUPPORTED,
     LlamaFormat,
+    Raw,
     check_layer,
+    check_layers,
     check_options,
     flat,
+    inner_object,
     llama_config,
-    llama_fields,
     longest_text,
+    num_states,
 )
-from draftsmith.modules.layers import LlamaConfig, rope_settings
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
@@ -51,148 +43,79 @@ from draftsmith.modules.types import InputError
 #   d2t                                        [draft_vocab_size] int64, added to a drafted id
 #   t2d                                        [V] bool, whether a token of the target is drafted
 #   fc_norm.{i}.weight                         of the target's i-th state, in EAGLE-3.1
-CLASS = "LlamaForCausalLMEagle3"  # of vLLM and SGLang
-IDS, COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
-NUM_STATES = 3  # that systems read by default
+IDS = "eagle_aux_hidden_state_layer_ids"
 # Norms of the states, under the names that SGLang first had for them.
 OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
-class Flags(NamedTuple):
-    """Switches of EAGLE-3 heads, as of `Eagle3Config`."""
-
-    fc_norm: bool = False
-    norm_before_fc: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
-
-
 class Eagle3Format(LlamaFormat):
-    """Directory of an EAGLE-3 head.
+    """Directory of an EAGLE-3 head."""
 
-    layer: name of the head's layer in the file. accepted: all names that the system reads.
-    """
-
-    kind = "eagle3"
-    layer: ClassVar[str] = "midlayer"
-    accepted: ClassVar[tuple[str, ...]] = ("midlayer", "layers.0")
-
-    def flags(self, raw: Mapping[str, Any]) -> Flags:
-        """Read the switches."""
-        inner = raw.get("eagle_config")
-        inner = inner if isinstance(inner, Mapping) else {}
-        before = bool(raw.get("norm_before_fc") or inner.get("norm_before_fc"))
-        return Flags(*(bool(raw.get(name)) for name in Flags._fields))._replace(norm_before_fc=before)
-
-    @abstractmethod
-    def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Read the target's layers, in our numbering; None if the system takes its default."""
-
-    def fields(self, config: Eagle3Config, dtype: torch.dtype, ids: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return `config.json`. ids: the layers in our numbering, unless they are the target's default."""
-        flags = {name: True for name in Flags._fields if getattr(config, name)}
-        shape = {"architectures": [CLASS], "draft_vocab_size": config.draft_vocab_size}
-        return {**llama_fields(config.llama, dtype), **shape, **flags, **self.id_fields(ids)}
-
-    def id_fields(self, ids: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return the fields that name the layers, in the system's numbering; vLLM's."""
-        return {} if ids is None else {IDS: list(ids)} | count_field(ids)
-
-    def recognises(self, foreign: ForeignHead) -> bool:
-        return foreign.eagle3 and producer(foreign) == self.name
-
-    def check(self, config: Eagle3Config) -> None:
+    def check_common(self, config: Eagle3Config) -> None:
         expected = "no bias of q, k and v: SafeAILab/EAGLE and SGLang have none in EAGLE-3"
         check_layer(config.llama, {"qkv_bias": (config.llama.qkv_bias, expected)})
-        self.check_system(config)
 
-    def write(
-        self, config: Eagle3Config, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
-    ) -> Package:
-        """Convert a head. Layers are named unless they are those that every system reads of the target."""
-        self.check(config)
-        usual = target is not None and config.capture == default_layers(target)
-        tensors = {
-            self.disk_name(name): tensor.detach().to(dtype).contiguous().clone()
-            for name, tensor in state.items()
-            if name != "d2t"
-        }
+    def disk_tensors(self, config: Eagle3Config, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {self.disk_name(name): tensor for name, tensor in state.items() if name != "d2t"}
         if config.reduced:
             ids = state["d2t"].cpu()
             tensors["d2t"] = ids - torch.arange(len(ids))
             tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        return Package(self.fields(config, dtype, None if usual else config.capture), tensors, {"format": "pt"})
+        return tensors
 
     def disk_name(self, name: str) -> str:
         """Return the name in a file of one of our parameters."""
-        return re.sub(r"^layer\.", f"{self.layer}.", name)
+        return re.sub(r"^layer\.", f"{self.row.layer_names[0]}.", name)
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         """Read settings by this system's fields, and tensors by any system's names."""
         raw, notes = flat(package.config), list[str]()
-        llama = llama_config(raw, rope_settings(raw))
+        llama = llama_config(raw)
         check_options(raw, llama, target, ("vocab_size",), notes)
-        inner = raw.get("eagle_config")
-        inner = inner if isinstance(inner, Mapping) else {}
         if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):
             raise InputError("config.json, target_hidden_size", width, "the head's own width", UNSUPPORTED)
-        if inner.get("use_aux_hidden_state") is False:
+        if inner_object(raw, "eagle_config").get("use_aux_hidden_state") is False:
             raise InputError("config.json, use_aux_hidden_state", False, "true: it is no EAGLE-3 head", UNSUPPORTED)
-        problems = self.problems(raw, target)
+        problems = self.problems(raw, package.tensors, target)
         tensors = self.own_tensors(package, target, our_name, notes, problems)
         layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in package.tensors}
-        if wrong := sorted(layers - {"", *self.accepted}):
-            problems.append(Problem(wrong[0], f"{self.system} knows the layer as {self.accepted[0]} only"))
+        known = self.row.layer_names
+        if wrong := sorted(layers - {"", *known}):
+            problems.append(Problem(wrong[0], f"{self.system} knows the layer as {known[0]} only"))
         # The norms of the target's states show in the file, the other switches only in config.json.
-        flags = self.flags(raw)
+        flags = self.row.flags(raw)
         if flags.fc_norm != (normed := "fc_norm.0.weight" in tensors):
             found = f"{'norms' if normed else 'no norm'} of the target's states in the file"
             raise InputError("fc_norm", found, f"what config.json says ({flags.fc_norm})", "Correct config.json.")
-        capture = self._capture(raw, target, tensors, llama.hidden_size)
+        capture = self.capture(raw, target, tensors, llama.hidden_size)
         drafted = take_vocabulary(tensors, raw, llama, target, notes, problems)
-        biases = self.take_biases(tensors, raw, notes, problems)
-        switches: dict[str, Any] = {"qkv_bias": biases.qkv, "o_bias": biases.o, "mlp_bias": biases.mlp}
-        switches["qk_norm"] = "layer.self_attn.q_norm.weight" in tensors
-        longest = longest_text(llama, target, notes)
-        llama = dataclasses.replace(llama, num_layers=1, max_position=longest, **switches)
+        biases: dict[str, Any] = self.take_biases(tensors, raw, notes, problems)
+        del biases["fc_bias"]
+        qk_norm, longest = "layer.self_attn.q_norm.weight" in tensors, longest_text(llama, target, notes)
+        llama = dataclasses.replace(llama, num_layers=1, max_position=longest, qk_norm=qk_norm, **biases)
         config = Eagle3Config(llama, capture, drafted, **flags._asdict())
         with torch.device("meta"):
             check_tensors(Eagle3Net(config), tensors, self.disk_name)
         return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))
 
-    def _capture(
-        self, raw: Mapping[str, Any], target: TargetFacts | None, tensors: Mapping[str, Tensor], size: int
+    def capture(
+        self, raw: Raw, target: TargetFacts | None, tensors: Mapping[str, Tensor], size: int
     ) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""
-        fc = tensors.get("fc.weight")
-        if fc is None or fc.ndim != 2 or fc.shape[1] % size:
-            found = "none" if fc is None else f"a tensor {list(fc.shape)}"
-            raise InputError("fc.weight", found, f"a matrix that reads states of width {size}", UNSUPPORTED)
-        num_states, ids = fc.shape[1] // size, self.ids(raw)
-        layers = ids if ids is not None else None if target is None else default_layers(target)
+        # fc says how many states it reads, and nothing else in the file says which.
+        count, row = num_states(tensors, size), self.row
+        layers = layer_ids(raw, *row.id_places)
+        if layers is not None:
+            # SGLang and vLLM read the states in the order of the layers, whatever the list's.
+            layers = tuple(sorted(set(layers)) if row.sorts_ids else layers)
+            layers = tuple(number + row.output_ids for number in layers)
+        elif target is not None:
+            layers = default_layers(target)
         if layers is None:
             expected = "the target: this is a head that reads its target's layers 2, L/2 and L-3"
             raise InputError("target", "none", expected, "Pass --target.")
-        # fc says how many states it reads, and nothing else in the file says which.
-        count = None if target is None else target.num_layers
-        fits = len(layers) == num_states and list(layers) == sorted(set(layers)) and layers[0] >= 0
-        if not fits or (count is not None and layers[-1] >= count):
-            expected = f"{num_states} distinct ones, as fc reads, ascending"
-            expected += "" if count is None else f", below {count}"
-            raise InputError("layers", list(layers), expected, "Pass the target that the head was trained for.")
+        check_layers("layers", layers, layers, count, target, outputs=False)
         return layers
-
-    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
-        embedding, _ = trial.tables()
-        outputs = []
-        for probe in trial.probes:
-            states = torch.cat([probe.states[number] for number in head.config.capture], -1)[None, :-1]  # [1, T-1, n H]
-            embeds = F.pad(embedding[probe.ids[1:]], (0, 0, 0, 1))[None]  # [1, T, H]
-            logits = [head.lm_head(head.logits_input(h[0])) for h in head.unroll(embeds, states, 2)]
-            # Tokens that the head cannot draft have -inf.
-            whole = [part.new_full((len(part), len(embedding)), -torch.inf) for part in logits]  # [T-1, V]
-            outputs.append([all.index_copy_(1, head.d2t, part) for all, part in zip(whole, logits, strict=True)])
-        return outputs
 
 
 def our_name(name: str) -> str:
@@ -205,37 +128,16 @@ def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
     return None if target.num_layers is None else layers_of_target(target.num_layers)
 
 
-def count_field(ids: tuple[int, ...]) -> dict[str, int]:
-    """Return the field by which vLLM builds fc, needed unless there are as many states as by default."""
-    return {} if len(ids) == NUM_STATES else {COUNT: len(ids)}
-
-
-def layer_ids(raw: Mapping[str, Any], *places: str) -> tuple[int, ...] | None:
+def layer_ids(raw: Raw, *places: str) -> tuple[int, ...] | None:
     """Read layer ids from the first of these objects of `config.json` that has any; "" is the top."""
     for place in places:
-        block = (raw.get(place) or {}) if place else raw
-        ids = block.get(IDS) if isinstance(block, Mapping) else None
+        ids = (inner_object(raw, place) if place else raw).get(IDS)
         if ids is None:
             continue
         if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
             raise InputError(f"config.json, {IDS}", repr(ids), "a list of integers", "Correct config.json.")
         return tuple(ids)
     return None
-
-
-def producer(foreign: ForeignHead) -> str:
-    """Return the format of an EAGLE-3 directory."""
-    raw, name = flat(foreign.config), foreign.architecture
-    if "speculators_model_type" in raw:
-        return "speculators"
-    if name == "LlamaEagle3DraftModel":  # NeMo Automodel
-        return "vllm"
-    if raw.get(IDS) is not None or name.startswith("Eagle3") or raw.get("norm_before_residual"):
-        return "vllm"
-    # SpecForge and ModelOpt write for SGLang.
-    if name == CLASS or raw.get("eagle_config") is not None or foreign.has(r"fc_norm\.|aux_norm_"):
-        return "sglang"
-    return "eagle" if foreign.has(r"midlayer\.") or name in ("", "LlamaForCausalLM") else "vllm"
 
 
 def valid_table(ids: Tensor, marks: Tensor | None, vocab: int) -> bool:

@@ -1,4 +1,9 @@
-"""Tensor names and rotary layout of GGUF files, for models of the Llama family (llama.cpp's src/llama-arch.cpp)."""
+"""Names and rotary layout in GGUF files: models of the Llama family, EAGLE-3 heads and block drafters.
+
+Written from llama.cpp's src/llama-arch.cpp, conversion/llama.py and qwen.py, src/models/eagle3.cpp and dflash.cpp. A
+head's file holds the target's tokenizer too. `head_to_gguf` and `head_from_gguf` map between such a file and a
+directory in vLLM's layout, so that settings and tensors are read by the rules of the other formats.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.block import OUTPUTS, settings, window
+from draftsmith.modules.formats.eagle3 import IDS
+from draftsmith.modules.formats.llama import llama_config
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError
 
@@ -33,8 +42,29 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Names in a head's directory -> GGUF's, each with .weight or .bias. Those of its layers are LAYER_NAMES.
+HEAD_NAMES = {
+    "eagle3": {
+        "fc": "fc",
+        "input_norm": "enc.output_norm",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "embed_tokens": "token_embd",
+        **{f"midlayer.{ours}": f"blk.0.{theirs}" for ours, theirs in LAYER_NAMES.items()},
+        "midlayer.hidden_norm": "blk.0.attn_norm_2",
+    },
+    "dflash": {
+        "fc": "fc",
+        "hidden_norm": "enc.output_norm",
+        "norm": "output_norm",
+        "markov_head.markov_w1": "markov_w1",
+        "markov_head.markov_w2": "markov_w2",
+        "confidence_head.proj": "conf_proj",
+    },
+}
 REMEDY = "Use another model, or its transformers directory."
-# Architectures whose rotary pairs are neighbours (0, 1) in GGUF, and halves (0, d/2) in transformers' files.
+# Architectures whose rotary pairs are neighbours (0, 1) in GGUF, and halves (0, d/2) in transformers' files. "dflash",
+# of DSpark too, keeps halves.
 ADJACENT_ROPE = ("llama", "eagle3")
 
 
@@ -173,3 +203,109 @@ def to_adjacent(rows: Tensor, heads: int) -> Tensor:
 def to_halves(rows: Tensor, heads: int) -> Tensor:
     """Reorder the output rows [heads * D, ...] of q or k from adjacent rotary pairs to halves."""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+
+
+def head_to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return metadata and tensors of a head's GGUF file; the tokenizer's other fields are the caller's."""
+    raw, kind = settings(package.config), package.config["gguf"]
+    llama = llama_config(raw)
+    heads = {"q_proj": llama.num_heads, "k_proj": llama.num_kv_heads} if kind in ADJACENT_ROPE else {}
+    tensors = rope_divisors(llama)
+    for name, tensor in package.tensors.items():
+        if name == "d2t":
+            # The target's ids, where other systems store what is added to the drafted one.
+            tensors["d2t"] = tensor + torch.arange(len(tensor))
+        elif name != "t2d":
+            part = name.split(".")[-2]
+            tensors[head_name(kind, name)] = to_adjacent(tensor, heads[part]) if part in heads else tensor
+    if kind == "eagle3":
+        own: dict[str, Any] = {
+            "target_layers": list(raw[IDS]),
+            "target_hidden_size": int(raw.get("target_hidden_size") or llama.hidden_size),
+            "norm_before_residual": bool(raw.get("norm_before_residual")),
+            "norm_before_fc": bool(raw.get("norm_before_fc")),
+        }
+        return llama_metadata(kind, llama) | {f"{kind}.{name}": value for name, value in own.items()}, tensors
+    span = window(raw, llama.num_layers)
+    own = {
+        "target_layers": [number + 1 for number in raw[OUTPUTS]],
+        "block_size": int(raw["block_size"]),
+        "sample_from_anchor": bool(raw["sample_from_anchor"]),
+        "has_confidence_head": bool(raw.get("enable_confidence_head")),
+        "attention.causal": span is not None,
+    }
+    if span is not None:
+        own |= {"attention.sliding_window": span, "attention.sliding_window_pattern": [True] * llama.num_layers}
+    metadata = llama_metadata(kind, llama) | {f"{kind}.{name}": value for name, value in own.items()}
+    return metadata | {"tokenizer.ggml.mask_token_id": int(raw["mask_token_id"])}, tensors
+
+
+def head_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Package:
+    """Return a head's GGUF file as a directory in vLLM's layout.
+
+    Raises:
+        InputError: metadata are missing, or other ones than our layers compute with.
+    """
+    kind = metadata["general.architecture"]
+
+    def setting(name: str, default: Any = None) -> Any:
+        return metadata.get(f"{kind}.{name}", default)
+
+    layers = read_layers(kind, metadata, tensors.get("rope_freqs.weight"))
+    if (numbers := setting("target_layers")) is None:
+        found = f"a GGUF file without {kind}.target_layers"
+        raise InputError("directory", found, "it", "Export the head again.")
+    vocab_size = setting("vocab_size") or len(metadata["tokenizer.ggml.tokens"])
+    config: dict[str, Any] = {"gguf": kind, "vocab_size": vocab_size, **layers}
+    if "output.weight" in tensors:
+        config["draft_vocab_size"] = len(tensors["output.weight"])
+    if kind == "eagle3":
+        config |= {
+            IDS: [int(number) for number in numbers],
+            "norm_before_residual": bool(setting("norm_before_residual")),
+            "norm_before_fc": bool(setting("norm_before_fc")),
+        }
+    else:
+        markov = tensors.get("markov_w1.weight")
+        slides = setting("attention.sliding_window_pattern", [])
+        config |= {
+            "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+            "sliding_window": setting("attention.sliding_window"),
+            "is_causal": bool(setting("attention.causal")),
+            OUTPUTS: [int(number) - 1 for number in numbers],
+            "block_size": setting("block_size"),
+            "mask_token_id": metadata.get("tokenizer.ggml.mask_token_id"),
+            # A file without a Markov head is drafted with as DFlash, whatever it says.
+            "sample_from_anchor": markov is not None and bool(setting("sample_from_anchor", True)),
+            "markov_rank": 0 if markov is None else markov.shape[-1],
+            "enable_confidence_head": bool(setting("has_confidence_head", "conf_proj.weight" in tensors)),
+        }
+    heads = {"q_proj": layers["num_attention_heads"], "k_proj": layers["num_key_value_heads"]}
+    heads = heads if kind in ADJACENT_ROPE else {}
+    package: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name == "d2t":
+            package["d2t"] = tensor - torch.arange(len(tensor))
+        elif name != "rope_freqs.weight":
+            known = directory_name(kind, name)
+            part = known.split(".")[-2] if "." in known else ""
+            package[known] = to_halves(tensor, heads[part]) if part in heads else tensor
+    return Package(config, package)
+
+
+def head_name(kind: str, name: str) -> str:
+    """Return the name in a GGUF file of a tensor in a head's directory."""
+    module, _, part = name.rpartition(".")
+    if match := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
+        return f"blk.{match[1]}.{LAYER_NAMES[match[2]]}.{part}"
+    return f"{HEAD_NAMES[kind][module]}.{part}"
+
+
+def directory_name(kind: str, name: str) -> str:
+    """Return the name in a head's directory of a tensor in a GGUF file; an unknown one as it is."""
+    module, _, part = name.rpartition(".")
+    ours = {theirs: known for known, theirs in HEAD_NAMES[kind].items()}
+    if module not in ours and (match := re.fullmatch(r"blk\.(\d+)\.(.+)", module)):
+        inner = next((known for known, theirs in LAYER_NAMES.items() if theirs == match[2]), match[2])
+        return f"layers.{match[1]}.{inner}.{part}"
+    return f"{ours.get(module, module)}.{part}" if module else name

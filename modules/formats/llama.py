@@ -1,17 +1,43 @@
-"""Parts that EAGLE-1 and EAGLE-3 formats share: the fields of a Llama `config.json`, tensors and biases."""
+"""What formats of heads with Llama's layers share: a system's row, the fields of `config.json`, tensors and biases."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.base import HeadFormat, Package, Problem, TargetFacts, positive, same_values
-from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, RotarySettings
+from draftsmith.modules.formats.base import (
+    HeadFormat,
+    Package,
+    Problem,
+    Served,
+    TargetFacts,
+    positive,
+    same_values,
+)
+from draftsmith.modules.layers import (
+    BASE,
+    ROPE_KINDS,
+    LlamaConfig,
+    RopeScaling,
+    RotarySettings,
+    config_object,
+    rope_frequencies,
+    rope_number,
+    rope_settings,
+)
 from draftsmith.modules.types import InputError
+
+Raw = Mapping[str, Any]  # a `config.json`
+Wrong = Mapping[str, tuple[Any, str]]  # a field or tensor -> whether it is wrong, and what the system does then
+Refusal = tuple[str, Any, str, str]  # a head's setting: field, value, what is expected, remedy
 
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 # Defaults of transformers' LlamaConfig and of SafeAILab's EConfig alike.
@@ -50,63 +76,148 @@ NO_BIAS = (
 class Biases(NamedTuple):
     """Linear layers that a system creates with a bias."""
 
-    fc: bool
-    qkv: bool
-    o: bool
-    mlp: bool
+    fc: bool = False
+    qkv: bool = False
+    o: bool = False
+    mlp: bool = False
+
+
+class Flags(NamedTuple):
+    """Switches of EAGLE-3 heads, as of `Eagle3Config`."""
+
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+
+    @classmethod
+    def read(cls, raw: Raw) -> Flags:
+        """Read the switches by their own names, as most systems do."""
+        before = bool(raw.get("norm_before_fc") or inner_object(raw, "eagle_config").get("norm_before_fc"))
+        return cls(*(bool(raw.get(name)) for name in cls._fields))._replace(norm_before_fc=before)
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system reads one kind of head: a row of the table in `systems.py`.
+
+    Attributes:
+        name, system, kind: on the command line, in messages, and of our heads.
+        fields: (this row, head's config, dtype, target) -> `config.json`.
+        serve: (kind, paths) -> the command that serves the head. None, as fields: such directories are only read.
+        classes: values of `architectures` by which it builds the head.
+        prefix: it also reads names that begin with `model.`.
+        strict: it raises for tensors that it does not know.
+        zero_bias: it fills attention biases with zeros before it loads.
+        biases: `config.json` -> the linear layers that it creates with a bias.
+        problems: (this row, `config.json`, target, bare names of the tensors) -> what it refuses or misreads.
+        refused: (this row, head's config, target) -> settings that it ignores or computes with in another way.
+        extra_tensors: (head's config, dtype, target) -> what it wants beside the head's own tensors.
+        layer_names: names of an EAGLE-3 head's layer that it knows; the first is written.
+        id_places: objects of `config.json` that may name the layers of an EAGLE-3 head; "" is the top. The first that
+            has any counts; without one it takes its default layers.
+        output_ids: number k is the output of layer k, our number k + 1.
+        sorts_ids: it sorts the numbers and drops duplicates.
+        flags: `config.json` -> the switches of an EAGLE-3 head.
+        fills: `config.json` of a block drafter -> fields that it takes to be there where they are not.
+        anchor_first: blocks are anchor-first if `config.json` does not say.
+        asks_confidence: `config.json` says whether it uses a confidence head.
+        markov_types: Markov heads that it computes.
+        target_index, notes: as of `HeadFormat`.
+    """
+
+    name: str
+    system: str
+    kind: str
+    fields: Callable[[System, Any, torch.dtype, TargetFacts | None], dict[str, Any]] | None = None
+    serve: Callable[[str, Served], str] | None = None
+    classes: tuple[str, ...] = ()
+    prefix: bool = False
+    strict: bool = False
+    zero_bias: bool = False
+    biases: Callable[[Raw], Biases] = lambda raw: Biases()
+    problems: tuple[Callable[[System, Raw, TargetFacts | None, Collection[str]], Wrong], ...] = ()
+    refused: Callable[[System, Any, TargetFacts | None], Iterator[Refusal]] = lambda system, config, target: iter(())
+    extra_tensors: Callable[[Any, torch.dtype, TargetFacts | None], dict[str, Tensor]] = lambda *_: {}
+    layer_names: tuple[str, ...] = ("midlayer", "layers.0")
+    id_places: tuple[str, ...] = ("",)
+    output_ids: bool = False
+    sorts_ids: bool = False
+    flags: Callable[[Raw], Flags] = Flags.read
+    fills: Callable[[Raw], Raw] = lambda raw: {}
+    anchor_first: bool = False
+    asks_confidence: bool = True
+    markov_types: tuple[str, ...] = ("vanilla", "gated", "rnn")
+    target_index: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class LlamaFormat(HeadFormat):
-    """Directory of a head whose layers are Llama's."""
+    """Directory of a head whose layers are Llama's, in the layout of one system."""
 
-    # Values of `architectures` by which the system builds this kind of head; empty if it does not read them.
-    classes: ClassVar[tuple[str, ...]] = ()
-    # Fields of `config.json`, any of which makes the system create these linear layers with a bias (parts of `Biases`).
-    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    # It also reads names that begin with `model.`.
-    prefix: ClassVar[bool] = False
-    # It fills attention biases with zeros before it loads.
-    zero_bias: ClassVar[bool] = False
+    def __init__(self, row: System):
+        self.row = row
+        self.name, self.system, self.kind = row.name, row.system, row.kind
+        self.writes, self.target_index, self.notes = row.serve is not None, row.target_index, row.notes
 
-    def biases(self, raw: Mapping[str, Any]) -> Biases:
-        """Return which linear layers the system creates with a bias, by `config.json`."""
-        fields = self.bias_fields
-        return Biases(*(any(raw.get(name) for name in fields.get(part, ())) for part in Biases._fields))
+    # -- writing
 
-    def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        """Return the fields by which this system refuses the directory or computes something else."""
-        if not self.classes:
-            return []
-        name = next(iter(raw.get("architectures") or []), None)
-        text, other = f"does not build this head for {name}: write {self.classes[0]}", raw.get("model_type")
-        wrong = {
-            "architectures": (name not in self.classes, text),
-            "model_type": (other != "llama", f"builds another model for {other!r}: write llama"),
+    @abstractmethod
+    def check_common(self, config: Any) -> None:
+        """Raise InputError for a head of this kind that no system holds."""
+
+    @abstractmethod
+    def disk_tensors(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a head's tensors by their names in the file."""
+
+    def check(self, config: Any, target: TargetFacts | None = None) -> None:
+        self.check_common(config)
+        for field, found, expected, remedy in self.row.refused(self.row, config, target):
+            raise InputError(field, found, expected, remedy)
+
+    def write(
+        self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
+    ) -> Package:
+        if self.row.fields is None:
+            return super().write(config, state, dtype, target)
+        self.check(config, target)
+        tensors = {
+            name: tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous().clone()
+            for name, tensor in self.disk_tensors(config, state).items()
         }
-        return self.listed(wrong)
+        tensors |= self.row.extra_tensors(config, dtype, target)
+        return Package(self.row.fields(self.row, config, dtype, target), tensors, {"format": "pt"})
 
-    def listed(self, fields: Mapping[str, tuple[Any, str]]) -> list[Problem]:
-        """Return the problems of fields, each with its condition and what the system does."""
-        return [Problem(field, f"{self.system} {text}") for field, (wrong, text) in fields.items() if wrong]
-
-    def check_system(self, config: Any) -> None:
-        """Raise InputError for a setting that this system ignores, or computes with in another way."""
-
-    def unheld(self, config: Any) -> list[Problem]:
-        """Return the setting of a head in a directory that this system does not compute with."""
-        try:
-            self.check_system(config)
-        except InputError as error:
-            return [Problem(error.field, f"is {error.found}, where {self.system} has {error.expected}")]
-        return []
-
-    def extra_fields(self, target: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return the type to run in: the target's, whatever type the weights are stored in.
+    def extra_fields(self, target: Raw, path: str) -> dict[str, Any]:
+        """Return the type to run in, the target's, whatever type the weights are stored in; and the verifier's name.
 
         SGLang would otherwise run a head in another type than its target.
         """
         named = target.get("dtype") or target.get("torch_dtype")
-        return {"torch_dtype": named, "dtype": named} if named else {}
+        verifier = {"name_or_path": path, "architectures": target.get("architectures") or []}
+        fields: dict[str, Any] = {"torch_dtype": named, "dtype": named} if named else {}
+        return fields | ({"speculators_config": {"verifier": verifier}} if self.name == "speculators" else {})
+
+    def serve(self, served: Served) -> str:
+        return super().serve(served) if self.row.serve is None else self.row.serve(self.kind, served)
+
+    # -- reading
+
+    def problems(self, raw: Raw, tensors: Collection[str], target: TargetFacts | None) -> list[Problem]:
+        """Return the fields and tensors by which this system refuses the directory or computes something else."""
+        row, names = self.row, {name.removeprefix("model.") for name in tensors}
+        return [wrong for problems in row.problems for wrong in self.listed(problems(row, raw, target, names))]
+
+    def listed(self, fields: Wrong) -> list[Problem]:
+        """Return the problems of fields, each with its condition and what the system does."""
+        return [Problem(field, f"{self.system} {text}") for field, (wrong, text) in fields.items() if wrong]
+
+    def unheld(self, config: Any) -> list[Problem]:
+        """Return the setting of a head in a directory that this system does not compute with."""
+        refused = list(self.row.refused(self.row, config, None))[:1]
+        return [
+            Problem(field, f"is {found}, where {self.system} has {expected}") for field, found, expected, _ in refused
+        ]
 
     def own_tensors(
         self,
@@ -119,7 +230,7 @@ class LlamaFormat(HeadFormat):
         """Return a file's tensors by our names, without rotary buffers and the target's embedding."""
         tensors: dict[str, Tensor] = {}
         # SGLang reads them in EAGLE-3 but for lm_head.
-        known = [name for name in package.tensors if self.prefix and name != "model.lm_head.weight"]
+        known = [name for name in package.tensors if self.row.prefix and name != "model.lm_head.weight"]
         prefixed = any(name.startswith("model.") for name in package.tensors.keys() - set(known))
         problems += self.listed({"model.": (prefixed, "knows the names without it")})
         for on_disk, tensor in package.tensors.items():
@@ -142,40 +253,99 @@ class LlamaFormat(HeadFormat):
         return tensors
 
     def take_biases(
-        self, tensors: dict[str, Tensor], raw: Mapping[str, Any], notes: list[str], problems: list[Problem]
-    ) -> Biases:
+        self, tensors: dict[str, Tensor], raw: Raw, notes: list[str], problems: list[Problem]
+    ) -> dict[str, bool]:
         """Remove the biases that the system does not use, or that are zero, and return those that our head has."""
-        kept, created = {}, self.biases(raw)._asdict()
+        kept, created = {}, self.row.biases(raw)._asdict()
         for part, pattern in BIASES.items():
             names = [name for name in tensors if re.fullmatch(pattern, name)]
             zero = not any(bool(tensors[name].any()) for name in names)
-            if created[part] and not names and not (part == "o" and self.zero_bias):
+            if created[part] and not names and not (part == "o" and self.row.zero_bias):
                 # To whoever trains heads, `bias` is that of fc. SGLang's fc has one whatever config.json says.
                 if part != "fc" or raw.get("bias") is not False:
                     found = f"no {part} bias in the file, where config.json makes {self.system} create one"
                     raise InputError("weights", found, "its values, which would be random", NO_BIAS)
                 problems.append(Problem("fc.bias", f"{self.system} does not find it and makes up a random one"))
             # EAGLE-1 heads of Qwen2 targets keep q, k and v biases of zeros: their layers have them.
-            kept[part] = created[part] and bool(names) and not (zero and (part != "qkv" or self.kind == "eagle3"))
-            if names and not kept[part]:
+            kept[f"{part}_bias"] = created[part] and bool(names)
+            kept[f"{part}_bias"] &= not (zero and (part != "qkv" or self.kind == "eagle3"))
+            if names and not kept[f"{part}_bias"]:
                 if not zero:
                     notes.append(f"{', '.join(names)}: left out, {self.system} does not use them")
                     problems.append(Problem(names[0], f"{self.system} drops it and says nothing"))
                 for name in names:
                     del tensors[name]
-        return Biases(**kept)
+        return kept
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def num_states(tensors: Mapping[str, Tensor], size: int) -> int:
+    """Return how many states of the target the fusion layer reads, each of width `size`."""
+    fc = tensors.get("fc.weight")
+    if fc is None or fc.ndim != 2 or fc.shape[1] % size:
+        found = "none" if fc is None else f"a tensor {list(fc.shape)}"
+        raise InputError("fc.weight", found, f"a matrix that reads states of width {size}", UNSUPPORTED)
+    return fc.shape[1] // size
+
+
+def check_layers(
+    field: str, found: Sequence[int], layers: Sequence[int], count: int, target: TargetFacts | None, outputs: bool
+) -> None:
+    """Raise InputError unless these are `count` layers of the target, ascending.
+
+    found: as in the file, where outputs means numbers of layers whose outputs are read.
+    """
+    last = None if target is None else target.num_layers
+    fits = len(layers) == count and list(layers) == sorted(set(layers)) and layers[0] >= 0
+    # The state after the last layer is normed where it is read.
+    if not fits or (last is not None and layers[-1] >= last):
+        expected = f"{count} distinct ones, as fc reads, ascending"
+        if last is not None:
+            expected += f", outputs of layers below {last - 1}" if outputs else f", below {last}"
+        raise InputError(field, list(found), expected, "Pass the target that the head was trained for.")
+
+
+def architecture(raw: Raw) -> str:
+    """Return the first entry of `architectures`, or an empty string."""
+    names = raw.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return first if isinstance(first, str) and first.isprintable() else ""
+
+
+def inner_object(raw: Raw, name: str) -> Raw:
+    """Return an object inside a `config.json`; an empty one if it is absent or of another type."""
+    inner = raw.get(name)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def flat(config: Raw) -> dict[str, Any]:
     """Return a `config.json` with the layer's fields at the top; speculators keep them inside an object."""
-    inner = config.get("transformer_layer_config")
-    return {**(inner if isinstance(inner, Mapping) else {}), **config}
+    return {**inner_object(config, "transformer_layer_config"), **config}
 
 
-def llama_config(raw: Mapping[str, Any], rope: RotarySettings, head_dim: bool = True) -> LlamaConfig:
-    """Read the sizes of a `config.json`, without biases.
+def safeailab_rope(raw: Raw) -> RotarySettings:
+    """Read rotary settings as SafeAILab/EAGLE does (cnets1.py, _init_rope).
 
-    rope: rotary settings as the system reads them. head_dim: the system honours the field of that name.
+    It knows `rope_theta` and `rope_scaling` only, and its base is 10000 under any scaling.
+    """
+    if scaling := config_object(raw, "rope_scaling"):
+        factor = rope_number("factor", scaling.get("factor"), 1.0)
+        return RotarySettings(BASE, RopeScaling(str(scaling.get("type")), factor))
+    return RotarySettings(rope_number("rope_theta", raw.get("rope_theta"), BASE), RopeScaling())
+
+
+def frequencies(llama: LlamaConfig, rope: RotarySettings | None = None) -> Tensor:
+    """Return the frequencies [head_dim / 2] in float32; NaN for a kind of scaling that our layers do not compute.
+
+    rope: settings in place of the layer's own.
+    """
+    rope = rope or RotarySettings.of(llama)
+    if rope.kind not in ROPE_KINDS:
+        return torch.full((llama.head_dim // 2,), math.nan)
+    return rope_frequencies(dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling))
+
+
+def llama_config(raw: Raw) -> LlamaConfig:
+    """Read the sizes and rotary settings of a `config.json`, without biases.
 
     Raises:
         InputError: a size is no positive integer, or eps no number.
@@ -185,7 +355,7 @@ def llama_config(raw: Mapping[str, Any], rope: RotarySettings, head_dim: bool = 
         return positive(raw, key, DEFAULTS[key])
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
-    given, eps = raw.get("head_dim") if head_dim else None, raw.get("rms_norm_eps", 1e-6)
+    rope, given, eps = rope_settings(raw), raw.get("head_dim"), raw.get("rms_norm_eps", 1e-6)
     if not isinstance(eps, int | float) or isinstance(eps, bool):
         raise InputError("config.json, rms_norm_eps", repr(eps), "a number", "Correct config.json.")
     return LlamaConfig(
@@ -243,7 +413,7 @@ def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def check_options(
-    raw: Mapping[str, Any],
+    raw: Raw,
     llama: LlamaConfig,
     target: TargetFacts | None,
     vocabularies: Sequence[str],

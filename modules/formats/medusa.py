@@ -7,16 +7,12 @@ repeats ONE block, `[ResBlock(H)] * n`: the file names each copy, and the copies
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.formats.base import (
-    ForeignHead,
     HeadFormat,
-    HeadTrial,
     ImportedHead,
     Package,
     TargetFacts,
@@ -41,9 +37,6 @@ class Medusa(HeadFormat):
 
     name, system, kind = "medusa", "FasterDecoding/Medusa", "medusa"
     writes = False
-
-    def recognises(self, foreign: ForeignHead) -> bool:
-        return foreign.has(BLOCK) or foreign.has(re.escape(MODELOPT))
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         if target is None or target.hidden_size is None or not max_positions(target):
@@ -83,12 +76,3 @@ class Medusa(HeadFormat):
         with torch.device("meta"):
             check_tensors(MedusaHead(config), {**state, **bare}, lambda name: disk_names.get(name, name))
         return ImportedHead(config, as_stored(state), tuple(notes))
-
-    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
-        _, lm_head = trial.tables()
-        readers = head.outputs(lambda hidden: hidden @ lm_head.T)
-        outputs = []
-        for probe in trial.probes:
-            states = head(probe.features[:-1])
-            outputs.append([output(hidden) for output, hidden in zip(readers, states, strict=True)])  # [T-1, V]
-        return outputs

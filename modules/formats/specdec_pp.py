@@ -11,16 +11,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.formats.base import (
-    ForeignHead,
     HeadFormat,
-    HeadTrial,
     ImportedHead,
     Package,
     Served,
@@ -47,15 +44,6 @@ class SpecDecPP(HeadFormat):
     num_drafted = 20
     weights_files = ("model.safetensors", "pytorch_model.bin")
     w_rej = True
-
-    def recognises(self, foreign: ForeignHead) -> bool:
-        # Residual blocks numbered in one Sequential, and a last layer of two classes.
-        matched = [re.fullmatch(r"model\.(\d+)\.(linear\.)?(weight|bias)", name) for name in foreign.shapes]
-        names = [name for name in matched if name is not None]
-        if not names or len(names) != len(matched):
-            return False
-        last = [name[1] for name in names if name[2] is None and name[3] == "weight"]
-        return len(last) == 1 and foreign.shapes[f"model.{last[0]}.weight"][0] == 2
 
     def check(self, config: AcceptanceHeadConfig) -> None:
         if not config.as_published:
@@ -120,9 +108,6 @@ class SpecDecPP(HeadFormat):
         with torch.device("meta"):
             check_tensors(AcceptanceHead(config), {**state, **tensors}, disk_name)
         return ImportedHead(config, {name: value.detach().float() for name, value in state.items()}, (UNCORRECTED,))
-
-    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
-        return [[torch.sigmoid(head(trial.inputs["state_after"]))]]
 
     def serve(self, served: Served) -> str:
         # SpecDec_pp's own benchmark, to be run in a clone of it. The model that the head reads is their `assistant`;

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from defects import DEFECTS, Defect
@@ -43,12 +44,12 @@ from draftsmith.data.export.export import ExportConfig, write_package
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import facts_of
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
+from draftsmith.modules.drafters.block.net import BlockConfig, DocumentBlocks, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import HeadTrial, Package, Probe
+from draftsmith.modules.formats.base import Package
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
@@ -129,6 +130,20 @@ def random_head(kind: str, case: Case, lm: Any) -> Any:
     return head
 
 
+def block_logits(head: Any, lm: Any, ids: Tensor, states: Tensor) -> Tensor:
+    """Logits [T - 1, 2, V] of the first two tokens of the blocks at every position of a text but the first."""
+    config, anchors = head.config, torch.arange(1, len(ids))
+    slots = torch.full((len(anchors), config.block_size), config.mask_token)
+    slots[:, 0] = ids[anchors]
+    blocks = DocumentBlocks.of(0, anchors, config.block_size, config.llama.sliding_window)
+    hidden = head(lm.embed(slots), states, [blocks])[:, config.first_slot :][:, :2]
+    logits = lm.lm_head(hidden)
+    if head.markov_head is None:
+        return logits
+    previous = ids[(anchors[:, None] + torch.arange(2)).clamp_max(len(ids) - 1)]
+    return logits + head.markov_head.markov_w2(head.markov_head(hidden, previous))
+
+
 @torch.inference_mode()
 def write(kind: str, case: Case, directory: Path) -> None:
     """Write target, exports and our own results of a case."""
@@ -148,10 +163,8 @@ def write(kind: str, case: Case, directory: Path) -> None:
         ours |= {"features": features[0].contiguous(), "hidden": hidden, "logits.0": lm.lm_head(hidden)}
     elif kind != "eagle3":
         states = lm.features(ids, capture=head.config.capture)[0]
-        parts = dict(zip(head.config.capture, states.chunk(len(head.config.capture), -1), strict=True))
-        trial = HeadTrial(facts_of(str(target), lm), [Probe(ids[0], 1, ids[0], states, parts)])
-        first, second, *_ = formats()[case.formats[0], kind].forward(head, trial)[0]
-        ours |= {"states": states.contiguous(), "logits.0": first, "logits.1": second}
+        logits = block_logits(head, lm, ids[0], states)
+        ours |= {"states": states.contiguous(), "logits.0": logits[:, 0].clone(), "logits.1": logits[:, 1].clone()}
     else:
         states = lm.features(ids, capture=head.config.capture)[:, :-1].contiguous()
         passes = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)

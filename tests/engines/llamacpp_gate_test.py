@@ -212,7 +212,7 @@ LAYERS = [k + 1 for k in default_layers(12, 5)]
         (setting(dflash__target_layers=LAYERS), f"layers {', '.join(map(str, LAYERS))} in place of"),
         (setting(dflash__sample_from_anchor=False), "layout fill-in in place of anchor-first"),
         (setting(dflash__attention__causal=True), "slots that see no later ones"),
-        (setting(tokenizer__ggml__mask_token_id=0), "the mask token 0"),
+        (setting(tokenizer__ggml__mask_token_id=0), "mask token 0"),
         (adjacent, "the head of the directory by llama.cpp's rules"),
     ],
     ids=["layers one off", "layout", "causal", "mask", "rotary neighbours"],

@@ -18,12 +18,13 @@ from tiny_models import tiny_llama_dir
 from draftsmith.data import prompts, responses
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
-from draftsmith.data.heads.diagnosis import agreed, in_order, other_weights, template
+from draftsmith.data.heads.diagnosis import agreed, template
 from draftsmith.data.heads.repair import RepairConfig
 from draftsmith.data.heads.repair import run as repair
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
+from draftsmith.modules.formats.readings import other_weights, reversed_states
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.command import run as train
@@ -145,7 +146,7 @@ def test_its_own_answers_at_temperature_1_are_no_defect(world, diagnosed, sound,
 
 
 PLANTED = {
-    "layers 2 4 6": ("layers", lambda c: {"capture": tuple(layer + 1 for layer in c.capture)}),
+    "layers 2, 4, 6 in place of 3, 5, 7": ("layers", lambda c: {"capture": tuple(layer + 1 for layer in c.capture)}),
     "the state before the embedding in q, k and v": ("weights", 0),
 }
 
@@ -159,7 +160,7 @@ def test_a_head_that_is_not_read_as_it_was_trained(world, diagnosed, sound, tmp_
     if callable(planted):
         changes = planted(trained.config)
     else:
-        state = list(other_weights(state, trained.config.llama.head_dim))[planted][1]
+        state = list(other_weights(trained.config, state))[planted].state
     verdict = diagnosed(changed(world, sound, tmp_path / "head", state, **changes))["verdict"]
     assert verdict.startswith(f"Likeliest cause ({name}): ") and f"better with {reading}" in verdict
 
@@ -178,8 +179,8 @@ def repaired(world, head: Path, output: Path) -> tuple[int, Any]:
 def test_repair_finds_what_is_wrong_and_nothing_else(world, sound, tmp_path, capsys, mistake):
     right = load_draft_head(sound, load_lm(str(world.target)))
     state, layers = stored_tensors(right), tuple(layer + 1 for layer in LAYERS)
-    turned = next(other for label, other in other_weights(state, right.config.llama.head_dim) if "twice" in label)
-    reversed_layers = {name: in_order(name, tensor, (2, 1, 0)) for name, tensor in state.items()}
+    turned = next(other.state for other in other_weights(right.config, state) if "twice" in other.label)
+    reversed_layers = {name: reversed_states(name, tensor, 3) for name, tensor in state.items()}
     planted: dict[str, tuple[Any, dict[str, Any]]] = {
         "none": (state, {}),
         "layers": (state, {"capture": layers}),

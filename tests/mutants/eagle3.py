@@ -10,7 +10,7 @@ TRAINING, NET_TEST, LOSS_TEST = (
     f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net", "loss")
 )
 DIAGONAL_TEST = "tests/modules/diagonal_test.py"
-INTEROP, EAGLE1 = (f"modules/formats/{name}.py" for name in ("eagle3", "eagle1"))
+LLAMA, FOREIGN, SYSTEMS = (f"modules/formats/{name}.py" for name in ("llama", "foreign", "systems"))
 INTEROP_TEST = "tests/modules/formats/eagle3_test.py"
 
 MUTANTS = [
@@ -55,14 +55,14 @@ MUTANTS = [
            "            total = scores.logsumexp(-1)\n", (DIAGONAL_TEST,)),
     Mutant("eagle3-reads-the-final-state", HEAD, "states=batch.features[..., :-size],",
            "states=batch.features[..., size:],", (TRAINING,)),
-    Mutant("eagle3-vllm-is-not-told-how-many-states", INTEROP,
-           "return {} if len(ids) == NUM_STATES else {COUNT: len(ids)}", "return {}", (INTEROP_TEST,)),
-    Mutant("eagle3-imported-with-an-fc-of-other-states", INTEROP, "fits = len(layers) == num_states and",
+    Mutant("eagle3-vllm-is-not-told-how-many-states", SYSTEMS,
+           "return {} if len(layers) == NUM_STATES else {COUNT: len(layers)}", "return {}", (INTEROP_TEST,)),
+    Mutant("eagle3-imported-with-an-fc-of-other-states", LLAMA, "fits = len(layers) == count and",
            "fits =", (INTEROP_TEST,)),
-    Mutant("eagle3-of-two-states-taken-for-eagle-1", EAGLE1, "foreign.fuses_two and not foreign.eagle3 and",
-           "foreign.fuses_two and", (INTEROP_TEST,)),
-    Mutant("eagle3-sglang-reads-layers-one-late", "modules/formats/sglang.py", "[number - 1 for number in ids or ()]",
-           "[number for number in ids or ()]", (INTEROP_TEST,)),
+    Mutant("eagle3-of-two-states-taken-for-eagle-1", FOREIGN, "    if foreign.eagle3:",
+           "    if False:", (INTEROP_TEST,)),
+    Mutant("eagle3-sglang-reads-layers-one-late", SYSTEMS, "[number - 1 for number in layers]",
+           "[number for number in layers]", (INTEROP_TEST,)),
     Mutant("export-of-another-head-unnoticed", "data/export/check.py", "elif theirs[name] != hashes[name]:", "elif False:",
            ("tests/data/export/check_test.py",)),
     Mutant("diagonal-backward-by-its-own-norm", DIAGONAL, "            norm = total\n", "", (DIAGONAL_TEST,)),

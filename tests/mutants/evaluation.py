@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 
 BETS, BETS_TEST = "eval/lossless/sampling.py", "tests/eval/lossless/sampling_test.py"
 ROUNDS, ROUNDS_TEST = "eval/bench/trace.py", "tests/eval/bench/trace_test.py"
+READINGS_TEST = "tests/modules/formats/readings_test.py"
 FAIR = f"{BETS_TEST}::test_every_bet_is_fair_on_whole_rounds_of_every_method"
 
 MUTANTS = [
@@ -18,9 +19,8 @@ MUTANTS = [
            (ROUNDS_TEST,)),
     Mutant("trace-typical-as-exact", ROUNDS, "params.greedy or tree.typical is not None:", "params.greedy:",
            (ROUNDS_TEST,)),
-    Mutant("repair-norm-of-all-states-keeps-its-order", "data/heads/diagnosis.py",
-           '{"fc.weight": 1, "input_norm.weight": 0}', '{"fc.weight": 1}', ("tests/data/heads/repair_test.py",)),
-    Mutant("repair-norms-of-states-keep-their-order", "data/heads/diagnosis.py",
-           'for place, norm in enumerate(norms) if norm is not None}', "for place, norm in enumerate(norms) if False}",
-           ("tests/data/heads/repair_test.py",)),
+    Mutant("repair-norm-of-all-states-keeps-its-order", "modules/formats/readings.py",
+           '{"fc.weight": 1, "input_norm.weight": 0}', '{"fc.weight": 1}', (READINGS_TEST,)),
+    Mutant("repair-norms-of-states-keep-their-order", "modules/formats/readings.py",
+           'state[f"fc_norm.{len(own) - 1 - number}.weight"]', 'state[f"fc_norm.{number}.weight"]', (READINGS_TEST,)),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
-from draftsmith.data.export.states import make_probes
+from draftsmith.data.export.states import answered_prompts
 from draftsmith.data.heads.diagnosis import head_variants
 from draftsmith.modules.formats.gguf import to_adjacent
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
@@ -35,7 +35,7 @@ def target(tmp_path_factory) -> str:
 def heads(tmp_path_factory, target) -> dict[str, Path]:
     """Trained on the very answers that they are checked on: what a wrong reading costs has to show."""
     lm, root = load_lm(target), tmp_path_factory.mktemp("heads")
-    rows = [probe.ids.tolist() for probe in make_probes(target, lm, lm.info.max_position)]
+    rows = [text["input_ids"] for text in answered_prompts(target, lm, lm.info.max_position)]
     manifest = {"target": lm.info.identity, "config": {"target": target}}
     saved = {}
     for kind in ("dflash", "dspark"):
@@ -136,12 +136,13 @@ def test_a_diagnosis_tries_what_a_block_drafter_may_be_instead(heads):
     variants = head_variants(load_head(heads["dspark"]), None, 8)
     assert [(one.factor, one.label) for one in variants if one.factor != "rotary"] == [
         ("", "as it is"),
-        ("layers", "layers 0 2 4"),
-        ("layers", "layers 2 4 6"),
-        ("layers", "layers 5 3 1"),
+        ("layers", "layers 0, 2, 4 in place of 1, 3, 5"),
+        ("layers", "layers 2, 4, 6 in place of 1, 3, 5"),
+        ("layers", "layers 5, 3, 1 in place of 1, 3, 5"),
         ("weights", "the rotary pairs of q and k as if not converted from interleaved"),
         ("weights", "the rotary pairs of q and k as if converted twice from interleaved"),
         ("layout", "layout fill-in in place of anchor-first"),
+        ("causality", "slots that see no later ones"),
     ]
 
 

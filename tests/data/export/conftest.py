@@ -15,7 +15,7 @@ from draftsmith.data.export.check import CheckConfig
 from draftsmith.data.export.check import run as check
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
-from draftsmith.data.export.states import make_probes
+from draftsmith.data.export.states import answered_prompts
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
@@ -36,8 +36,8 @@ def tiny_target(tmp_path_factory) -> Path:
 def eagle_dir(tiny_target) -> Path:
     """Trained on the very answers that it is checked on: to show what a check sees, not how good a head is."""
     lm = load_lm(str(tiny_target))
-    probes = make_probes(str(tiny_target), lm, lm.info.max_position)
-    head = quick_eagle_head(lm, [probe.ids.tolist() for probe in probes], steps=100)
+    texts = answered_prompts(str(tiny_target), lm, lm.info.max_position)
+    head = quick_eagle_head(lm, [text["input_ids"] for text in texts], steps=100)
     return save_eagle(tiny_target.parent / "head", head, tiny_target)
 
 

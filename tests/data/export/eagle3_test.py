@@ -17,7 +17,7 @@ from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.import_head import ImportConfig, of_target
 from draftsmith.data.export.import_head import run as import_head
-from draftsmith.data.export.states import make_probes
+from draftsmith.data.export.states import answered_prompts
 from draftsmith.data.heads.card import model_card
 from draftsmith.modules.formats.base import ImportedHead
 from draftsmith.modules.pretrained.heads import head_fields, load_head, save_head, stored_tensors
@@ -32,8 +32,8 @@ TARGET = "embedded:target"
 @pytest.fixture(scope="module")
 def head_dir(tmp_path_factory) -> Path:
     lm = load_lm(TARGET)
-    probes = make_probes(TARGET, lm, lm.info.max_position)
-    head = quick_eagle3_head(lm, [probe.ids.tolist() for probe in probes], steps=60, draft_vocab=1500)
+    texts = answered_prompts(TARGET, lm, lm.info.max_position)
+    head = quick_eagle3_head(lm, [text["input_ids"] for text in texts], steps=60, draft_vocab=1500)
     manifest = {"target": lm.info.identity, "config": {"target": TARGET}}
     return save_head(tmp_path_factory.mktemp("heads") / "eagle3", head, manifest, "card")
 

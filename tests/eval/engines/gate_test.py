@@ -22,11 +22,11 @@ from quick_heads import quick_eagle3_head, quick_eagle_head
 from draftsmith.data.engines.process import running
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
-from draftsmith.data.export.states import PROMPTS, make_probes
+from draftsmith.data.export.states import PROMPTS, answered_prompts
 from draftsmith.eval.engines.gate import EngineCheckConfig, run
 from draftsmith.eval.engines.vllm import server_words
 from draftsmith.modules.formats.base import Served
-from draftsmith.modules.formats.vllm import command
+from draftsmith.modules.formats.systems import vllm_command
 from draftsmith.modules.pretrained.heads import build_head, load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
@@ -44,7 +44,7 @@ def lm() -> Any:
 def heads(lm, tmp_path_factory) -> Path:
     """KIND/head, and KIND/export for vLLM: of heads that know the answers to the prompts that are asked here."""
     root = tmp_path_factory.mktemp("heads")
-    rows = [probe.ids.tolist() for probe in make_probes(TARGET, lm, lm.info.max_position)]
+    rows = [text["input_ids"] for text in answered_prompts(TARGET, lm, lm.info.max_position)]
     llama = dataclasses.replace(lm.config, num_layers=1, rope_theta=300.0)
     made = {
         "eagle": quick_eagle_head(lm, rows, steps=150),
@@ -124,8 +124,8 @@ def test_what_the_engine_takes_the_head_for_is_named(gate, engine):
 def test_what_is_none_of_the_known_causes_is_said_with_what_was_tried(gate, engine, heads):
     noise = torch.randn(load_head(heads / "eagle3/head").fc.weight.shape, generator=torch.Generator().manual_seed(0))
     code, shown = gate(engine("eagle3", {"fc.weight": noise}))
-    assert code == 1 and "drafts are not explained by any of: rope of base" in shown
-    assert "layers 0, 3, 10" in shown and "the head of the directory by vLLM's rules" in shown
+    assert code == 1 and "drafts are not explained by any of: layers 0, 3, 10 in place of" in shown
+    assert "rope of base" in shown and "the head of the directory by vLLM's rules" in shown
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_server_that_cannot_be_compared_is_refused(gate, engine, faults, setti
 
 
 def test_the_engine_starts_as_the_printed_command_does():
-    printed = command(Served("/a b/target", "/heads/it's", 5), "eagle3")
+    printed = vllm_command("eagle3", Served("/a b/target", "/heads/it's", 5))
     words = server_words(Path("/env/bin/python"), printed, "float32", 300)
     assert words[:5] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/a b/target"]
     assert words[5] == "--speculative-config"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.modeling_outputs import BaseModelOutput
 
-from draftsmith.data.export.states import make_probes
+from draftsmith.data.export.states import answered_prompts
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.formats import formats
@@ -54,7 +54,7 @@ class Assistant(PreTrainedModel):
 def test_transformers_drafts_and_accepts_as_our_chain(tmp_path):
     path = str(tiny_llama_dir(tmp_path / "target", layers=8, hidden=48))
     target = load_lm(path)
-    texts = [probe.ids.tolist() for probe in make_probes(path, target, target.info.max_position)]
+    texts = [text["input_ids"] for text in answered_prompts(path, target, target.info.max_position)]
     prompts = [text[:length] for text in texts for length in (12, 20)]
     greedy, sources = SamplingParams(), [TorchSource(0) for _ in prompts]
     answers = generate(target, None, prompts, greedy, NEW_TOKENS, sources, ())

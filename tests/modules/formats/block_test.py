@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from foreign_heads import CONTEXT, LLAMA3, TARGET, H, V, changed, facts, llama
-from plain_block import PlainBlock
 
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
-from draftsmith.modules.formats import formats, llamacpp_block
-from draftsmith.modules.formats.base import ForeignHead, HeadTrial, ImportedHead, Package, Probe, Served
-from draftsmith.modules.formats.block import KINDS
-from draftsmith.modules.formats.detect import detect, named_format
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import ImportedHead, Package, Served
+from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
+from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.types import InputError
 
@@ -55,6 +54,10 @@ def written(name: str, case: str = "dspark", dtype: torch.dtype = torch.float32,
     return formats()[name, head.kind].write(head.config, stored_tensors(head), dtype, TARGET)
 
 
+def read_gguf(metadata: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Package:
+    return head_from_gguf({"general.architecture": "dflash", **metadata}, tensors)
+
+
 def where(imported: ImportedHead) -> list[str]:
     return [problem.where for problem in imported.problems]
 
@@ -72,28 +75,10 @@ def test_a_head_comes_back_bit_by_bit(case, name):
     for dtype in (torch.float32, torch.bfloat16):
         head, package = random_block(case).to(dtype), written(name, case, dtype)
         if name == "llamacpp":
-            package = llamacpp_block.from_gguf(*llamacpp_block.to_gguf(package))
+            package = read_gguf(*head_to_gguf(package))
         assert_same(formats()[name, head.kind].read(package, TARGET), head)
         found = detect(ForeignHead.of(package))
         assert (found.name, found.kind) == ("vllm" if name == "sglang" else name, head.kind)
-
-
-@pytest.mark.parametrize("case", HELD)
-def test_a_block_of_a_text_is_that_of_a_plain_implementation(case):
-    head = random_block(case)
-    torch.manual_seed(7)
-    ids, states = torch.randint(V, (7,)), torch.randn(7, len(CAPTURE), H)
-    probe = Probe(ids, 2, ids, torch.zeros(7, H), dict(zip(CAPTURE, states.unbind(1), strict=True)))
-    first, *_, odds = formats()["sglang", head.kind].forward(head, HeadTrial(TARGET, [probe]))[0]
-    assert len(first) == len(ids) - 1
-    if head.config.llama.sliding_window is not None:
-        return  # which the plain one does not have
-    plain = PlainBlock(head.state_dict(), head.config, TARGET.embed_tokens, TARGET.lm_head)
-    for anchor in (1, 4, 6):
-        expected, sure, _ = plain.draft(int(ids[anchor]), states[:anchor].flatten(1), head.config.drafts)
-        torch.testing.assert_close(first[anchor - 1].double(), expected[0], rtol=0, atol=2e-4)
-        if head.config.confidence:
-            torch.testing.assert_close(odds[anchor - 1, 0].double(), sure[0], rtol=0, atol=2e-4)
 
 
 def test_config_json_is_what_servers_read():
@@ -306,12 +291,12 @@ def test_a_format_is_named_for_the_kind_of_head():
 def test_what_llamacpp_reads():
     """src/models/dflash.cpp: layers by the states before them, rotary halves as they are, the mask token's own key."""
     package = written("llamacpp", "windowed")
-    metadata, tensors = llamacpp_block.to_gguf(package)
+    metadata, tensors = head_to_gguf(package)
     assert metadata["dflash.target_layers"] == list(CAPTURE) and metadata["dflash.block_size"] == SLOTS
     assert metadata["tokenizer.ggml.mask_token_id"] == MASK and metadata["dflash.attention.causal"] is True
     assert metadata["dflash.context_length"] == CONTEXT
     assert torch.equal(tensors["blk.1.attn_q.weight"], package.tensors["layers.1.self_attn.q_proj.weight"])
-    metadata, tensors = llamacpp_block.to_gguf(written("llamacpp"))
+    metadata, tensors = head_to_gguf(written("llamacpp"))
     assert metadata["dflash.sample_from_anchor"] is True and metadata["dflash.has_confidence_head"] is True
     assert {"markov_w1.weight", "markov_w2.weight", "conf_proj.weight", "conf_proj.bias", "enc.output_norm.weight"} < {
         *tensors
@@ -319,14 +304,14 @@ def test_what_llamacpp_reads():
     assert not {"token_embd.weight", "output.weight"} & tensors.keys()
     unheard = {**metadata, "dflash.has_confidence_head": False}
     read = formats()["llamacpp", "dspark"].read
-    assert where(read(llamacpp_block.from_gguf(unheard, tensors), TARGET)) == ["enable_confidence_head"]
-    package = llamacpp_block.from_gguf(metadata, tensors)
+    assert where(read(read_gguf(unheard, tensors), TARGET)) == ["enable_confidence_head"]
+    package = read_gguf(metadata, tensors)
     assert where(read(package, facts(model_type="qwen2", num_hidden_layers=12))) == ["target"]
 
 
 def test_the_serving_commands():
     served = Served("org/target", "my heads/one", 4)
-    for kind in KINDS:
+    for kind in ("dflash", "dspark"):
         for name in ("vllm", "speculators"):
             words = shlex.split(formats()[name, kind].serve(served))
             assert json.loads(words[-1]) == {"method": kind, "model": "my heads/one", "num_speculative_tokens": 4}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from draftsmith.data.export.directory import read_package
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import ForeignHead, HeadTrial, Package, Probe, TargetFacts
-from draftsmith.modules.formats.detect import detect
+from draftsmith.modules.formats.base import Package, TargetFacts
+from draftsmith.modules.formats.foreign import ForeignHead, detect
 from draftsmith.modules.pretrained.heads import build_head
 from draftsmith.modules.types import InputError
 
@@ -70,10 +70,10 @@ def test_medusa_heads_are_read_bit_by_bit_and_compute_the_same(tmp_path, layout,
     assert imported.config == MedusaConfig(H, V, POSITIONS, 5, layers, own)
     assert len(imported.notes) == (layout == "v1")
     head = build_head("medusa", imported.config, imported.state)
-    x, ids = torch.randn(6, H), torch.arange(6)
-    logits = MEDUSA.forward(head, HeadTrial(FACTS, [Probe(ids, 2, ids, x)]))[0]
-    for found, theirs in zip(logits, published, strict=True):
-        assert torch.equal(found, theirs(x[:-1]) if own else theirs(x[:-1]) @ LM_HEAD.T)
+    x = torch.randn(6, H)
+    readers = head.outputs(lambda hidden: hidden @ LM_HEAD.T)
+    for reader, hidden, theirs in zip(readers, head(x), published, strict=True):
+        assert torch.equal(reader(hidden), theirs(x) if own else theirs(x) @ LM_HEAD.T)
 
 
 def medusa_package(own: bool = True, layers: int = 1, **fields: object) -> Package:

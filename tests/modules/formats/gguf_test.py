@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from foreign_heads import CONTEXT, D2T, LLAMA, TARGET, H, facts, llama, random_eagle3
+from foreign_heads import CONTEXT, D2T, TARGET, facts, llama, random_eagle3
 
-from draftsmith.modules.formats.gguf import to_adjacent, to_halves
-from draftsmith.modules.formats.llamacpp import LlamaCppEagle3, from_gguf, to_gguf
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf, to_adjacent, to_halves
 from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.types import InputError
 
-FORMAT = LlamaCppEagle3()
+FORMAT = formats()["llamacpp", "eagle3"]
+KIND = {"general.architecture": "eagle3"}
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 LINEAR = RopeScaling("linear", 2.0, original_max_position=CONTEXT)
 
@@ -31,8 +32,8 @@ LINEAR = RopeScaling("linear", 2.0, original_max_position=CONTEXT)
 def test_a_head_comes_back_bit_by_bit(settings, reduced):
     head = random_eagle3(reduced=reduced, **settings)
     state = stored_tensors(head)
-    metadata, tensors = to_gguf(FORMAT.write(head.config, state, torch.float32, TARGET))
-    imported = FORMAT.read(from_gguf(metadata, tensors), TARGET)
+    metadata, tensors = head_to_gguf(FORMAT.write(head.config, state, torch.float32, TARGET))
+    imported = FORMAT.read(head_from_gguf(KIND | metadata, tensors), TARGET)
     assert imported.config == head.config and imported.problems == ()
     assert imported.state.keys() == state.keys()
     assert all(torch.equal(imported.state[name], tensor) for name, tensor in state.items())
@@ -74,7 +75,6 @@ def test_a_head_that_llamacpp_cannot_serve_is_refused(settings, words):
 
 def test_a_target_without_layer_inputs_is_a_problem():
     head = random_eagle3()
-    package = from_gguf(*to_gguf(FORMAT.write(head.config, stored_tensors(head), torch.float32, TARGET)))
-    problems = FORMAT.read(package, facts(model_type="qwen2", num_hidden_layers=12)).problems
-    assert [problem.where for problem in problems] == ["target"]
-    assert LLAMA.hidden_size == H
+    metadata, tensors = head_to_gguf(FORMAT.write(head.config, stored_tensors(head), torch.float32, TARGET))
+    package, other = head_from_gguf(KIND | metadata, tensors), facts(model_type="qwen2", num_hidden_layers=12)
+    assert [problem.where for problem in FORMAT.read(package, other).problems] == ["target"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import ForeignHead
-from draftsmith.modules.formats.detect import detect, named_format
+from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.types import InputError
 
 H, V, INTER, AUX = 64, 512, 176, 3
@@ -148,6 +147,7 @@ EAGLE_3_READ = [
 BLOCKS_READ = [
     ("vllm", "dflash", {}, DFLASH),
     ("vllm", "dflash", of("DFlashDraftModel"), DFLASH),
+    ("vllm", "dflash", of("DFlashDraftModel"), DFLASH | {"fc.weight": (H, 2 * H)}),  # of two states
     ("vllm", "dflash", of("Qwen3DFlashDraftModel"), {f"model.{n}": s for n, s in DFLASH.items()}),
     ("vllm", "dspark", of("Qwen3DSparkModel"), DFLASH | {"markov_head.markov_w1.weight": (V, 4)}),
     ("vllm", "dspark", of("Qwen3DSparkModel") | {"markov_rank": 4}, DFLASH),  # that lost its Markov head
@@ -184,7 +184,7 @@ def test_a_known_layout_that_is_not_read_is_refused_by_its_name(said, config, sh
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLMEagle", [None]])
+@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLMEagle", [None], 7])
 def test_architectures_of_another_form_are_ignored(architectures):
     format = detect(ForeignHead(LLAMA | {"architectures": architectures}, EAGLE))
     assert (format.name, format.kind) == ("eagle", "eagle")

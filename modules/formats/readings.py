@@ -1,0 +1,167 @@
+"""Ways to read a head that its tensors fit as well as its own: other settings, or weights in another order.
+
+`check`, `diagnose` and `repair` try which of them drafts better than the head as its files say, and `check --engine`
+with which of them our chain counts what an engine does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.drafters.block.net import BlockConfig, Layout
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, default_layers
+from draftsmith.modules.formats.gguf import to_adjacent, to_halves
+from draftsmith.modules.formats.llama import frequencies
+from draftsmith.modules.layers import BASE, ROPE_KINDS, RopeScaling, RotarySettings
+
+BIASES = {"fc": r"fc\.bias", "q, k and v": r".*\.[qkv]_proj\.bias", "o": r".*\.o_proj\.bias"}
+SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3 heads; no tensor shows them
+ROTATED = re.compile(r".*\.[qk]_proj\.(weight|bias)")
+NORMS = re.compile(r".*\.[qk]_norm\.weight")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A head, read in another way.
+
+    factor, label: what is read otherwise, and how. config, state: the head then, its tensors by our names.
+    """
+
+    factor: str
+    label: str
+    config: Any
+    state: Mapping[str, Tensor]
+
+
+def readings(
+    config: Any,
+    state: Mapping[str, Tensor],
+    num_layers: int,
+    target_rope: RotarySettings | None = None,
+    masks: Sequence[int] = (),
+) -> Iterator[Reading]:
+    """Yield the readings of a head that a head's files can mean, one change each.
+
+    num_layers, target_rope: of the target. masks: tokens that may fill a block drafter's slots.
+    """
+    yield from other_layers(config, state, num_layers)
+    if not hasattr(config, "llama"):
+        return
+    yield from other_rotary(config, state, target_rope)
+    yield from other_weights(config, state)
+    if isinstance(config, BlockConfig):
+        if config.block_size > 1:
+            other: Layout = "fill-in" if config.layout == "anchor-first" else "anchor-first"
+            label = f"layout {other} in place of {config.layout}"
+            yield Reading("layout", label, dataclasses.replace(config, layout=other), state)
+        if config.llama.sliding_window is None:
+            # Within a window that is longer than any text slots see no later ones.
+            causal = dataclasses.replace(config.llama, sliding_window=config.max_position + config.block_size)
+            yield Reading("causality", "slots that see no later ones", dataclasses.replace(config, llama=causal), state)
+        for token in masks:
+            if token != config.mask_token:
+                changed = dataclasses.replace(config, mask_token=token)
+                yield Reading("mask token", f"mask token {token}", changed, state)
+    for name in SWITCHES:
+        if hasattr(config, name):
+            on = getattr(config, name)
+            changed = dataclasses.replace(config, **{name: not on})
+            yield Reading("switches", f"{name} {'off' if on else 'on'}", changed, state)
+
+
+def other_layers(config: Any, state: Mapping[str, Tensor], num_layers: int) -> Iterator[Reading]:
+    """Yield readings by other layers of the target: one earlier or later, the default ones, and in opposite order."""
+    own = getattr(config, "capture", ())
+    others = [tuple(number + step for number in own) for step in (-1, 1)]
+    others += [default_layers(num_layers)] * isinstance(config, Eagle3Config)
+    for layers in dict.fromkeys(others):
+        if own and len(layers) == len(own) and layers != own and layers[0] >= 0 and layers[-1] < num_layers:
+            yield Reading("layers", in_place(layers, own), dataclasses.replace(config, capture=layers), state)
+    if len(own) > 1:
+        turned = {name: reversed_states(name, tensor, len(own)) for name, tensor in state.items()}
+        for number in range(len(own) if "fc_norm.0.weight" in state else 0):  # EAGLE-3.1 has one for each layer
+            turned[f"fc_norm.{number}.weight"] = state[f"fc_norm.{len(own) - 1 - number}.weight"]
+        yield Reading("layers", in_place(own[::-1], own), config, turned)
+
+
+def in_place(layers: Sequence[int], own: Sequence[int]) -> str:
+    return f"layers {', '.join(map(str, layers))} in place of {', '.join(map(str, own))}"
+
+
+def reversed_states(name: str, tensor: Tensor, count: int) -> Tensor:
+    """Return a tensor with the parts that read the target's `count` states in the opposite order."""
+    dim = {"fc.weight": 1, "input_norm.weight": 0}.get(name)
+    return tensor if dim is None else torch.cat(tensor.chunk(count, dim)[::-1], dim)
+
+
+def other_rotary(config: Any, state: Mapping[str, Tensor], target_rope: RotarySettings | None) -> Iterator[Reading]:
+    """Yield readings by rotary settings that are often taken for a head's: the target's, and transformers' defaults."""
+    llama = config.llama
+    tried = [frequencies(llama)]
+    for whose, rope in {"the target's": target_rope, "the default": RotarySettings(BASE, RopeScaling())}.items():
+        if rope is None or rope.kind not in ROPE_KINDS:
+            continue
+        turns = frequencies(llama, rope)
+        if not any(torch.equal(turns, other) for other in tried):
+            tried.append(turns)
+            other = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
+            label = f"rope of {rope} ({whose}) in place of {RotarySettings.of(llama)}"
+            yield Reading("rotary", label, dataclasses.replace(config, llama=other), state)
+
+
+def other_weights(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]:
+    """Yield readings of the weights as another convention stores them."""
+    # Weights that read an embedding and a state side by side.
+    names = [f"layer.self_attn.{part}_proj.weight" for part in "qkv"] if isinstance(config, Eagle3Config) else []
+    names = names or ["fc.weight"] * ("fc.weight" in state and not isinstance(config, BlockConfig))
+    if names:
+        order = "feature before the embedding in fc" if len(names) == 1 else "state before the embedding in q, k and v"
+        exchanged = {name: torch.cat(state[name].chunk(2, 1)[::-1], 1) for name in names}
+        yield Reading("weights", f"the {order}", config, {**state, **exchanged})
+    # Llama's own code rotates neighbours (0, 1), transformers halves (0, d/2): converters permute q and k.
+    rotated = [name for name in state if ROTATED.fullmatch(name)]
+    orders: dict[str, Callable[[Tensor, int], Tensor]] = {"not converted": to_halves, "converted twice": to_adjacent}
+    for how, reorder in orders.items():
+        other = {name: reorder(state[name], len(state[name]) // config.llama.head_dim) for name in rotated}
+        if rotated:
+            label = f"the rotary pairs of q and k as if {how} from interleaved"
+            yield Reading("weights", label, config, {**state, **other})
+
+
+def engine_readings(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]:
+    """Yield readings that an engine may have and no file means: parts of the head that it leaves out, and the like."""
+    for name, pattern in BIASES.items():
+        zeros = {key: torch.zeros_like(state[key]) for key in state if re.fullmatch(pattern, key)}
+        if any(bool(state[key].any()) for key in zeros):
+            yield Reading("biases", f"no bias of {name}", config, {**state, **zeros})
+    if isinstance(config, Eagle3Config):
+        if config.reduced:
+            d2t = torch.arange(config.draft_vocab_size)
+            yield Reading("vocabulary", "drafted ids as the target's own (no d2t)", config, {**state, "d2t": d2t})
+        if config.norm_before_fc or config.fc_norm:
+            bare = {name: tensor for name, tensor in state.items() if not name.startswith(("input_norm.", "fc_norm."))}
+            plain = dataclasses.replace(config, norm_before_fc=False, fc_norm=False)
+            label = f"the target's states without their norm{'s' if config.fc_norm else ''}"
+            yield Reading("norms", label, plain, bare)
+    if isinstance(config, BlockConfig):
+        if config.layout == "anchor-first":  # vLLM lays as many slots as it takes
+            longer = dataclasses.replace(config, layout="fill-in", block_size=config.block_size + 1)
+            yield Reading("layout", "layout fill-in in place of anchor-first, a slot longer", longer, state)
+        if config.markov_rank:
+            bare = {name: tensor for name, tensor in state.items() if not name.startswith(("markov_", "confidence_"))}
+            yield Reading(
+                "Markov head", "no Markov head", dataclasses.replace(config, markov_rank=0, confidence=False), bare
+            )
+        rotated = {
+            name: len(tensor) // config.llama.head_dim for name, tensor in state.items() if ROTATED.fullmatch(name)
+        }
+        rotated |= {name: 1 for name in state if NORMS.fullmatch(name)}
+        halves = {name: to_halves(state[name], heads) for name, heads in rotated.items()}
+        yield Reading("rotary", "rotary neighbours in place of halves", config, {**state, **halves})

@@ -1,0 +1,619 @@
+"""Table of the systems that read heads with Llama's layers: one row for each system and kind of head.
+
+Functions stand where systems compute differently. Sources:
+
+SafeAILab/EAGLE at cb7e084: eagle/model/cnets1.py, cnets.py, configs.py. It ignores unknown tensors (`strict=False`) and
+    the fields that later systems added, and reads the target's layers 2, L/2 and L-3 always.
+vLLM 0.33.0: models/llama_eagle.py, llama_eagle3.py, qwen3_dflash.py, qwen3_dspark.py, utils.py. An unknown tensor stops
+    it, unless it is a bias or a rotary buffer.
+SGLang 0.5.23: models/llama_eagle.py, llama_eagle3.py, dflash.py, dspark.py, speculative/. It ignores unknown tensors
+    but in block drafters.
+speculators 0.9.0: config.py, model.py, models/. The layer's settings are an object inside `config.json`.
+llama.cpp: conversion/llama.py and qwen.py, src/models/eagle3.cpp and dflash.cpp. One GGUF file (`gguf.py`).
+DeepSpec (modeling/dspark), SpecForge, ModelOpt 0.47 (export/plugins/hf_spec_export.py): trainers.
+
+A missing tensor stays random or uninitialised in all servers.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.drafters.block.net import BlockConfig
+from draftsmith.modules.drafters.eagle.net import EagleConfig
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config
+from draftsmith.modules.formats.base import Served, TargetFacts
+from draftsmith.modules.formats.block import NON_CAUSAL, OUTPUTS, STATES, settings
+from draftsmith.modules.formats.eagle3 import IDS, default_layers, layer_ids
+from draftsmith.modules.formats.llama import (
+    Biases,
+    Flags,
+    Raw,
+    Refusal,
+    System,
+    Wrong,
+    architecture,
+    llama_fields,
+    max_positions,
+    safeailab_rope,
+)
+from draftsmith.modules.layers import rope_settings
+from draftsmith.modules.types import InputError
+
+SGLANG_EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"  # the second is vLLM's class too
+TYPE, VERSION = "speculators_model_type", "0.9.0"
+NUM_STATES, COUNT = 3, "num_aux_hidden_states"  # of the target, that systems read by default
+# Types of targets whose states SafeAILab's code captures (modeling_llama_kv.py, modeling_qwen3_kv.py), and whose graphs
+# give a head the states of their layers in llama.cpp, which aborts with all others.
+CAPTURED = ("llama", "qwen3")
+LLAMACPP_TARGETS = (
+    "llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gpt_oss", "lfm2",
+    "nemotron_h",
+)  # fmt: skip
+OTHERS_VLLM, OTHERS_SGLANG = "Export it with --format vllm.", "Export it with --format vllm or --format sglang."
+
+
+# -- biases, switches and defaults that a system reads from config.json
+
+
+def biases_by(**parts: tuple[str, ...]) -> Callable[[Raw], Biases]:
+    """Return a reader of biases. parts: field of `Biases` -> fields of `config.json`, any of which creates them."""
+    return lambda raw: Biases(**{part: any(raw.get(name) for name in names) for part, names in parts.items()})
+
+
+BOTH = ("attention_bias", "bias")  # models/llama.py of vLLM and SGLang
+
+
+def safeailab_biases(raw: Raw) -> Biases:
+    # `bias` is fc's and true by default (ea_model.py); `qkv_bias` is that of q, k and v (cnets1.py).
+    return Biases(fc=bool(raw.get("bias", True)), qkv=bool(raw.get("qkv_bias", False)))
+
+
+def vllm_biases(raw: Raw) -> Biases:
+    # `qkv_bias`, if present, decides for q, k and v (models/llama.py, LlamaDecoderLayer).
+    biases = biases_by(qkv=BOTH, o=BOTH, mlp=("mlp_bias",))(raw)
+    return biases._replace(qkv=bool(raw["qkv_bias"])) if "qkv_bias" in raw else biases
+
+
+def sglang_biases(raw: Raw) -> Biases:
+    # fc always has one, the MLP never.
+    return biases_by(qkv=BOTH, o=BOTH)(raw)._replace(fc=True)
+
+
+def vllm_flags(raw: Raw) -> Flags:
+    # norm_before_residual is on by default in directories of speculators, which themselves have it off
+    # (transformers_utils/configs/speculators/algos.py).
+    return Flags.read(raw)._replace(norm_before_residual=bool(raw.get("norm_before_residual", TYPE in raw)))
+
+
+def sglang_flags(raw: Raw) -> Flags:
+    return Flags.read(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
+
+
+def vllm_fills(raw: Raw) -> Raw:
+    """Return what vLLM takes for fields that a block drafter's `config.json` lacks."""
+    # In directories of speculators, which themselves have it true.
+    if TYPE in raw:
+        return {"sample_from_anchor": False}
+    return {"use_confidence_head": False, "confidence_head_with_markov": False}
+
+
+# -- settings that a system ignores or computes in another way
+
+
+def safeailab_refused(system: System, config: Any, target: TargetFacts | None) -> Iterator[Refusal]:
+    llama, scaling = config.llama, config.llama.rope_scaling
+    if llama.head_dim * llama.num_heads != llama.hidden_size:
+        expected = (
+            f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}: {system.system} ignores the field"
+        )
+        yield "head_dim", llama.head_dim, expected, OTHERS_SGLANG
+    if scaling.kind == "llama3":
+        yield "rope_scaling", "llama3", f"none or linear: {system.system} refuses every other", OTHERS_SGLANG
+    if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
+        found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
+        rule = f"{system.system} takes that base under linear scaling, whatever rope_theta says"
+        yield "rope_scaling", found, f"a factor over 1 on base 10000: {rule}", OTHERS_SGLANG
+
+
+def safeailab_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
+    yield from safeailab_refused(system, config, target)
+    for name in Flags._fields:
+        if getattr(config, name):
+            yield name, True, f"false: {system.system} ignores it and says nothing", OTHERS_VLLM
+    count = config.capture[-1] + 3  # the target's layers, if these are the default ones
+    always = f"which {system.system} always reads"
+    if config.capture != (2, count // 2, count - 3):
+        yield "layers", list(config.capture), f"2, L/2 and L-3, {always}", OTHERS_VLLM
+    usual = None if target is None else default_layers(target)
+    if usual not in (None, config.capture):
+        yield "layers", list(config.capture), f"{list(usual or ())}, {always} of this target", OTHERS_VLLM
+
+
+def sglang_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
+    remedy = "Export it with --format vllm or --format speculators."
+    if config.norm_before_residual:
+        expected = f"false: {system.system} ignores it and adds the state as it is"
+        yield "norm_before_residual", True, expected, remedy
+    if config.capture[0] == 0:
+        expected = f"layers from 1: {system.system} counts outputs of layers, and the embedding is none"
+        yield "layers", list(config.capture), expected, remedy
+
+
+def llamacpp_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
+    remedy = "Train the head with --version 3 and default layers."
+    if config.fc_norm:
+        yield "fc_norm", True, "no norms of the target's states: llama.cpp has no EAGLE-3.1", remedy
+    if config.norm_output:
+        yield "norm_output", True, "states fed back as they are: llama.cpp has no EAGLE-3.1", remedy
+    if len(config.capture) != NUM_STATES:
+        yield "layers", list(config.capture), f"{NUM_STATES} layers, as llama.cpp reads", remedy
+
+
+def block_refused(system: System, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
+    if system.kind == "dflash":
+        if config.layout != "fill-in":
+            expected = f"fill-in: {system.system} samples no DFlash block from its anchor"
+            yield "layout", config.layout, expected, "Train it with --layout fill-in, or `train dspark`."
+        if config.markov_rank or config.confidence:
+            found = config.markov_rank or config.confidence
+            yield "markov_rank, confidence", found, "neither in a DFlash head", "Train it as `train dspark`."
+    elif not config.markov_rank:
+        expected = f"a Markov head: {system.system} refuses DSpark without one"
+        yield "markov_rank", 0, expected, "Train it with --markov-rank 64, or `train dflash`."
+    elif config.markov_type not in system.markov_types:
+        expected = f"{' or '.join(system.markov_types)}: {system.system} computes no other"
+        yield "markov_type", config.markov_type, expected, "Train it with --markov-type vanilla."
+
+
+def deepspec_refused(system: System, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
+    if config.layout != "anchor-first":
+        yield "layout", config.layout, "anchor-first", "Train the head with other options."
+
+
+# -- directories that a system refuses, or computes another head from
+
+
+def built_by_class(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    name, model_type = architecture(raw) or None, raw.get("model_type")
+    wanted = "llama" if "eagle" in system.kind else "qwen3"
+    return {
+        "architectures": (
+            name not in system.classes,
+            f"does not build this head for {name}: write {system.classes[0]}",
+        ),
+        "model_type": (model_type != wanted, f"builds another model for {model_type!r}: write {wanted}"),
+    }
+
+
+def built_by_class_or_type(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    # A directory of speculators has its kind in another field.
+    return {} if TYPE in raw else built_by_class(system, raw, target, names)
+
+
+def safeailab_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    # vLLM and SGLang read rotary settings in another way.
+    meant, read = rope_settings(raw), safeailab_rope(raw)
+    differ = (meant.theta, meant.kind) != (read.theta, read.kind)
+    return {"rope_theta": (differ, f"computes with {read}, not with {meant}")}
+
+
+def safeailab_eagle3_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    ids = layer_ids(raw, "", "eagle_config")
+    model_type = "llama" if target is None else target.raw.get("model_type", "llama")
+    return {
+        TYPE: (TYPE in raw, "reads sizes at the top of config.json only"),
+        "draft_vocab_size": (raw.get("draft_vocab_size") is None, "raises: the field is missing"),
+        "layers": (ids is not None and (target is None or ids != default_layers(target)), "takes 2, L/2 and L-3"),
+        "model_type": (model_type not in CAPTURED, f"captures no layers of a target of type {model_type}"),
+    }
+
+
+def vllm_eagle_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    # The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention).
+    typed, layers = len(raw.get("layer_types") or []), int(raw.get("num_hidden_layers") or 1)
+    short = typed and target is not None and (target.num_layers or 0) + layers > typed
+    return {"layer_types": (short, "raises: effective_layer_idx is out of bounds. Remove the field")}
+
+
+def vllm_block_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    slides = "sliding_attention" in (settings(raw).get("layer_types") or [])
+    # transformers_utils/configs/speculators/algos.py, update_dflash.
+    other = raw.get(TYPE) == "dflash" and bool(raw.get(NON_CAUSAL, True)) == slides
+    text = f"lays {'bidirectional' if slides else 'causal'} blocks: write {str(not slides).lower()}"
+    return {NON_CAUSAL: (other, text)}
+
+
+def sglang_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
+    rope = rope_settings(raw)
+    stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
+    own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(target)
+    longer = f"raises: the target's context of {theirs} is longer than the draft's {own}. Write a longer one, or "
+    return {
+        "max_position_embeddings": (theirs > own, longer + "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
+        "tie_word_embeddings": (raw.get("tie_word_embeddings"), "raises, or drafts with the embedding as lm_head"),
+    }
+
+
+def sglang_eagle3_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    above, inside = layer_ids(raw, ""), layer_ids(raw, "eagle_config")
+    read = None if inside is None else tuple(sorted({number + 1 for number in inside}))
+    return {
+        TYPE: (TYPE in raw, "does not know such a config.json"),
+        "draft_vocab_size": (raw.get("draft_vocab_size") is None, "raises, or drops lm_head: write it"),
+        IDS: (above is not None and above != read, "does not read it at the top, but in eagle_config"),
+    }
+
+
+def sglang_block_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    own = settings(raw)
+    lost = own.get("markov_rank") and own.get("markov_head_type") is None
+    return {
+        "markov_head_type": (lost, "raises: it has no default"),
+        TYPE: (TYPE in raw, "does not know such a config.json"),
+    }
+
+
+def speculators_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    layer = isinstance(raw.get("transformer_layer_config"), Mapping)
+    return {
+        TYPE: (raw.get(TYPE) != system.kind, f"does not load {raw.get(TYPE)!r} as a head of kind {system.kind}"),
+        "transformer_layer_config": (not layer, "does not find it"),
+    }
+
+
+def speculators_eagle3_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    layer = isinstance(raw.get("transformer_layer_config"), Mapping)
+    other, reduced = raw.get("model_type", "qwen3"), raw.get("draft_vocab_size") != raw.get("vocab_size")
+    return {
+        "model_type": (layer and other != "llama", f"builds the layer of {other!r}: write llama"),
+        "embed_tokens.weight": ("embed_tokens.weight" not in names, "may leave it undefined"),
+        "t2d": (reduced and "t2d" not in names, "raises: t2d tensor hasn't been set"),
+    }
+
+
+def llamacpp_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    kind = None if target is None else target.raw.get("model_type")
+    aborts = kind is not None and kind not in LLAMACPP_TARGETS
+    return {"target": (aborts, f"aborts: its {kind} graphs do not give the states of their layers")}
+
+
+# -- config.json as it is written
+
+
+def eagle_fields(system: System, config: EagleConfig, dtype: torch.dtype, target: TargetFacts | None) -> dict[str, Any]:
+    """Return what vLLM and SafeAILab both read."""
+    qkv_bias = {"qkv_bias": True} if config.llama.qkv_bias else {}
+    return {**llama_fields(config.llama, dtype), "architectures": ["LlamaForCausalLM"], "bias": False, **qkv_bias}
+
+
+def sglang_eagle_fields(
+    system: System, config: EagleConfig, dtype: torch.dtype, target: TargetFacts | None
+) -> dict[str, Any]:
+    own = {"architectures": [SGLANG_EAGLE], "bias": False, "attention_bias": config.llama.qkv_bias}
+    return {**llama_fields(config.llama, dtype), **own}
+
+
+def layers_to_name(config: Eagle3Config, target: TargetFacts | None) -> tuple[int, ...] | None:
+    """Return the layers that `config.json` has to name: not those that every system reads of this target."""
+    return None if target is not None and config.capture == default_layers(target) else config.capture
+
+
+def count_field(layers: tuple[int, ...]) -> dict[str, int]:
+    """Return the field by which vLLM builds fc, needed unless there are as many states as by default."""
+    return {} if len(layers) == NUM_STATES else {COUNT: len(layers)}
+
+
+def eagle3_fields(
+    system: System, config: Eagle3Config, dtype: torch.dtype, target: TargetFacts | None
+) -> dict[str, Any]:
+    flags = {name: True for name in Flags._fields if getattr(config, name)}
+    shape = {"architectures": [EAGLE3], "draft_vocab_size": config.draft_vocab_size}
+    fields = {**llama_fields(config.llama, dtype), **shape, **flags}
+    layers = layers_to_name(config, target)
+    if system.name == "llamacpp":
+        # The file has no default layers: they are always named.
+        return fields | {IDS: list(config.capture), **count_field(config.capture), "gguf": "eagle3"}
+    if layers is None or not system.id_places:
+        return fields
+    if system.output_ids:
+        return fields | {"eagle_config": {"use_aux_hidden_state": True, IDS: [number - 1 for number in layers]}}
+    return fields | {IDS: list(layers), **count_field(layers)}
+
+
+def qwen3_fields(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of transformers' Qwen3Config."""
+    window = config.llama.sliding_window
+    kind = "full_attention" if window is None else "sliding_attention"
+    own = {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "layer_types": [kind] * config.llama.num_layers,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": 0 if window is not None else config.llama.num_layers,
+    }
+    fields = {**llama_fields(config.llama, dtype), **own}
+    del fields["pretraining_tp"]
+    return fields
+
+
+def block_switches(system: System, config: BlockConfig) -> dict[str, Any]:
+    """Return the switches, all of them: systems differ in what an absent one means."""
+    switches: dict[str, Any] = {"sample_from_anchor": config.layout == "anchor-first"}
+    if system.kind == "dspark":
+        switches |= {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_type,
+            "enable_confidence_head": config.confidence,
+            "confidence_head_with_markov": config.confidence,
+        }
+    return switches
+
+
+def block_fields(system: System, config: BlockConfig, dtype: torch.dtype, target: TargetFacts | None) -> dict[str, Any]:
+    """Return what vLLM and SGLang both read."""
+    own = {"mask_token_id": config.mask_token, OUTPUTS: [number - 1 for number in config.capture]}
+    return {
+        **qwen3_fields(config, dtype),
+        "architectures": [BLOCK_CLASSES[system.kind][0]],
+        "num_target_layers": None if target is None else target.num_layers,
+        "block_size": config.block_size,
+        **({"dflash_config": own} if system.kind == "dflash" else own),
+        **block_switches(system, config),
+        **({"gguf": "dflash"} if system.name == "llamacpp" else {}),
+    }
+
+
+def speculators_eagle3_fields(
+    system: System, config: Eagle3Config, dtype: torch.dtype, target: TargetFacts | None
+) -> dict[str, Any]:
+    layers = layers_to_name(config, target)
+    return {
+        TYPE: "eagle3",
+        "speculators_version": VERSION,
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_config": speculators_config("eagle3", 5),
+        "transformer_layer_config": {
+            **llama_fields(config.llama, dtype),
+            "attention_bias": False,
+            "mlp_bias": False,
+            **({} if layers is None else count_field(layers)),
+        },
+        "draft_vocab_size": config.draft_vocab_size,
+        # Always explicit: vLLM and speculators have different defaults.
+        **{name: getattr(config, name) for name in Flags._fields},
+        "target_hidden_size": None,
+        IDS: None if layers is None else list(layers),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def speculators_block_fields(
+    system: System, config: BlockConfig, dtype: torch.dtype, target: TargetFacts | None
+) -> dict[str, Any]:
+    return {
+        TYPE: system.kind,
+        "speculators_version": VERSION,
+        "architectures": [system.classes[0]],
+        "speculators_config": speculators_config(system.kind, config.drafts),
+        "transformer_layer_config": qwen3_fields(config, dtype),
+        "draft_vocab_size": config.vocab_size,
+        "block_size": config.block_size,
+        "target_hidden_size": None,
+        STATES: list(config.capture),
+        "mask_token_id": config.mask_token,
+        # Of windowed layers alone, but vLLM takes it for all.
+        NON_CAUSAL: config.llama.sliding_window is None,
+        "tie_word_embeddings": False,
+        **block_switches(system, config),
+    }
+
+
+def speculators_config(kind: str, num_drafted: int) -> dict[str, Any]:
+    """Return the object that states the head's use; the verifier is named with the target's path."""
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_drafted,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": {"name_or_path": None, "architectures": []},
+    }
+
+
+# -- tensors beside the head's own
+
+
+def sglang_zeros(config: EagleConfig, dtype: torch.dtype, target: TargetFacts | None) -> dict[str, Tensor]:
+    """Return zeros for the biases that SGLang creates beside ours."""
+    names = ["fc.bias"]
+    if config.llama.qkv_bias:
+        names += [f"layers.{i}.self_attn.o_proj.bias" for i in range(config.llama.num_layers)]
+    return {name: torch.zeros(config.hidden_size, dtype=dtype) for name in names}
+
+
+def target_embedding(config: Eagle3Config, dtype: torch.dtype, target: TargetFacts | None) -> dict[str, Tensor]:
+    if target is None or target.embed_tokens is None:
+        raise InputError("target", "none", "the target, whose embedding the file has", "Pass --target.")
+    return {"embed_tokens.weight": target.embed_tokens.detach().to(dtype).contiguous().clone()}
+
+
+# -- commands
+
+
+def safeailab_command(kind: str, served: Served) -> str:
+    # It takes EAGLE-3 with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3). Drafted tokens have no flag.
+    return (
+        f"python -m eagle.application.webui --base-model-path {shlex.quote(served.model)}"
+        f" --ea-model-path {shlex.quote(served.directory)}{' --no-eagle3' if kind == 'eagle3' else ''}"
+    )
+
+
+def vllm_command(method: str, served: Served) -> str:
+    """Return the command that serves a drafter by a method of vLLM's speculative config: a kind, or draft_model."""
+    options = {"method": method, "model": served.directory, "num_speculative_tokens": served.num_drafted}
+    return f"vllm serve {shlex.quote(served.model)} --speculative-config {shlex.quote(json.dumps(options))}"
+
+
+def sglang_command(kind: str, served: Served) -> str:
+    # A chain; the target's own token counts among those that it verifies.
+    chain = f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1" if "eagle" in kind else ""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(served.model)}"
+        f" --speculative-algorithm {kind.upper()} --speculative-draft-model-path {shlex.quote(served.directory)}"
+        f"{chain} --speculative-num-draft-tokens {served.num_drafted + 1}"
+    )
+
+
+def llamacpp_command(kind: str, served: Served) -> str:
+    """Return the command that serves a drafter, a kind or `simple`; model and directory are GGUF files."""
+    drafts = f"--spec-type draft-{kind} --spec-draft-n-max {served.num_drafted}"
+    return f"llama-server -m {shlex.quote(served.model)} -md {shlex.quote(served.directory)} {drafts}"
+
+
+# -- the table
+
+BLOCK_CLASSES = {"dflash": ("DFlashDraftModel",), "dspark": ("Qwen3DSparkModel", "DSparkDraftModel")}
+SPECULATORS_CLASSES = {"dflash": ("DFlashSpeculator",), "dspark": ("DSparkSpeculator",)}
+TREE = "Its tree of total_token 60, depth {0} and top_k 10 counts the root: here it is {1}:nodes=59:depth={0}:topk=10."
+SAFEAILAB = partial(
+    System,
+    "eagle",
+    "SafeAILab/EAGLE",
+    serve=safeailab_command,
+    refused=safeailab_refused,
+    layer_names=("midlayer",),
+    id_places=(),
+    target_index=True,
+)
+VLLM = partial(System, "vllm", "vLLM", serve=vllm_command)
+SGLANG = partial(System, "sglang", "SGLang", serve=sglang_command)
+SPECULATORS = partial(System, "speculators", "speculators", serve=vllm_command)  # vLLM reads such directories
+LLAMACPP = partial(System, "llamacpp", "llama.cpp", serve=llamacpp_command, problems=(llamacpp_problems,))
+
+EAGLE1_ROWS = (
+    # Imports take head_dim and llama3 scaling, which its code lacks: heads for vLLM come in the same directory.
+    SAFEAILAB(
+        kind="eagle",
+        fields=eagle_fields,
+        biases=safeailab_biases,
+        problems=(safeailab_problems,),
+        notes=(TREE.format(5, "eagle2"),),
+    ),
+    VLLM(
+        kind="eagle",
+        fields=eagle_fields,
+        classes=("LlamaForCausalLM", "EagleLlamaForCausalLM"),
+        strict=True,
+        biases=vllm_biases,
+        problems=(built_by_class, vllm_eagle_problems),
+    ),
+    SGLANG(
+        kind="eagle",
+        fields=sglang_eagle_fields,
+        classes=(SGLANG_EAGLE,),
+        zero_bias=True,
+        biases=sglang_biases,
+        problems=(built_by_class, sglang_problems),
+        extra_tensors=sglang_zeros,
+    ),
+)
+EAGLE3_ROWS = (
+    LLAMACPP(
+        kind="eagle3",
+        fields=eagle3_fields,
+        refused=llamacpp_eagle3_refused,
+        notes=(
+            "For several requests at once serve another kind of head: llama.cpp then accepts a third of an EAGLE-3 "
+            "head's drafts (docs/guides/llamacpp.md).",
+        ),
+    ),
+    SAFEAILAB(
+        kind="eagle3",
+        fields=eagle3_fields,
+        refused=safeailab_eagle3_refused,
+        problems=(safeailab_problems, safeailab_eagle3_problems),
+        notes=(TREE.format(7, "eagle3-tree"),),
+    ),
+    VLLM(
+        kind="eagle3",
+        fields=eagle3_fields,
+        classes=(EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+        biases=biases_by(qkv=("attention_bias",), o=BOTH, mlp=("mlp_bias",)),
+        problems=(built_by_class_or_type,),
+        id_places=("", "eagle_config"),
+        sorts_ids=True,
+        flags=vllm_flags,
+    ),
+    SGLANG(
+        kind="eagle3",
+        fields=eagle3_fields,
+        classes=(EAGLE3,),
+        prefix=True,
+        biases=biases_by(fc=("bias",), o=BOTH),
+        refused=sglang_eagle3_refused,
+        problems=(built_by_class, sglang_problems, sglang_eagle3_problems),
+        id_places=("eagle_config",),
+        output_ids=True,
+        sorts_ids=True,
+        flags=sglang_flags,
+    ),
+    SPECULATORS(
+        kind="eagle3",
+        fields=speculators_eagle3_fields,
+        biases=biases_by(qkv=("attention_bias",), o=("attention_bias",), mlp=("mlp_bias",)),
+        problems=(speculators_problems, speculators_eagle3_problems),
+        extra_tensors=target_embedding,
+        layer_names=("layers.0",),
+    ),
+)
+
+
+def block_rows(kind: str) -> tuple[System, ...]:
+    """Return the rows of DFlash or DSpark heads."""
+    biases, classes = biases_by(qkv=("attention_bias",), o=("attention_bias",)), BLOCK_CLASSES[kind]
+    first, vanilla = kind == "dspark", ("vanilla",)
+    common: dict[str, Any] = {"kind": kind, "biases": biases, "refused": block_refused, "anchor_first": first}
+    return (
+        LLAMACPP(fields=block_fields, markov_types=vanilla, **common),
+        VLLM(
+            fields=block_fields,
+            classes=classes,
+            markov_types=vanilla,
+            problems=(built_by_class_or_type, vllm_block_problems),
+            fills=vllm_fills,
+            **common,
+        ),
+        SGLANG(
+            fields=block_fields,
+            classes=classes,
+            problems=(built_by_class_or_type, sglang_problems, sglang_block_problems),
+            asks_confidence=False,  # but its own verification mode
+            **common,
+        ),
+        SPECULATORS(
+            fields=speculators_block_fields,
+            classes=SPECULATORS_CLASSES[kind],
+            problems=(speculators_problems,),
+            **common,
+        ),
+        # Trainers, whose heads are read and not written. DeepSpec's DFlash heads are anchor-first too, and have the
+        # name of DSpark; no server reads ModelOpt's names.
+        System("deepspec", "DeepSpec", **common | {"refused": deepspec_refused, "anchor_first": True}),
+        System("specforge", "SpecForge", **common),
+        System("modelopt", "ModelOpt", **common),
+    )

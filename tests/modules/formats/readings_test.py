@@ -1,0 +1,55 @@
+"""Readings of a head: what they change, and that the head changed so computes what was read in another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from foreign_heads import LAYERS, H, llama, random_eagle3, random_head, state_of
+
+from draftsmith.modules.formats.readings import engine_readings, readings
+from draftsmith.modules.layers import BASE, RopeScaling, RotarySettings
+from draftsmith.modules.pretrained.heads import build_head, stored_tensors
+
+
+@pytest.mark.parametrize("shape", [{}, {"norm_before_fc": True}, {"fc_norm": True}])
+def test_layers_in_the_opposite_order_are_those_states_read_so(shape: dict[str, Any]):
+    head = random_eagle3(**shape)
+    other = next(one for one in readings(head.config, stored_tensors(head), LAYERS) if "9, 6, 2" in one.label)
+    states = torch.randn(5, 3 * H)
+    turned = torch.cat(states.chunk(3, -1)[::-1], -1)
+    found = build_head("eagle3", other.config, other.state)
+    # float32 sums of 36 products in another order.
+    torch.testing.assert_close(found.read(states), head.read(turned), rtol=0, atol=1e-4)
+    assert not torch.allclose(head.read(states), head.read(turned), atol=0.1)
+
+
+def test_every_reading_is_a_head_and_says_what_differs():
+    target = RotarySettings(500.0, RopeScaling())
+    eagle = random_head(llama(qkv_bias=True), fc_bias=True)
+    found = {one.label: one for one in readings(eagle.config, state_of(eagle), LAYERS, target)}
+    assert list(found) == [
+        "rope of base 500 (the target's) in place of base 5000",
+        f"rope of base {BASE:g} (the default) in place of base 5000",
+        "the feature before the embedding in fc",
+        "the rotary pairs of q and k as if not converted from interleaved",
+        "the rotary pairs of q and k as if converted twice from interleaved",
+    ]
+    assert [one.label for one in engine_readings(eagle.config, state_of(eagle))] == [
+        "no bias of fc", "no bias of q, k and v",
+    ]  # fmt: skip
+    head = random_eagle3(norm_output=True, norm_before_fc=True)
+    state = stored_tensors(head)
+    found |= {one.label: one for one in readings(head.config, state, LAYERS)}
+    assert {"layers 1, 5, 8 in place of 2, 6, 9", "layers 3, 7, 10 in place of 2, 6, 9", "norm_output off",
+            "norm_before_residual on", "the state before the embedding in q, k and v"} < found.keys()  # fmt: skip
+    lost = {one.label: one for one in engine_readings(head.config, state)}
+    assert list(lost) == ["drafted ids as the target's own (no d2t)", "the target's states without their norm"]
+    for other in lost.values():
+        build_head("eagle3", other.config, other.state)
+    # What was converted once too often, read as if it were never converted, is the head.
+    twice = found["the rotary pairs of q and k as if converted twice from interleaved"]
+    again = {one.label: one for one in readings(twice.config, twice.state, LAYERS)}
+    back = again["the rotary pairs of q and k as if not converted from interleaved"].state
+    assert all(torch.equal(back[name], state[name]) for name in state)
