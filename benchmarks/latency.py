@@ -32,8 +32,9 @@ from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.trace import DecodeStep
 from draftsmith.modules.decoding.tree import DynamicTree
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.feature_heads import PairNetwork
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.engine.lean import can_pack
 from draftsmith.modules.engine.rows import OneRow
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
@@ -178,7 +179,7 @@ class Pair:
         return target.session(1, self.capacity) if target.device.type == "cuda" else None
 
     def chain(self, models: tuple[LlamaLM, LlamaLM], params: SamplingParams) -> EngineRunner:
-        drafter = DraftModelDrafter(models[1], [FixedLengthStop(K)], self.capacity)
+        drafter = ChainDrafter(DraftModelNet(models[1]), [FixedLengthStop(K)], self.capacity)
         return EngineRunner(models[0], drafter, params, (), session=self.session)
 
     def timed_chain(self, params: SamplingParams, forwards: Stopwatch) -> EngineRunner:
@@ -192,10 +193,11 @@ class Pair:
     def tree(self, params: SamplingParams, forwards: Stopwatch | None = None) -> EngineRunner:
         """forwards: times all forwards of the target and the head."""
         target = self.packed[0] if forwards is None else timed_copy(self.packed[0], forwards)
-        drafter = FeatureTreeDrafter(self.head, target, TREE, self.capacity)
+        net = self.head.net(target)
+        drafter = TreeDrafter(net, TREE, self.capacity)
         if forwards is not None:
-            assert isinstance(drafter.cache, OneRow)
-            drafter.cache.stack = timed_stack(drafter.cache.stack, forwards)
+            assert isinstance(net.cache, OneRow)
+            net.cache.stack = timed_stack(net.cache.stack, forwards)
         return EngineRunner(target, drafter, params, (), session=self.session)
 
     def answer(self, runner: Runner) -> Callable[[], None]:
@@ -226,7 +228,7 @@ def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Stopwatch) -> list
         marks.append((pair.clock(), forwards.seconds))
 
     # An untrained head's trees are hardly ever accepted: nearly every token is a round.
-    new_tokens = TREE_ROUNDS if isinstance(runner.drafter, FeatureTreeDrafter) else pair.new_tokens
+    new_tokens = TREE_ROUNDS if isinstance(runner.drafter, TreeDrafter) else pair.new_tokens
     steps = replace(runner, on_round=mark)([pair.prompts[0]], new_tokens, [0])[0].trace.steps
     rounds = [
         RoundTime(end[0] - start[0], end[1] - start[1], step, before)
@@ -264,8 +266,8 @@ class ForwardCosts:
     def _level(self, size: int) -> Callable[[], None]:
         """One level of the EAGLE head, with the logits of all rows."""
         target = self._pair.packed[0]
-        net = FeatureTreeDrafter(self._pair.head, target, TREE, self._pair.capacity).net
-        stack = net.stack
+        network = PairNetwork(self._pair.head, target)
+        stack = network.stack
         cache = stack.new_cache(1, self._pair.capacity)
         cache.length = self._context
         tokens = torch.ones(size, dtype=torch.int64, device=target.device)
@@ -275,7 +277,7 @@ class ForwardCosts:
 
         @torch.inference_mode()
         def read() -> None:
-            target.lm_head(stack.run(net.fuse(tokens, features), cos, sin, cache, visible, False))
+            network.logits(stack.run(network.inputs(tokens, features), cos, sin, cache, visible, False))
 
         return read
 
@@ -359,7 +361,7 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
     """Measure the path of a GPU, which runs anywhere: recurring shapes, CUDA graphs, one transfer per round."""
     (target, draft), prompt = pair.packed, pair.prompts[0]
     session = target.session(1, pair.capacity, static=True)
-    drafter = DraftModelDrafter(draft, [FixedLengthStop(K)], pair.capacity, static=True)
+    drafter = ChainDrafter(DraftModelNet(draft), [FixedLengthStop(K)], pair.capacity, static=True)
     ar, spec = (EngineRunner(target, one, GREEDY, (), session=session) for one in (None, drafter))
     calls = {
         "ar": lambda: ar([prompt], pair.new_tokens, [0]),

@@ -281,6 +281,23 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class PairLayer(nn.Module):
+    """EAGLE-3's decoder layer: its attention reads [norm(embedding); norm(state)], and its residual is the state.
+
+    normed_residual: the residual is the normed state.
+    """
+
+    def __init__(self, config: LlamaConfig, normed_residual: bool = False):
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn = Attention(config, in_size=2 * size)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(size, config.rms_eps)
+        self.hidden_norm = RMSNorm(size, config.rms_eps)
+        self.post_attention_layernorm = RMSNorm(size, config.rms_eps)
+        self.normed_residual = normed_residual
+
+
 class LlamaModel(nn.Module):
     """A whole language model, uncached: training and teacher forcing.
 

@@ -12,7 +12,7 @@ FILES = [
     *(f"modules/engine/{name}.py" for name in ("lean", "rows", "cache", "graphs")),
     *(f"modules/{name}.py" for name in ("sampling", "losses", "packing", "diagonal", "transfer")),
     *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain")),
-    *(f"modules/drafters/{name}.py" for name in ("row_drafter", "draft_model", "feature_heads", "growth")),
+    *(f"modules/drafters/{name}.py" for name in ("net", "draft_model", "feature_heads", "growth")),
     *(f"modules/drafters/{name}.py" for name in ("eagle/head", "eagle/net", "eagle3/head", "eagle3/net")),
     "modules/drafters/eagle3/loss.py",
     *(f"train/{name}.py" for name in ("lit_head", "bad_steps", "lit_drafter", "metrics", "telemetry")),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.modules.drafters import feature_heads
+from draftsmith.modules.drafters import feature_heads, hydra
 from draftsmith.modules.engine import graphs, rows
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.targets import llama
@@ -32,7 +32,7 @@ class FakeGraphs:
         self.captured: list[Any] = []
         patch.setattr(graphs, "records", lambda tensor: True)
         patch.setattr(Graphed, "_capture", lambda graphed, inputs, static: self._capture(graphed, inputs, static))
-        for module in (llama, feature_heads):
+        for module in (llama, feature_heads, hydra):
             patch.setattr(module, "cached_rows", self._cached_rows)
 
     def _capture(self, graphed: Any, inputs: Any, static: Any) -> Any:
@@ -42,5 +42,5 @@ class FakeGraphs:
         return graph, buffers, graph.outputs
 
     @staticmethod
-    def _cached_rows(stack: Any, forward: Any, count: int, capacity: int, static: bool | None) -> Any:
-        return rows.cached_rows(stack, forward, count, capacity, static is None or static)
+    def _cached_rows(network: Any, count: int, capacity: int, static: bool | None) -> Any:
+        return rows.cached_rows(network, count, capacity, static is None or static)

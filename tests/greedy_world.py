@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -59,8 +60,8 @@ class World:
         if method == "ar":
             return None
         if method.startswith("hf"):
-            return DraftModelDrafter(
-                self.hf_draft if method == "hf-draft" else self.draft, [FixedLengthStop(3)], capacity
+            return ChainDrafter(
+                DraftModelNet(self.hf_draft if method == "hf-draft" else self.draft), [FixedLengthStop(3)], capacity
             )
         models = run_models(
             self.target, self.draft, self.mid, eagle=self.eagle, acceptance=self.acceptance, capacity=capacity

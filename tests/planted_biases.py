@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.modules.decoding import chain, loop, verify
 from draftsmith.modules.decoding.tree import DraftTree
-from draftsmith.modules.drafters import row_drafter
+from draftsmith.modules.drafters import net
 from draftsmith.modules.sampling import TorchSource, pick, probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -44,7 +44,7 @@ def wrong_q(patch) -> None:
         stated = [flattened(q, 0.8) for q in drawn]
         return [DraftTree(tree.tokens, tree.parents, q) for tree, q in zip(made, stated, strict=True)]
 
-    patch.setattr(row_drafter, "draft_chains", drafted)
+    patch.setattr(net, "draft_chains", drafted)
 
 
 def unlikely_drafts_dropped(patch) -> None:
@@ -59,7 +59,7 @@ def unlikely_drafts_dropped(patch) -> None:
         count = int(likely.cumprod(0).sum())
         return DraftTree(tree.tokens[:count], tree.parents[:count], tree.draft_prob[:count])
 
-    patch.setattr(row_drafter, "draft_chains", lambda *args: [cut(tree) for tree in real(*args)])
+    patch.setattr(net, "draft_chains", lambda *args: [cut(tree) for tree in real(*args)])
 
 
 def accepts_too_often(patch) -> None:

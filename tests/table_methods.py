@@ -15,13 +15,13 @@ from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.stop import ConfidenceStop, CostRule, FixedLengthStop, PredictorStop, SelfVerifyStop
 from draftsmith.modules.decoding.tree import DraftTree, DynamicTree, StaticTree
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
-from draftsmith.modules.drafters.hydra import HydraConfig, HydraDrafter, HydraHead
+from draftsmith.modules.drafters.hydra import HydraConfig, HydraHead
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
-from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHead
+from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
+from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
 from draftsmith.modules.drafters.pearl import PearlDrafter
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.layers import LlamaConfig
@@ -120,25 +120,32 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
     if name.startswith(("spec:k=", "specdec++", "cost", "online", "confidence", "self-verify", "eagle:k=")):
         if name.endswith("eagle") or name.startswith("eagle"):
             head = random_eagle_head(seed)
-            return lambda: FeatureDrafter(head, target, policies(name, seed, target, rows), CAPACITY)
-        return lambda: DraftModelDrafter(draft, policies(name, seed, draft, rows), CAPACITY)
+            return lambda: ChainDrafter(head.net(target), policies(name, seed, target, rows), CAPACITY)
+        return lambda: ChainDrafter(DraftModelNet(draft), policies(name, seed, draft, rows), CAPACITY)
     if name.startswith("medusa"):
         shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-tree"]
         heads = random_medusa_heads(seed, "own" in name)
-        return lambda: MedusaDrafter(heads, target, [FixedLengthStop(2) for _ in range(rows)], shape)
+        return lambda: chain_or_tree(heads.net(target), shape, rows)
     if name.startswith("hydra"):
         shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-tree"]
-        hydra, stops = random_hydra_heads(seed, "++" in name), [FixedLengthStop(2) for _ in range(rows)]
-        return lambda: HydraDrafter(hydra, target, stops, CAPACITY, shape=shape)
+        hydra = random_hydra_heads(seed, "++" in name)
+        return lambda: chain_or_tree(hydra.net(target), shape, rows)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
 
         def tree_drafter():
             rules = [TreeRule(TREE_TIMES, "depth=auto" in name) for _ in range(rows)] if "nodes=auto" in name else None
-            return FeatureTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, rows, rules=rules)
+            return TreeDrafter(head.net(target), EAGLE_TREES[name], CAPACITY, rows, rules=rules)
 
         return tree_drafter
     return lambda: EachRow([sequence_drafter(name, target, draft, seed) for _ in range(rows)])
+
+
+def chain_or_tree(net: DraftNet, shape: StaticTree | None, rows: int):
+    """Chains of two tokens, or trees if there is a shape."""
+    if shape is None:
+        return ChainDrafter(net, [FixedLengthStop(2) for _ in range(rows)], CAPACITY)
+    return TreeDrafter(net, shape, CAPACITY, rows)
 
 
 def policies(name: str, seed: int, reader: TableLM, rows: int):
@@ -151,7 +158,7 @@ def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
     if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
         middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
         stop = FixedLengthStop(1) if name.startswith("pre-verify") else SelfVerifyStop(2)
-        return HierarchicalDrafter(middle, DraftModelDrafter(draft, [stop], CAPACITY), 3, dynamic, CAPACITY)
+        return HierarchicalDrafter(middle, ChainDrafter(DraftModelNet(draft), [stop], CAPACITY), 3, dynamic, CAPACITY)
     if name.startswith("pld"):
         return PromptLookupDrafter(3, 2)
     if name.startswith("lookahead"):

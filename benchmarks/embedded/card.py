@@ -19,7 +19,8 @@ from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -93,7 +94,7 @@ def score_pair(
     greedy, sampled = answers_to(target, prompts, 0.0, seed), answers_to(target, prompts, 1.0, seed)
     scores: dict[str, TaskScore] = defaultdict(TaskScore)
     ends = set(target.info.eos_ids)
-    drafter = DraftModelDrafter(draft, [FixedLengthStop(5)], target.info.max_position)
+    drafter = ChainDrafter(DraftModelNet(draft), [FixedLengthStop(5)], target.info.max_position)
     for question, text, sample in zip(questions, greedy, sampled, strict=True):
         score = scores[question.task]
         score.prompts += 1

@@ -22,7 +22,7 @@ from draftsmith.modules.decoding.stop import DraftView, PredictorStop, SlotConfi
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import Verdict, verify
 from draftsmith.modules.drafters.methods import Models, Named
-from draftsmith.modules.drafters.row_drafter import RowDrafter
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.files import append, write_json, write_text
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import SamplingParams
@@ -96,7 +96,7 @@ def predicted(stop: StopPolicy, count: int) -> Sequence[float]:
 def traced(runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, seed: int) -> list[TracedRound]:
     """Decode an answer and return its rounds. runner: with a session of its target's."""
     target_watch, draft_watch = Stopwatch(wall_time), Stopwatch(wall_time)
-    chains = runner.drafter if isinstance(runner.drafter, RowDrafter) else None
+    chains = runner.drafter if isinstance(runner.drafter, ChainDrafter) else None
     rounds, views = list[TracedRound](), list[DraftView]()
 
     def on_round(done: Round) -> None:

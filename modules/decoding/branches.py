@@ -8,10 +8,10 @@ S starts, K drafted tokens, T tokens of the text.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import best_tokens, draw_rows, row_probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import SamplingParams, at_most
 
 # Tokens of drafts that are read together. A draft's tokens are computed against the slots of its whole group and masked
 # there: a larger group wastes arithmetic, a smaller one calls.
@@ -130,46 +130,50 @@ def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Te
     return positions, torch.cat([of_text, branches.reshape(levels * len(lengths), -1)], 1)
 
 
-class BranchDrafter(ABC):
+class BranchNet(Protocol):
+    """Part of `drafters.net.DraftNet` that drafts from many places of a text."""
+
+    name: str
+    device: torch.device
+    first_start: int
+    longest_draft: int
+
+    def embed(self, ids: Tensor) -> Tensor: ...
+    def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None: ...
+    def branch(self, starts: Tensor) -> Tensor: ...
+    def read(self, tokens: Tensor, parents: None, depth: int) -> Tensor: ...
+    def read_drafts(self, tokens: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor: ...
+    def drop(self) -> None: ...
+
+
+class BranchDrafter:
     """Drafter of chains from many places of one text: a group of them grows one token at a time. No gradients.
 
-    min_start: the first place that it drafts from. model: its name in errors.
+    min_start: the first place that it drafts from.
     """
 
-    min_start: int
-    model: str
+    def __init__(self, net: BranchNet, depth: int):
+        """depth: most tokens of a draft."""
+        at_most("depth", depth, net.longest_draft)
+        self._net, self._depth, self._group = net, depth, group_of(depth)
+        self.min_start, self.device = net.first_start, net.device
 
-    def __init__(self, lm: CausalLM, depth: int):
-        """lm: the model whose embeddings it reads, and whose lm_head unless it has its own. depth: most tokens of a
-        draft."""
-        self._lm, self.device, self._depth, self._group = lm, lm.device, depth, group_of(depth)
-        self._text = torch.empty(0)  # [T - min_start + 1, H] the states that predict what follows its prefixes
-
-    @abstractmethod
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         """Read a text in place of the last one; features [T, F] of the target, if it reads them."""
-
-    def _before(self, starts: Tensor) -> Tensor:
-        """Return the states [S, H] that predict the first tokens."""
-        return self._text[starts.to(self._text.device) - self.min_start]
-
-    @abstractmethod
-    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return the states [S, H] after tokens [S], which `hidden` [S, H] predicted; drafts have `level` so far."""
-
-    def _drop(self) -> None:  # noqa: B027 (most drafters keep nothing)
-        """Drop the drafts."""
+        with as_decoding(self.device):
+            self._net.open(tokens, features, self._depth)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the token embeddings [.., H] that the drafter reads."""
-        return self._lm.embed(ids.to(self.device))
+        return self._net.embed(ids.to(self.device))
 
     def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
         """Return logits [.., V] of the drafter's states hidden [.., H].
 
         level: which token of its draft each state predicts, from 0, one number or [..]; some have an lm_head for each.
         """
-        return self._lm.lm_head(hidden)
+        return self._net.logits(hidden, level)
 
     def draft(
         self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
@@ -194,19 +198,18 @@ class BranchDrafter(ABC):
             NonFinite: the drafter's logits.
         """
         assert 0 < depth <= self._depth
-        drafts, states = [], []
+        net, drafts, states = self._net, [], []
         for piece in pieces(len(starts), self._group):
-            own = torch.tensor(starts[piece])
             with as_decoding(self.device):
-                hidden, tokens = [self._before(own)], list[Tensor]()
+                hidden, tokens = [net.branch(torch.tensor(starts[piece]))], list[Tensor]()
                 for level in range(depth):
                     if level:
-                        hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
-                    tokens.append(draw(piece, level, self.lm_head(hidden[-1], level)))
+                        hidden.append(net.read(tokens[-1][:, None], None, level)[:, 0])
+                    tokens.append(draw(piece, level, net.logits(hidden[-1], level)))
                     if NO_TOKEN in tokens[-1]:
                         row = tokens[-1].tolist().index(NO_TOKEN)
-                        raise NonFinite(model=self.model, position=level + starts[piece][row])
-                self._drop()
+                        raise NonFinite(model=net.name, position=level + starts[piece][row])
+                net.drop()
             drafts.append(torch.stack(tokens, 1))
             states.append(torch.stack(hidden, 1))
         return Drafted(torch.cat(drafts), torch.cat(states))
@@ -218,37 +221,10 @@ class BranchDrafter(ABC):
         """
         states = []
         for piece in pieces(len(starts), self._group):
-            own = torch.tensor(starts[piece])
             with as_decoding(self.device):
-                hidden = [self._before(own)]
-                for level, tokens in enumerate(drafted[piece].unbind(1)):
-                    hidden.append(self._step(own, level, tokens, hidden[-1]))
-                self._drop()
-            # Stacked outside inference mode, so that a head can be trained on the result.
-            states.append(torch.stack(hidden, 1))
+                first = self._net.branch(torch.tensor(starts[piece]))[:, None]
+                read = self._net.read_drafts(drafted[piece])
+                self._net.drop()
+            # Joined outside inference mode, so that a head can be trained on the result.
+            states.append(torch.cat([first, read], 1))
         return torch.cat(states)
-
-
-class DraftModelBranches(BranchDrafter):
-    """Drafts of a small language model, as `DraftModelDrafter` makes them one at a time."""
-
-    min_start, model = 1, "draft"
-
-    def __init__(self, lm: CausalLM, depth: int):
-        super().__init__(lm, depth)
-        self.text = BranchedText(lm, depth)
-
-    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        self.text.open(tokens)
-        self._text = self.text.features
-
-    def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
-        # Unlike a drafter that reads its own states, a language model reads whole branches at once.
-        first = self._before(torch.tensor(starts))[:, None]
-        return torch.cat([first, self.text.read(starts, drafted)], 1)
-
-    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        return self.text.level(starts, level, tokens[:, None])[:, 0]
-
-    def _drop(self) -> None:
-        self.text.drop()

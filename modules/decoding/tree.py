@@ -119,6 +119,16 @@ class StaticTree:
         parents = tuple(numbers.get(path[:-1], -1) for path in ordered)
         return cls(parents, tuple(path[-1] for path in ordered), tuple(len(path) for path in ordered))
 
+    @property
+    def levels(self) -> int:
+        """Depth of the deepest node."""
+        return max(self.depths)
+
+    @property
+    def slots(self) -> int:
+        """Most nodes that a drafter reads."""
+        return len(self.parents)
+
     def level(self, depth: int) -> list[int]:
         """Return the nodes at `depth`; the root's children are at 1."""
         return [i for i, own in enumerate(self.depths) if own == depth]
@@ -135,6 +145,16 @@ class DynamicTree:
     nodes: int = 60
     depth: int = 6
     topk: int = 10
+
+    @property
+    def levels(self) -> int:
+        """Depth of the deepest node."""
+        return self.depth + 1
+
+    @property
+    def slots(self) -> int:
+        """Most nodes that a drafter reads."""
+        return self.depth * self.topk
 
 
 def num_candidates(topk: int, levels: int) -> int:

@@ -1,9 +1,9 @@
-"""Interface of a trained draft head: network, loss, and drafter.
+"""Interface of a trained draft head: network, loss, and how it drafts.
 
 A head is a file NAME.py of this folder, or a folder NAME/ with a head.py, that defines a `DraftHead` with kind = "NAME"
 and is listed in HEADS (modules/drafters/__init__.py). Commands find it there: `train NAME` takes the options of its
-`Settings`, `data features` stores the states it reads, decoding drafts with `drafter`, and `data acceptance` labels the
-drafts of `branches`. docs/examples/drafters/bigram.py is a small one.
+`Settings`, `data features` stores the states it reads, and decoding and `data acceptance` draft with its `net`.
+docs/examples/drafters/bigram.py is a small one.
 
 Training passes whole sequences, unshifted. The head alone decides which token goes with which feature: its alignment is
 drawn at its loss.
@@ -16,6 +16,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -23,12 +24,11 @@ from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.stop import StopPolicy
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
-from draftsmith.modules.drafters.row_drafter import RowDrafter
-from draftsmith.modules.engine.lean import Linear
-from draftsmith.modules.engine.low_precision import Precision, copy_of
+from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
+from draftsmith.modules.engine.lean import Linear, swap_modules
+from draftsmith.modules.engine.low_precision import Precision, copy_of, linear_of
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
@@ -96,7 +96,7 @@ class HeadCard:
 class DraftHead(nn.Module, ABC):
     """A trained drafter: its network, its loss, and how it drafts. `__init__` takes its config and random weights.
 
-    A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `drafter`; `flops` adds its
+    A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `net`; `flops` adds its
     cost to the telemetry and the plan.
 
     kind: name of its file or folder, in config.json and on the command line.
@@ -214,19 +214,28 @@ class DraftHead(nn.Module, ABC):
         return ()
 
     def like(self, target: CausalLM) -> Self:
-        """Return this head in the target's type and on its device, a copy if it must be converted.
+        """Return a copy in the target's type and on its device, which may be others than the head's.
 
-        `drafter`, `tree_drafter` and `branches` draft with it: a head may have another type than the target.
+        Tensors that need no conversion are shared.
         """
-        weight = next(self.parameters())
-        if (weight.dtype, weight.device) == (target.dtype, target.device):
-            return self
-        # Its copy of the target's lm_head has the type to draft in, and cannot be copied where it is packed.
-        return copy.deepcopy(self, {id(self.output): self.output}).to(target.device, target.dtype)
+        tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
+        same: dict[int, Any] = {id(self.output): self.output}
+        for tensor in tensors:
+            dtype = target.dtype if tensor.is_floating_point() else tensor.dtype
+            same[id(tensor)] = tensor.detach().to(target.device, dtype)
+        return copy.deepcopy(self, same)
+
+    def lean(self, target: CausalLM) -> Self:
+        """Return a copy for decoding, with the linears, norms and layers of the engine, in `precision`."""
+        return swap_modules(self.like(target), partial(linear_of, pack=target.packed, precision=self.precision))
 
     @abstractmethod
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> RowDrafter:
+    def net(self, target: CausalLM) -> DraftNet:
+        """Return the network that drafts, in the target's type and on its device."""
+
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> ChainDrafter:
         """Return a drafter of chains, with a stop policy for each row; texts have at most `capacity` tokens."""
+        return ChainDrafter(self.net(target), stops, capacity)
 
     def tree_drafter(
         self,
@@ -235,13 +244,13 @@ class DraftHead(nn.Module, ABC):
         capacity: int,
         rows: int = 1,
         rules: Sequence[TreeRule] | None = None,
-    ) -> Drafter:
+    ) -> TreeDrafter:
         """Return a drafter of trees. rules: size of dynamic trees, for each row."""
-        raise NotImplementedError(f"{self.kind} drafts no trees")
+        return TreeDrafter(self.net(target), shape, capacity, rows, rules)
 
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
         """Return a drafter from many places of one text, at most `depth` tokens each, for acceptance labels."""
-        raise NotImplementedError(f"{self.kind} drafts no branches")
+        return BranchDrafter(self.net(target), depth)
 
     def draft_in(self, precision: Precision, target: CausalLM) -> None:
         """Draft with weights of this precision, and with a copy of the target's lm_head in it.

@@ -19,24 +19,23 @@ from draftsmith.modules.decoding.stop import (
     StopPolicy,
     ThresholdRule,
 )
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.methods import Method, Models, known_methods
-from draftsmith.modules.drafters.row_drafter import RowDrafter
+from draftsmith.modules.drafters.net import ChainDrafter, DraftNet
 from draftsmith.modules.types import InputError, at_least, between
 
 
-def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> RowDrafter:
+def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> ChainDrafter:
     """Build a drafter of chains for as many rows as there are policies.
 
     drafter: `draft`, or the kind of a trained drafter.
     """
     if drafter == "draft":
         assert models.draft is not None
-        chains: RowDrafter = DraftModelDrafter(models.draft, stops, models.capacity)
+        net: DraftNet = DraftModelNet(models.draft)
     else:
-        chains = models.heads[drafter].drafter(models.target, stops, models.capacity)
-    chains.end_ids = frozenset(models.ends)
-    return chains
+        net = models.heads[drafter].net(models.target)
+    return ChainDrafter(net, stops, models.capacity, frozenset(models.ends))
 
 
 def chain_methods() -> dict[str, str]:
@@ -68,7 +67,7 @@ class Chain(Method, ABC):
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         """Make a new policy for each row."""
 
-    def build(self, models: Models, rows: int = 1) -> RowDrafter:
+    def build(self, models: Models, rows: int = 1) -> ChainDrafter:
         return build_chains(models, self.needs[0], self.policies(models, rows))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
-from draftsmith.modules.decoding.stop import StopPolicy
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep, layer_shape
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
+from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
@@ -183,11 +182,12 @@ class DraftModelHead(DraftHead):
         info = ModelInfo(llama.hidden_size, llama.vocab_size, llama.num_layers, llama.max_position, (), {})
         return LlamaLM(model, info, target.packed, self.precision)
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> DraftModelDrafter:
-        return DraftModelDrafter(self.language_model(target), stops, capacity)
+    def net(self, target: CausalLM) -> DraftModelNet:
+        return DraftModelNet(self.language_model(target))
 
-    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        return DraftModelBranches(self.language_model(target), depth)
+    def draft_in(self, precision: Precision, target: CausalLM) -> None:
+        # Its lm_head is its own.
+        self.precision = precision
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:

@@ -3,70 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.drafter import Outcome
-from draftsmith.modules.decoding.stop import StopPolicy
-from draftsmith.modules.decoding.tree import DraftTree
-from draftsmith.modules.drafters.row_drafter import RowDrafter
-from draftsmith.modules.sampling import Source
+from draftsmith.modules.decoding.branches import BranchedText
+from draftsmith.modules.drafters.growth import Level
+from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams
 
 
-class DraftModelDrafter(RowDrafter):
-    """Drafter that reads emitted tokens into its own cache and drafts until the stop policies end the chains.
+class DraftModelNet(DraftNet):
+    """Reads emitted tokens into the model's own cache, where accepted drafts stay.
 
     One token is unread after a rejection, and two after a fully accepted draft, whose last token was never fed. They go
     into one forward with the first draft step, so no call is spent on catching up.
     """
 
-    needs_features = False
-    model = "draft"
+    drafts_trees = reads_features = False
+    first_start = 1
 
-    def __init__(self, lm: CausalLM, stops: Sequence[StopPolicy], capacity: int, static: bool | None = None):
-        """stops: a policy for each row. capacity: most tokens of a row, drafts included. static: see
-        `CausalLM.session`."""
+    def __init__(self, lm: CausalLM):
+        super().__init__("draft", lm.device, lm.embed)
+        self._lm = lm
+        self._read = list[int]()  # tokens of each row's text that are in the cache
+        self._text: BranchedText | None = None
+
+    # -- rows
+
+    def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
         # The draft's context may be shorter than the target's: past it there are no drafts, rather than bad ones.
-        super().__init__(stops, longest_text=lm.info.max_position + 1)
-        self._session = lm.session(len(self.stops), min(capacity, lm.info.max_position), static=static)
+        most = self._lm.info.max_position
+        self.longest_text = most + 1
+        self._session = self._lm.session(rows, min(capacity, most), static=static)
 
-    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        super().begin(row, prompt, torch.empty(0), first_token)
+    def begin(self, row: int) -> None:
+        self._read[row : row + 1] = [0]
         self._session.begin(row)
 
-    def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        unread: list[list[int]] = []
-        for row, limit in zip(self._rows, limits, strict=True):
-            unread.append(row.tokens[row.read :] if limit > 0 else [])
-            row.read += len(unread[-1])
-        scores = self._session.extend(unread)
-
-        # Each row's state after its last unread token, [B, H]; undefined for rows that read nothing.
-        states, counts = scores.features, [len(own) for own in unread]  # [B, n, H]
-        if min(counts) == states.shape[1]:
-            last = states[:, -1]
-        else:
-            places = torch.tensor([max(count, 1) - 1 for count in counts], device=states.device)
-            last = states[torch.arange(len(counts), device=states.device), places]
-        return self._chains(scores.logits[:, 0], last, self._session.step, limits, params, sources)
-
-    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        for row, outcome in zip(self._rows, outcomes, strict=True):
-            if outcome is not None:
-                # All drafted tokens but the last were read while drafting.
-                row.read += max(0, min(outcome.num_accepted, len(row.tree.tokens) - 1))
-        super().advance(outcomes)
-        self._session.keep([row.read for row in self._rows])
-
     def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
+        self._read = [self._read[row] for row in rows]
         self._session.select(rows)
 
+    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
+        unread: list[list[int]] = []
+        for place, (row, limit) in enumerate(zip(rows, limits, strict=True)):
+            unread.append(row.tokens[self._read[place] :] if limit > 0 else [])
+            self._read[place] += len(unread[-1])
+        scores = self._session.extend(unread)
+
+        # Each row's state after its last unread token; undefined for rows that read nothing.
+        states, counts = scores.features, [len(own) for own in unread]  # [B, n, H]
+        if min(counts) == states.shape[1]:
+            return Level(states[:, -1:], scores.logits)
+        places = torch.tensor([max(count, 1) - 1 for count in counts], device=states.device)
+        return Level(states[torch.arange(len(counts), device=states.device), places][:, None], scores.logits)
+
+    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
+        logits, states = self._session.step(tokens)
+        return Level(states[:, None], logits[:, None])
+
+    def finish(self, accepted: Sequence[int]) -> None:
+        self._read = [read + more for read, more in zip(self._read, accepted, strict=True)]
+        self._session.keep(self._read)
+
     def rewind(self, row: int, length: int) -> None:
-        """Truncate a row to its first `length` tokens."""
-        del self._rows[row].tokens[length:]
-        self._rows[row].read = min(self._rows[row].read, length)
-        self._session.keep([own.read for own in self._rows])
+        self._read[row] = min(self._read[row], length)
+        self._session.keep(self._read)
+
+    # -- branches
+
+    def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None:
+        self._text = self._text or BranchedText(self._lm, depth)
+        self._text.open(tokens)
+
+    def branch(self, starts: Tensor) -> Tensor:
+        assert self._text is not None, "open a text first"
+        self._starts = starts
+        return self._text.features[starts.to(self.device) - self.first_start]
+
+    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+        assert self._text is not None, "open a text first"
+        return self._text.level(self._starts, depth - 1, tokens)
+
+    def read_drafts(self, tokens: Tensor) -> Tensor:
+        # Unlike a drafter that reads its own states, a language model reads whole branches at once.
+        return self.read(tokens, None, 1)
+
+    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
+        return self._lm.lm_head(hidden)
+
+    def drop(self) -> None:
+        assert self._text is not None, "open a text first"
+        self._text.drop()

@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,7 @@ from draftsmith.modules.transfer import to_device_together
 from draftsmith.modules.types import SamplingParams
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """Drafter states of the nodes of one level, and the logits of what follows them."""
 
     hidden: Tensor  # [B, n, H]
@@ -59,7 +59,7 @@ def _static_levels(shape: StaticTree, device: torch.device) -> tuple[_StaticLeve
     # Node -> its row in the level that was read last.
     levels, places = list[_StaticLevel](), {-1: 0}
     with torch.inference_mode(False):  # whoever asks first
-        for depth in range(1, max(shape.depths) + 1):
+        for depth in range(1, shape.levels + 1):
             nodes = shape.level(depth)
             above, ranks = [places[shape.parents[node]] for node in nodes], [shape.ranks[node] for node in nodes]
             inner = [i for i, node in enumerate(nodes) if node in shape.parents]

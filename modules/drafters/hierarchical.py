@@ -13,8 +13,9 @@ from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
 from draftsmith.modules.decoding.stop import FixedLengthStop, RunningEntropy, SelfVerifyStop
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, best_token, entropies, probabilities
 from draftsmith.modules.targets.base import CausalLM
@@ -29,7 +30,7 @@ class HierarchicalDrafter:
     inner: M1. rule: entropies of M2's distributions in this round, and their threshold.
     """
 
-    def __init__(self, middle: CausalLM, inner: DraftModelDrafter, max_drafted: int, dynamic: bool, capacity: int):
+    def __init__(self, middle: CausalLM, inner: ChainDrafter, max_drafted: int, dynamic: bool, capacity: int):
         """inner: M1, for a single row. max_drafted: most tokens handed to the target.
 
         dynamic: continue while M2's entropy stays below the threshold (HSDDW); else hand over after one M2 round.
@@ -136,7 +137,7 @@ class PreVerification(Method):
     def drafter_of(self, models: Models) -> HierarchicalDrafter:
         """Build the drafter of one row."""
         assert models.mid is not None and models.draft is not None
-        inner = DraftModelDrafter(models.draft, [self.stop(self.k)], models.capacity)
+        inner = ChainDrafter(DraftModelNet(models.draft), [self.stop(self.k)], models.capacity)
         return HierarchicalDrafter(models.mid, inner, self.k + 1, False, models.capacity)
 
     def build(self, models: Models, rows: int = 1) -> Drafter:

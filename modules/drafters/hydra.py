@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,31 +13,26 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
-from draftsmith.modules.decoding.branches import as_decoding
-from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
-from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree, StaticTree
+from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle.net import EagleConfig, OfLlama
-from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureHead
-from draftsmith.modules.drafters.growth import Level, grow_static
+from draftsmith.modules.drafters.growth import Level
 from draftsmith.modules.drafters.medusa import (
     MOST_BLOCKS,
-    MedusaBranches,
     MedusaChain,
     MedusaHead,
+    MedusaNet,
     MedusaSettings,
     lm_head_passes,
-    lm_heads_of,
 )
+from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.drafters.trees import StaticTrees
-from draftsmith.modules.engine.lean import LeanNorm, LeanStack
-from draftsmith.modules.engine.low_precision import linear_of
-from draftsmith.modules.engine.rows import RunLayers, picked_of
+from draftsmith.modules.engine.lean import LeanStack, Taps
+from draftsmith.modules.engine.rows import cached_rows, picked_of
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
 from draftsmith.modules.packing import Documents
-from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, SamplingParams, at_most, check_config
+from draftsmith.modules.types import FeatureBatch, check_config
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ class GroundedMLP(nn.Module):
         return x
 
 
-class HydraHead(MedusaHead, FeatureHead):
+class HydraHead(MedusaHead):
     """Guesses each of the next tokens from the target's last state and the tokens drafted before it, by a head for each
     (Hydra, Ankner et al. 2024). They have an lm_head each, or read the target's; embeddings are the target's."""
 
@@ -125,7 +119,7 @@ class HydraHead(MedusaHead, FeatureHead):
         self.register_buffer("sin", sin, persistent=False)
 
     @classmethod
-    def net(cls, config: HydraConfig, number: int) -> nn.Module:
+    def make_head(cls, config: HydraConfig, number: int) -> nn.Module:
         return GroundedMLP(config.hidden_size, 2 + number, config.num_layers)
 
     # -- a new head
@@ -170,167 +164,93 @@ class HydraHead(MedusaHead, FeatureHead):
 
     # -- drafter
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> HydraDrafter:
-        return HydraDrafter(self.like(target), target, stops, capacity)
-
-    def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> HydraDrafter:
-        return HydraDrafter(self.like(target), target, [FixedLengthStop(1)] * rows, capacity, shape=shape)
-
-    def lean(self, target: CausalLM) -> LeanHydra:
-        return LeanHydra(self, target)
-
-    def branches(self, target: CausalLM, depth: int) -> HydraBranches:
-        at_most("depth", depth, self.config.num_heads)
-        return HydraBranches(self.like(target), target, depth)
+    def net(self, target: CausalLM) -> DraftNet:
+        return HydraNet(self, target)
 
 
-class LeanHydra:
-    """Network for inference: a `feature_heads.FeatureNet` whose layers read the target's states alone, and the heads.
+class PrefixNetwork:
+    """The prefix attention over the target's states (`engine.rows.Network`). Without it, it has no layers."""
 
-    Without prefix attention it has no layers.
-    """
+    capture: tuple[int, ...] = ()
 
     def __init__(self, head: HydraHead, target: CausalLM):
-        pack, precision, layers = target.packed, head.precision, list[Any](head.layers)
-        self.stack = LeanStack(
-            layers, head.config.llama, target.dtype, target.device, partial(linear_of, pack=pack, precision=precision)
-        )
-        self._norm = None if head.norm is None else LeanNorm(head.norm.weight, head.norm.eps)
-        self._embed, self._lm_heads = target.embed, lm_heads_of(head, target)
-        self._first, self._blocks = [], []
-        for net in head.heads:
-            assert isinstance(net, GroundedMLP)
-            # Both maps of the first layer in one product.
-            weight = torch.cat([net.skip.weight, net.linear.weight])
-            bias = torch.cat([net.skip.bias, net.linear.bias])
-            self._first.append(linear_of(weight, bias, pack, precision))
-            block = None if net.block is None else net.block.linear
-            self._blocks.append([linear_of(block.weight, block.bias, pack, precision)] * net.repeats if block else [])
+        layers: Any = head.layers
+        self._norm = head.norm
+        self.stack = LeanStack(list(layers), head.config.llama, target.dtype, target.device)
 
-    def project(self, features: Tensor) -> Tensor:
-        return features
-
-    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Return the states: only the heads read tokens."""
+    def inputs(self, states: Tensor) -> Tensor:
         return states
 
-    def lm_head(self, states: Tensor) -> Tensor:
-        """Return the logits of the first head's states."""
-        return self._lm_heads[0](states)
-
-    def prefix(self, states: Tensor) -> Tensor:
-        """Return the heads' input of the layers' outputs."""
-        return states if self._norm is None else self._norm(states)
-
-    def next_input(self, read: Tensor, ids: Tensor) -> Tensor:
-        """Return the input of the next head: that of the one before it, [.., R], and the embeddings of ids [..]."""
-        return torch.cat([read, self._embed(ids)], -1)
-
-    def hidden(self, read: Tensor, number: int) -> Tensor:
-        """Return the state [.., H] of a head for its input [.., R]."""
-        skipped, x = self._first[number](read).chunk(2, -1)
-        x = skipped + F.silu(x)
-        for block in self._blocks[number]:
-            x = x + F.silu(block(x))
-        return x
-
-    def level(self, read: Tensor, number: int) -> Level:
-        """Return the states and logits of a head for nodes [B, n, R]."""
-        # A flat product is faster than a batch of small ones.
-        hidden = self.hidden(read.flatten(0, 1), number)
-        logits = self._lm_heads[number](hidden)
-        return Level(hidden.view(*read.shape[:2], -1), logits.view(*read.shape[:2], -1))
+    def outputs(self, hidden: Tensor, picked: Tensor | slice | None, taps: Taps | None) -> tuple[Tensor, Tensor]:
+        """Return the states of the picked outputs, twice: logits come from the heads."""
+        hidden = picked_of(hidden, picked)
+        states = hidden if self._norm is None else self._norm(hidden)
+        return states, states
 
 
-def read_prefix(
-    net: LeanHydra, run: RunLayers, picked: Tensor | slice | None, ids: Any, states: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run the layers and return the heads' input of the picked states, twice: logits come from the heads.
+class HydraNet(MedusaNet):
+    """Drafts each level with one call of its head, for nodes that read the tokens of their own path.
 
-    See `rows.Forward`.
+    A node's input is the target's last state, through the prefix attention, and the embeddings of the last emitted
+    token and of the tokens drafted on its path.
     """
-    prefix = net.prefix(picked_of(run(states), picked))
-    return prefix, prefix
 
+    one_pass = False
 
-class HydraDrafter(FeatureDrafter):
-    """Drafts chains or, given a shape, trees: each level is one call of its head for all of its nodes."""
+    def __init__(self, head: HydraHead, target: CausalLM):
+        super().__init__(head, target)
+        lean: Any = self.head
+        self._network = PrefixNetwork(lean, target)
+        self._max_position = head.config.max_position
 
-    net: LeanHydra
-    _forward = staticmethod(read_prefix)
+    def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
+        most = min(capacity, self._max_position)
+        self.longest_text = most + 2
+        self._cache = cached_rows(self._network, rows, most, static)
 
-    def __init__(
-        self,
-        head: HydraHead,
-        target: CausalLM,
-        stops: Sequence[StopPolicy],
-        capacity: int,
-        static: bool | None = None,
-        shape: StaticTree | None = None,
-    ):
-        super().__init__(head, target, stops, capacity, static)
-        self._longest_draft, self._shape = head.config.num_heads, shape
+    def begin(self, row: int) -> None:
+        self._cache.begin(row)
 
-    def _grow(
-        self,
-        logits: Tensor,
-        hidden: Tensor,
-        limits: Sequence[int],
-        params: SamplingParams,
-        sources: Sequence[Source],
-    ) -> list[DraftTree]:
-        net, first = self.net, torch.tensor([row.tokens[-1:] for row in self._rows], device=hidden.device)  # [B, 1]
-        read = net.next_input(hidden, first)  # [B, 1, 2H]
-        level, number = net.level(read, 0), 0
+    def select(self, rows: Sequence[int]) -> None:
+        self._cache.select(rows)
 
-        def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
-            # A node reads what its parent read, and its own token.
-            nonlocal read
-            read = net.next_input(read.gather(1, above[..., None].expand(-1, -1, read.shape[-1])), tokens)  # [B, n, R]
-            return net.level(read, depth)
+    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
+        unread = [row.features if limit > 0 else row.features[:0] for row, limit in zip(rows, limits, strict=True)]
+        for row, own in zip(rows, unread, strict=True):
+            row.features = row.features[len(own) :]
+        states, _ = self._cache.extend((unread,))  # [B, 1, H]
+        self._inputs = self._next(states, torch.tensor([row.tokens[-1:] for row in rows], device=self.device))
+        return self._level(0)
 
-        if self._shape is not None:
-            return grow_static(self._shape, level, expand, limits, params, sources)
+    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
+        self._descend(tokens, parents)
+        return self._level(depth)
 
-        def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal number
-            number += 1
-            # Rows whose chain has ended read token 0.
-            ids = tokens if isinstance(tokens, Tensor) else torch.tensor([row or [0] for row in tokens])
-            ids = ids.to(hidden.device)
-            level = expand(ids, torch.zeros_like(ids), number)
-            return level.logits[:, 0], level.hidden[:, 0]
+    def _descend(self, tokens: Any, parents: Tensor | None) -> None:
+        inputs = self._inputs
+        if parents is not None:
+            inputs = inputs.gather(1, parents[..., None].expand(-1, -1, inputs.shape[-1]))
+        self._inputs = self._next(inputs, self.ids(tokens))  # [B, n, R]
 
-        return self._chains(level.logits[:, 0], level.hidden[:, 0], step, limits, params, sources)
+    def _next(self, inputs: Tensor, ids: Tensor) -> Tensor:
+        """Append the embeddings of ids [..] to a head's inputs [.., R]: the inputs of the next head."""
+        return torch.cat([inputs, self.embed(ids)], -1)
 
-
-class HydraBranches(MedusaBranches):
-    """Drafts from many places of one text; each head reads the tokens of its own draft."""
-
-    model = "hydra"
-
-    def __init__(self, head: HydraHead, target: CausalLM, depth: int):
-        super().__init__(head, target, depth)
-        self._net = head.lean(target)
-
-    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+    def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None:
         assert features is not None and len(features) == len(tokens)
-        stack = self._net.stack
-        with as_decoding(self.device):
-            self._text = self._net.prefix(stack.chain(features, stack.new_cache(1, len(tokens))))
+        stack = self._network.stack
+        self._text, _ = self._network.outputs(stack.chain(features, stack.new_cache(1, len(tokens))), None, None)
         self._ids = torch.tensor(tokens, device=self.device)
 
-    def _before(self, starts: Tensor) -> Tensor:
-        read = self._text[starts.to(self.device) - self.min_start]  # [S, H]
-        self._read = self._net.next_input(read, self._ids[starts.to(self.device) - 1])
-        return self._state(0)
+    def branch(self, starts: Tensor) -> Tensor:
+        starts = starts.to(self.device)
+        states, ids = self._text[starts - self.first_start], self._ids[starts - 1]
+        self._inputs = self._next(states, ids)[:, None]
+        return self.hidden(0)[:, 0]
 
-    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        self._read = self._net.next_input(self._read, tokens.to(self.device))
-        return super()._step(starts, level, tokens, hidden)
-
-    def _state(self, level: int) -> Tensor:
-        return self._net.hidden(self._read, level)
+    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+        self._descend(tokens, parents)
+        return super().read(tokens, parents, depth)
 
 
 @dataclass(frozen=True)

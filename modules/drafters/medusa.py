@@ -11,26 +11,23 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
-from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree, StaticTree, Typical
+from draftsmith.modules.decoding.tree import MAX_NODES, Typical
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.growth import Level, grow_static
+from draftsmith.modules.drafters.growth import Level
 from draftsmith.modules.drafters.methods import Models
-from draftsmith.modules.drafters.row_drafter import RowDrafter
+from draftsmith.modules.drafters.net import DraftNet, RowState, TreeDrafter
 from draftsmith.modules.drafters.trees import StaticTrees
-from draftsmith.modules.engine.low_precision import Precision, linear_of
+from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, token_loss
-from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import (
     FeatureBatch,
     InputError,
     LossOutput,
-    SamplingParams,
     at_least,
     at_most,
     check_config,
@@ -111,12 +108,12 @@ class MedusaHead(DraftHead):
     def __init__(self, config: Any):
         super().__init__()
         self.config = config
-        self.heads = nn.ModuleList(self.net(config, i) for i in range(config.num_heads))
+        self.heads = nn.ModuleList(self.make_head(config, i) for i in range(config.num_heads))
         size, own = (config.hidden_size, config.vocab_size), config.num_heads if config.own_lm_head else 0
         self.lm_heads = nn.ModuleList(nn.Linear(*size, bias=self.lm_head_bias) for _ in range(own))
 
     @classmethod
-    def net(cls, config: Any, number: int) -> nn.Module:
+    def make_head(cls, config: Any, number: int) -> nn.Module:
         """Build the network of a head, counted from 0: from its input to its state."""
         return nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
 
@@ -203,15 +200,8 @@ class MedusaHead(DraftHead):
         else:
             super().draft_in(precision, target)
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> RowDrafter:
-        return MedusaDrafter(self.like(target), target, stops)
-
-    def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> RowDrafter:
-        return MedusaDrafter(self.like(target), target, [FixedLengthStop(1)] * rows, shape)
-
-    def branches(self, target: CausalLM, depth: int) -> MedusaBranches:
-        at_most("depth", depth, self.config.num_heads)
-        return MedusaBranches(self.like(target), target, depth)
+    def net(self, target: CausalLM) -> DraftNet:
+        return MedusaNet(self, target)
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:
@@ -245,107 +235,60 @@ def pairs(batch: FeatureBatch, head: int) -> Tensor:
     return same & batch.loss_mask[:, ahead:]
 
 
-class MedusaDrafter(RowDrafter):
-    """Drafts chains or, given a shape, trees: all tokens from the last state of the target, in one pass.
+class MedusaNet(DraftNet):
+    """Drafts each level by a head of its own, from the target's last state alone."""
 
-    typical: acceptance rule of its trees; None verifies exactly.
-    """
+    one_pass = True
 
-    model = "medusa"
-    typical: Typical | None = None
+    def __init__(self, head: MedusaHead, target: CausalLM):
+        super().__init__(head.kind, target.device, target.embed)
+        self.head = head.lean(target)
+        self.lm_heads = self.head.outputs(head.output or target.lm_head)
+        self.longest_draft, self.capture = head.config.num_heads, head.capture
 
-    def __init__(
-        self, head: MedusaHead, target: CausalLM, stops: Sequence[StopPolicy], shape: StaticTree | None = None
-    ):
-        """stops: a policy for each row, for chains."""
-        super().__init__(stops, longest_draft=head.config.num_heads)
-        self._head, self._lm_heads, self._shape = head, lm_heads_of(head, target), shape
+    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
+        for row in rows:
+            row.features = row.features[-1:]
+        self._inputs = torch.stack([row.features for row in rows])  # [B, 1, H]
+        return self._level(0)
 
-    def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        states = self._head(torch.stack([row.features[-1] for row in self._rows]))  # [B, H] of each head
-        if self._shape is not None:
-            trees = self._trees(self._shape, states, limits, params, sources)
-            return [replace(tree, draft_calls=1, typical=self.typical) if tree.tokens else tree for tree in trees]
+    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
+        hidden, logits = self._level(depth)
+        count = 1 if parents is None else parents.shape[1]
+        return Level(hidden.expand(-1, count, -1), logits.expand(-1, count, -1))
 
-        levels = iter(zip(self._lm_heads, states, strict=True))
+    def hidden(self, depth: int) -> Tensor:
+        """Return the states [B, n, H] of the head of this level."""
+        # A flat product is faster than a batch of small ones.
+        return self.head.heads[depth](self._inputs.flatten(0, 1)).unflatten(0, self._inputs.shape[:2])
 
-        def step(_: object = None) -> tuple[Tensor, Tensor]:
-            # A head's guess does not depend on the tokens drafted before it.
-            lm_head, hidden = next(levels)
-            return lm_head(hidden), hidden
+    def _level(self, depth: int) -> Level:
+        hidden = self.hidden(depth)
+        logits = self.lm_heads[depth](hidden.flatten(0, 1))
+        return Level(hidden, logits.unflatten(0, hidden.shape[:2]))
 
-        chains = self._chains(*step(), step, limits, params, sources)
-        return [replace(chain, draft_calls=1) if chain.tokens else chain for chain in chains]
-
-    def _trees(
-        self,
-        shape: StaticTree,
-        states: list[Tensor],
-        limits: Sequence[int],
-        params: SamplingParams,
-        sources: Sequence[Source],
-    ) -> list[DraftTree]:
-        def level(depth: int, count: int) -> Level:
-            hidden = states[depth][:, None]  # [B, 1, H]
-            logits = self._lm_heads[depth](hidden)  # [B, 1, V]
-            return Level(hidden.expand(-1, count, -1), logits.expand(-1, count, -1))
-
-        def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
-            return level(depth, tokens.shape[1])
-
-        return grow_static(shape, level(0, 1), expand, limits, params, sources)
-
-    def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
-        # Only the last state is read.
-        self._rows[row].features = self._rows[row].features[:0]
-        super().commit(row, tokens, features)
-
-
-class MedusaBranches(BranchDrafter):
-    """Drafts from many places of one text. A head's guess does not depend on the draft before it."""
-
-    # A draft follows a token that a state of the text gave.
-    min_start, model = 2, "medusa"
-
-    def __init__(self, head: MedusaHead, target: CausalLM, depth: int):
-        super().__init__(target, depth)
-        self._head, self._lm_heads = head, lm_heads_of(head, target)
-
-    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+    def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None:
         assert features is not None and len(features) == len(tokens)
         self._text = features
 
-    def _before(self, starts: Tensor) -> Tensor:
-        # Kept for the later tokens of these drafts.
-        self._read = super()._before(starts)
-        return self._state(0)
+    def branch(self, starts: Tensor) -> Tensor:
+        self._inputs = self._text[starts.to(self.device) - self.first_start][:, None]
+        return self.hidden(0)[:, 0]
 
-    def _state(self, level: int) -> Tensor:
-        """Return the states [S, H] of the head of this level."""
-        return self._head.heads[level](self._read)
+    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+        if depth == self.longest_draft:
+            expected = f"at most {depth - 1} for a head that reads the state after a token"
+            raise InputError("depth", depth, expected, "Make labels of shorter drafts, or pass --state before.")
+        return self.hidden(depth)
 
-    def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
-        if isinstance(level, int):
-            return self._lm_heads[level](hidden)
-        logits = hidden.new_empty(*hidden.shape[:-1], self._lm.info.vocab_size)
-        for number, lm_head in enumerate(self._lm_heads):
-            own = (level == number).to(hidden.device)
+    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
+        if isinstance(depth, int):
+            return self.lm_heads[depth](hidden)
+        logits = self.lm_heads[0](hidden)
+        for number, lm_head in enumerate(self.lm_heads[1:], 1):
+            own = (depth == number).to(hidden.device)
             logits[own] = lm_head(hidden[own])
         return logits
-
-    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        if level + 1 == len(self._head.heads):
-            expected = f"at most {level} for a head that reads the state after a token"
-            raise InputError("depth", level + 1, expected, "Make labels of shorter drafts, or pass --state before.")
-        return self._state(level + 1)
-
-
-def lm_heads_of(head: MedusaHead, target: CausalLM) -> Sequence[LmHead]:
-    """Return the lm_head that each head drafts with."""
-    if not head.config.own_lm_head:
-        return head.outputs(head.output or target.lm_head)
-    layers = [layer for layer in head.lm_heads if isinstance(layer, nn.Linear)]
-    return [linear_of(layer.weight, layer.bias, target.packed, head.precision) for layer in layers]
 
 
 @dataclass(frozen=True)
@@ -395,7 +338,7 @@ class MedusaTree(StaticTrees):
 
     def build(self, models: Models, rows: int = 1) -> Drafter:
         drafter = super().build(models, rows)
-        assert isinstance(drafter, MedusaDrafter)
+        assert isinstance(drafter, TreeDrafter)
         drafter.typical = None if self.lossless else self.rule
         return drafter
 

@@ -18,14 +18,14 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, attend, prepared, tree_mask
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, PairLayer, RMSNorm, rope_table
 
 # States by layer: the caller gives the numbers, the forward fills in the states.
 Taps = dict[int, Tensor]
@@ -192,7 +192,7 @@ class LeanNorm:
         return (scaled if self._wide else scaled.to(x.dtype)).mul_(self.weight)
 
 
-def _fuse(linears: Sequence[torch.nn.Linear], share: bool, make_linear: MakeLinear) -> Linear:
+def _fuse(linears: Sequence[nn.Linear], share: bool, make_linear: MakeLinear) -> Linear:
     """Stack linears that read the same input.
 
     share: keep one copy of the weights. The linears' become views of the stacked tensor, or, if that is packed, empty:
@@ -214,21 +214,12 @@ def _fuse(linears: Sequence[torch.nn.Linear], share: bool, make_linear: MakeLine
 class LeanLayer:
     """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place."""
 
-    def __init__(
-        self,
-        layer: DecoderLayer,
-        make_linear: MakeLinear = LeanLinear,
-        share: bool = False,
-        hidden_norm: LeanNorm | None = None,
-        normed_residual: bool = False,
-        output_norm: LeanNorm | None = None,
-    ):
-        """share: see `_fuse`.
-
-        hidden_norm: EAGLE-3's layer, which reads [embedding; state] [N, 2H], each normed on its own, and whose residual
-            is the state, or with `normed_residual` the normed state. output_norm: applied to the layer's output.
-        """
-        self.hidden_norm, self.normed_residual, self.output_norm = hidden_norm, normed_residual, output_norm
+    def __init__(self, layer: DecoderLayer | PairLayer, make_linear: MakeLinear = LeanLinear, share: bool = False):
+        """share: see `_fuse`."""
+        self.hidden_norm: LeanNorm | None = None
+        if isinstance(layer, PairLayer):
+            self.hidden_norm = LeanNorm(layer.hidden_norm.weight, layer.hidden_norm.eps)
+            self.normed_residual = layer.normed_residual
         attention = layer.self_attn
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
         self.groups, self.head_dim = self.num_heads // self.num_kv_heads, attention.head_dim
@@ -258,6 +249,7 @@ class LeanLayer:
     ) -> Tensor:
         """Run the layer on rows [N, H], sequence by sequence, behind `cache.length` tokens: [N, H].
 
+        rows: of a `PairLayer` [N, 2H].
         cos, sin: [B or 1, T, 1, D]. mask: `prepared` bias [B or 1, 1, T, S]; None if T == 1, or with `causal`.
         """
         normed = rows
@@ -280,8 +272,26 @@ class LeanLayer:
         attended = attend(queries, keys, values, self.groups, mask, causal, cache.spans)  # [B, T, heads, D]
         rows = self.o.add_to(rows, attended.reshape(rows.shape[0], -1))
         gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
-        rows = self.down.add_to(rows, F.silu(gate).mul_(up))
-        return rows if self.output_norm is None else self.output_norm(rows)
+        return self.down.add_to(rows, F.silu(gate).mul_(up))
+
+
+def swap_modules(module: nn.Module, make_linear: MakeLinear) -> Any:
+    """Replace linears, norms and decoder layers inside a module by those for inference, and return it.
+
+    A module that is one of these itself is returned as its replacement. All others keep their own `forward`.
+    """
+    if isinstance(module, nn.Linear):
+        return make_linear(module.weight, module.bias)
+    if isinstance(module, RMSNorm):
+        return LeanNorm(module.weight, module.eps)
+    if isinstance(module, DecoderLayer | PairLayer):
+        return LeanLayer(module, make_linear)
+    # Not by `setattr`, which takes modules only; containers call whatever is here.
+    children: dict[str, Any] = module._modules
+    for name, child in children.items():
+        if child is not None:
+            children[name] = swap_modules(child, make_linear)
+    return module
 
 
 class LeanStack:

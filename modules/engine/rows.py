@@ -1,16 +1,15 @@
 """Cached sequences for lean layers: a single row with its slots in order, or several rows of different lengths.
 
-Both run a `Forward`, so that a target, a draft model and a draft head share them, and have the methods of
+Both run a `Network`, so that a target, a draft model and a draft head share them, and have the methods of
 `targets.base.Session`. Inputs come as a tuple of sequences with an item for each row: lists of ids, lists of tensors
 [T, ..], or a tensor [B, n, ..]. B rows, n inputs of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import add, itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +31,31 @@ MAX_WIDTH = 256
 # Prompts that are read side by side: most tokens, padding included, and how much of a row may be padding. A small call
 # costs a GPU as much as a large one; a CPU pays for every token.
 GROUPS = {"cpu": (1024, 0.1), "cuda": (16384, 0.5)}
-# run(x, taps=None): all layers over inputs x, as `LeanStack.run`.
-RunLayers = Callable[..., Tensor]
 Parents = Sequence[Sequence[int]]
-# The computation around the layers: called with `run`, `picked` (the outputs that are wanted, see `picked_of`), and
-# inputs, each a list or tensor [T, ..] of one row, or a tensor [B, n, ..] of several. It returns logits of the picked
-# outputs, and states of these or of all.
-Forward = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Network(Protocol):
+    """Layers, with what stands before and behind them.
+
+    capture: numbers of the layers whose inputs `outputs` reads.
+    """
+
+    stack: LeanStack
+    capture: tuple[int, ...]
+
+    def inputs(self, ids: Any, *others: Any) -> Tensor:
+        """Return the layers' input: ids and others are a list or tensor [T, ..] of one row, or tensors [B, n, ..]."""
+
+    def outputs(self, hidden: Tensor, picked: Tensor | slice | None, taps: Taps | None) -> tuple[Tensor, Tensor]:
+        """Return logits of the picked outputs (`picked_of`) of the layers, and states of these or of all.
+
+        taps: the captured states; None if there are none.
+        """
+
+
+def taps_of(network: Network, x: Tensor) -> Taps | None:
+    """Return where the layers leave the states that the network captures."""
+    return dict.fromkeys(network.capture, x) if network.capture else None
 
 
 def picked_of(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
@@ -55,8 +72,8 @@ class OneRow:
 
     static = False
 
-    def __init__(self, stack: LeanStack, forward: Forward, cache: KVCache):
-        self.stack, self._forward, self.cache = stack, forward, cache
+    def __init__(self, network: Network, cache: KVCache):
+        self._network, self.stack, self.cache = network, network.stack, cache
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -77,12 +94,14 @@ class OneRow:
         own = list(map(itemgetter(0), inputs))
         count = len(own[0])
         picked = None if num_logits >= count else slice(count - num_logits, count)
+        x = self._network.inputs(*own)
+        taps = taps_of(self._network, x)
         if parents is None:
-            run = partial(self.stack.chain, cache=self.cache)
+            hidden = self.stack.chain(x, self.cache, taps)
         else:
-            run = partial(self.stack.tree, parents=parents[0], cache=self.cache)
-        logits, states = self._forward(run, picked, *own)
+            hidden = self.stack.tree(x, parents[0], self.cache, taps)
         self.cache.length += count
+        logits, states = self._network.outputs(hidden, picked, taps)
         return logits[None], states[None]
 
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -92,9 +111,11 @@ class OneRow:
         """
         # For a single row [1, ..] is both its sequence of inputs and one input for each row.
         tokens, *others = inputs
-        outputs = self._forward(partial(self.stack.chain, cache=self.cache), None, tokens[0], *others)
+        x = self._network.inputs(tokens[0], *others)
+        taps = taps_of(self._network, x)
+        hidden = self.stack.chain(x, self.cache, taps)
         self.cache.length += 1
-        return outputs
+        return self._network.outputs(hidden, None, taps)
 
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
         """Read n nodes of each row's tree, inputs [B, n, ..]. Returns logits [B, n, V] and states.
@@ -105,13 +126,11 @@ class OneRow:
         stack, cache, count = self.stack, self.cache, seen.shape[1]
         before = cache.length + count - seen.shape[2]
         position = before + depth - 1
-        cos, sin, mask = stack.cos[position], stack.sin[position], F.pad(seen[0], (before, 0))
-
-        def run(x: Tensor, taps: Taps | None = None) -> Tensor:
-            return stack.run(x, cos, sin, cache, mask, False, taps)
-
-        logits, states = self._forward(run, None, *(rows[0] for rows in inputs))
+        x = self._network.inputs(*(rows[0] for rows in inputs))
+        mask = F.pad(seen[0], (before, 0))
+        hidden = stack.run(x, stack.cos[position], stack.sin[position], cache, mask, False)
         cache.length += count
+        logits, states = self._network.outputs(hidden, None, None)
         return logits[None], states[None]
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
@@ -128,12 +147,12 @@ class ManyRows:
     their outputs undefined.
     """
 
-    def __init__(self, stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool):
-        self._stack, self._forward, self.static, self._capacity = stack, forward, static, capacity
+    def __init__(self, network: Network, rows: int, capacity: int, static: bool):
+        self._network, self._stack, self.static, self._capacity = network, network.stack, static, capacity
         # At least one slot more, for inputs past the capacity, which rows padded to a common width have.
         slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
-        self._cache = RowsCache(stack.new_slots(rows, slots))
-        self._slots = torch.arange(slots, device=stack.device)
+        self._cache = RowsCache(self._stack.new_slots(rows, slots))
+        self._slots = torch.arange(slots, device=self._stack.device)
         self.lengths = [0] * rows
         self._chains, self._trees = Graphed(self._read_chains), Graphed(self._read_trees)
 
@@ -226,7 +245,9 @@ class ManyRows:
             last = to_device([[counts[i] - 1] for i in group], device)
             cache = self._cache.prompts([rows[i] for i in group])
             with any_shape(device):
-                read = self._forward(partial(self._stack.chain, cache=cache), last, *fed)
+                x = self._network.inputs(*fed)
+                taps = taps_of(self._network, x)
+                read = self._network.outputs(self._stack.chain(x, cache, taps), last, taps)
             outputs |= {i: (logits, states[: counts[i]]) for i, logits, states in zip(group, *read, strict=True)}
         return [outputs[i] for i in range(len(rows))]
 
@@ -234,7 +255,7 @@ class ManyRows:
         self, row: int, inputs: Sequence[Any], length: int, parents: Parents | None, num_logits: int
     ) -> tuple[Tensor, ...]:
         """Read one row without padding, behind its first `length` slots. inputs, parents: of this row."""
-        alone = OneRow(self._stack, self._forward, self._cache.row(row))
+        alone = OneRow(self._network, self._cache.row(row))
         alone.cache.length = length
         with any_shape(self._stack.device):
             logits, states = alone.extend([[part] for part in inputs], parents, num_logits)
@@ -276,15 +297,12 @@ class ManyRows:
     def _read_chains(self, starts: Tensor, picked: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Read inputs at the positions from starts [B] on, which see all that precedes them."""
         *inputs, span, whole = rest
-
-        def run(x: Tensor, taps: Taps | None = None) -> Tensor:
-            positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
-            positions = positions.clamp_max(self._capacity)  # [B, n]
-            visible = self._slots[:span] <= positions[..., None]  # [B, n, span]
-            bias = as_bias(self._near(visible, positions), self._stack.dtype)
-            return self._run(x, positions, positions, bias, taps)
-
-        return self._forward(run, None if whole else picked, *inputs)
+        x = self._network.inputs(*inputs)
+        positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
+        positions = positions.clamp_max(self._capacity)  # [B, n]
+        visible = self._slots[:span] <= positions[..., None]  # [B, n, span]
+        bias = as_bias(self._near(visible, positions), self._stack.dtype)
+        return self._run(x, positions, positions, bias, None if whole else picked)
 
     def _read_trees(
         self, starts: Tensor, fresh: Tensor, depths: Tensor, seen: Tensor, picked: Tensor, *rest: Any
@@ -295,26 +313,29 @@ class ManyRows:
         their positions behind starts.
         """
         *inputs, span, whole = rest
+        x = self._network.inputs(*inputs)
+        count, width = seen.shape[1:]
+        positions = (starts[:, None] + depths).expand(-1, count)  # [B, n]
+        slots = fresh[:, None] + torch.arange(count, device=x.device)
+        place = (self._slots[:span] - starts[:, None])[:, None]  # [B, 1, span] of the slots in the tree
+        own = seen.gather(2, place.clamp(0, width - 1).expand(-1, count, -1))
+        own = own.masked_fill(place >= width, -torch.inf)
+        kept = as_bias(self._near(place.expand(-1, count, -1) < 0, positions), seen.dtype)
+        bias = torch.where(place < 0, kept, own)  # [B, n, span]
+        return self._run(x, positions, slots.clamp_max(self._capacity), bias, None if whole else picked)
 
-        def run(x: Tensor, taps: Taps | None = None) -> Tensor:
-            count, width = seen.shape[1:]
-            positions = (starts[:, None] + depths).expand(-1, count)  # [B, n]
-            slots = fresh[:, None] + torch.arange(count, device=x.device)
-            place = (self._slots[:span] - starts[:, None])[:, None]  # [B, 1, span] of the slots in the tree
-            own = seen.gather(2, place.clamp(0, width - 1).expand(-1, count, -1))
-            own = own.masked_fill(place >= width, -torch.inf)
-            kept = as_bias(self._near(place.expand(-1, count, -1) < 0, positions), seen.dtype)
-            bias = torch.where(place < 0, kept, own)  # [B, n, span]
-            return self._run(x, positions, slots.clamp_max(self._capacity), bias, taps)
+    def _run(
+        self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor, picked: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers on x [B, n, H] at positions [B, n], into slots [B, n], and return the network's outputs.
 
-        return self._forward(run, None if whole else picked, *inputs)
-
-    def _run(self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor, taps: Taps | None) -> Tensor:
-        """Run the layers on x [B, n, H] at positions [B, n], into slots [B, n]; bias [B, n, span]."""
-        stack = self._stack
+        bias: [B, n, span].
+        """
+        stack, taps = self._stack, taps_of(self._network, x)
         self._cache.place(slots, bias.shape[-1])
         rotated = positions.clamp_max(len(stack.cos) - 1)
-        return stack.run(x, stack.cos[rotated], stack.sin[rotated], self._cache, bias[:, None], False, taps)
+        hidden = stack.run(x, stack.cos[rotated], stack.sin[rotated], self._cache, bias[:, None], False, taps)
+        return self._network.outputs(hidden, picked, taps)
 
     def _near(self, visible: Tensor, positions: Tensor) -> Tensor:
         """Apply the sliding window, if there is one, to visible [B, n, span]."""
@@ -351,9 +372,9 @@ def bucket(count: int) -> int:
 CachedRows = OneRow | ManyRows
 
 
-def cached_rows(stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool | None) -> CachedRows:
+def cached_rows(network: Network, rows: int, capacity: int, static: bool | None) -> CachedRows:
     """Allocate rows of at most `capacity` slots. static: fixed shapes; None: on CUDA only."""
-    static = stack.device.type == "cuda" if static is None else static
+    static = network.stack.device.type == "cuda" if static is None else static
     if static or rows > 1:
-        return ManyRows(stack, forward, rows, capacity, static)
-    return OneRow(stack, forward, stack.new_cache(1, capacity))
+        return ManyRows(network, rows, capacity, static)
+    return OneRow(network, network.stack.new_cache(1, capacity))

@@ -15,8 +15,9 @@ import torch
 
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
+from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.formats.base import check_tensors
 from draftsmith.modules.pretrained.files import copy_file, whole_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256, git_commit, package_versions
@@ -373,7 +374,7 @@ class FrozenDrafter:
 
     def branches(self, depth: int) -> BranchDrafter:
         """Build a drafter from many positions of a text, at most `depth` tokens each."""
-        return DraftModelBranches(self.lm, depth) if self.head is None else self.head.branches(self.lm, depth)
+        return BranchDrafter(DraftModelNet(self.lm), depth) if self.head is None else self.head.branches(self.lm, depth)
 
     @torch.no_grad()
     def features(self, text: Sequence[int], length: int) -> Tensor | None:

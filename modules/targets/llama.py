@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.modules.engine.cache import NoCache, any_shape
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.engine.low_precision import Precision, linear_of
-from draftsmith.modules.engine.rows import OneRow, RunLayers, cached_rows, picked_of
+from draftsmith.modules.engine.rows import OneRow, cached_rows, picked_of
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, rope_settings, rope_table
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture, fit_logits
 from draftsmith.modules.types import InputError
@@ -164,9 +164,7 @@ class LlamaSession:
     def __init__(self, lm: LlamaLM, rows: int, capacity: int, capture: tuple[int, ...], static: bool | None):
         check_capture(capture, lm.info.num_layers)
         self._lm, self.capture = lm, capture
-        # `_forward` is not a method: rows that referred to their session would keep its cache in memory until the
-        # garbage collector runs.
-        self._rows = cached_rows(lm.stack, partial(_forward, lm, capture), rows, capacity, static)
+        self._rows = cached_rows(_Capturing(lm, capture), rows, capacity, static)
         self.static = self._rows.static
         self.reset, self.begin = self._rows.reset, self._rows.begin
         self.keep, self.select = self._rows.keep, self._rows.select
@@ -198,20 +196,29 @@ class LlamaSession:
         return hidden
 
 
-def _forward(
-    lm: LlamaLM, capture: tuple[int, ...], run: RunLayers, picked: Tensor | slice | None, tokens: Any
-) -> tuple[Tensor, Tensor]:
-    """Return logits of the picked outputs, and all features."""
-    if isinstance(tokens, Tensor):
-        x = lm.embed(tokens)
-    elif len(tokens) == 1:  # a slice of the table is one call; a tensor of ids and a lookup are two
-        x = lm.embeddings[tokens[0] : tokens[0] + 1]
-    else:
-        x = lm.embed(torch.tensor(tokens, device=lm.device))
-    taps: Taps | None = dict.fromkeys(capture, x) if capture else None
-    hidden = lm.norm(run(x, taps=taps))  # [T, H] or [B, n, H]
-    logits = lm.lm_head(hidden if picked is None else picked_of(hidden, picked))
-    return logits, hidden if taps is None else _captured(taps, hidden, lm.info.num_layers)
+class _Capturing:
+    """A `LlamaLM` as a session reads it (`engine.rows.Network`): logits, and the captured features.
+
+    Not the session itself: rows that referred to it would keep its cache in memory until the garbage collector runs.
+    """
+
+    def __init__(self, lm: LlamaLM, capture: tuple[int, ...]):
+        self._lm, self.stack, self.capture = lm, lm.stack, capture
+
+    def inputs(self, ids: Any) -> Tensor:
+        lm = self._lm
+        if isinstance(ids, Tensor):
+            return lm.embed(ids)
+        if len(ids) == 1:  # a slice of the table is one call; a tensor of ids and a lookup are two
+            return lm.embeddings[ids[0] : ids[0] + 1]
+        return lm.embed(torch.tensor(ids, device=lm.device))
+
+    def outputs(self, hidden: Tensor, picked: Tensor | slice | None, taps: Taps | None) -> tuple[Tensor, Tensor]:
+        """Return logits of the picked outputs, and all features."""
+        lm = self._lm
+        hidden = lm.norm(hidden)  # [T, H] or [B, n, H]
+        logits = lm.lm_head(hidden if picked is None else picked_of(hidden, picked))
+        return logits, hidden if taps is None else _captured(taps, hidden, lm.info.num_layers)
 
 
 def _captured(taps: Taps, final: Tensor, num_layers: int) -> Tensor:

@@ -26,8 +26,9 @@ from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import Verdict
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -259,7 +260,7 @@ def simulate(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[Counter, Count
 @pytest.mark.parametrize(("middle", "eos"), [(False, ()), (True, ()), (True, (1,))])
 def test_the_watcher_sees_what_happens(middle, eos):
     k = 3
-    drafter = DraftModelDrafter(M1, [FixedLengthStop(k)], CAPACITY)
+    drafter = ChainDrafter(DraftModelNet(M1), [FixedLengthStop(k)], CAPACITY)
     if middle:
         drafter = EachRow([HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)])
     watcher = Watcher(drafter, eos)

@@ -19,11 +19,12 @@ from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, row_uniforms
-from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
+from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, target_states
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.heads import FrozenDrafter, drafter_identity, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
@@ -172,7 +173,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
                 raise Done
 
         try:
-            drafter = DraftModelDrafter(draft, [FixedLengthStop(2)], 32)
+            drafter = ChainDrafter(DraftModelNet(draft), [FixedLengthStop(2)], 32)
             generate_one(target, drafter, PROMPT, params, 9, source, (), DecodeOptions(watch))
         except Done:
             pass
@@ -184,7 +185,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
     drafts = torch.cartesian_prod(torch.arange(V), torch.arange(V))
     for first, counts in rounds.items():
         text, starts, count = [*PROMPT, first], [len(PROMPT) + 1] * len(drafts), 2 * len(drafts)
-        drafter = DraftModelBranches(draft, 2)
+        drafter = BranchDrafter(DraftModelNet(draft), 2)
         drafter.open(text)
         own = drafter.states(starts, drafts)[:, :-1].flatten(0, 1)
         branched = BranchedText(target, 2)
@@ -203,7 +204,9 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
 def test_labels_say_how_a_token_goes_on_with_a_repetition():
     ids, params, draft = [2, 0, 1, 3, 2, 0, 3, 1, 2, 0, 1, 3, 2, 0, 3, 3, 1, 2, 0], SamplingParams(0.7), LogitTable(1)
     rollouts = settings(target=LogitTable(0), drafter=FrozenDrafter(draft, {}), sampling=(params,), chunk=5)
-    made = rollouts.label_response(BranchedText(rollouts.target, 2), DraftModelBranches(draft, 2), text_row(ids, 3), 0)
+    made = rollouts.label_response(
+        BranchedText(rollouts.target, 2), BranchDrafter(DraftModelNet(draft), 2), text_row(ids, 3), 0
+    )
     seen = set()
     for number, start in enumerate(made["starts"]):
         for depth in range(2):

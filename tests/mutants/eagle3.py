@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 HEAD, NET, LOSS = (f"modules/drafters/eagle3/{name}.py" for name in ("head", "net", "loss"))
-DIAGONAL, LEAN = "modules/diagonal.py", "modules/engine/lean.py"
+DIAGONAL, LEAN, PAIRS = "modules/diagonal.py", "modules/engine/lean.py", "modules/drafters/feature_heads.py"
 TRAINING, NET_TEST, LOSS_TEST = (
     f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net", "loss")
 )
@@ -31,13 +31,13 @@ MUTANTS = [
     Mutant("eagle3-embeddings-stay-at-the-first-pass", NET, "normed[:, j : j + rows]", "normed[:, :rows]", (NET_TEST,)),
     Mutant("eagle3-state-before-embedding", LEAN, "torch.cat([self.input_norm(embeds), hidden], -1)",
            "torch.cat([hidden, self.input_norm(embeds)], -1)", (TRAINING,)),
-    Mutant("eagle3-output-norm-lost-in-decoding", LEAN, "return rows if self.output_norm is None else",
-           "return rows if True else", (TRAINING,)),
+    Mutant("eagle3-output-norm-lost-in-decoding", PAIRS, "self.head.normed(picked_of(hidden, picked))",
+           "picked_of(hidden, picked)", (TRAINING,)),
 
               Mutant("eagle3-residual-is-the-normed-state", NET,
-           "(state if self.config.norm_before_residual else hidden)",
+           "(state if layer.normed_residual else hidden)",
            "state", (NET_TEST,)),
-    Mutant("eagle3-draft-ids-taken-for-the-targets", NET, "index_copy_(-1, self._d2t, logits)",
+    Mutant("eagle3-draft-ids-taken-for-the-targets", NET, "index_copy_(-1, self.d2t, logits)",
            "index_copy_(-1, torch.arange(logits.shape[-1]), logits)", (TRAINING,)),
     Mutant("eagle3-acceptance-of-renormed-p", LOSS, "p if share is None else p * share", "p", (LOSS_TEST,)),
     Mutant("eagle3-gradient-of-what-is-no-distribution", LOSS, "q, entropy = logits.div_(norm),",

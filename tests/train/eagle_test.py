@@ -17,7 +17,7 @@ from draftsmith.data.store.datasets import collate_features, open_dataset, pack_
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, eagle_training, noise_like, shift
-from draftsmith.modules.drafters.feature_heads import FeatureDrafter
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.pretrained.heads import load_head
 from draftsmith.modules.pretrained.models import load_lm
@@ -58,7 +58,7 @@ def test_best_and_last_are_heads_that_decode(eagle_run, artefacts):
     target = load_lm(str(artefacts.target))
     for name in ("best", "last"):
         head = load_head(eagle_run / name, target, kind="eagle")
-        drafter = FeatureDrafter(head, target, [FixedLengthStop(4)], 64)
+        drafter = ChainDrafter(head.net(target), [FixedLengthStop(4)], 64)
         prompt, params = [5, 6, 7, 8], SamplingParams()
         drafted = generate_one(target, drafter, prompt, params, 12, TorchSource(0)).tokens
         assert drafted == generate_one(target, None, prompt, params, 12, TorchSource(0)).tokens

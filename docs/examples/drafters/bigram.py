@@ -16,7 +16,6 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.drafters.feature_heads import FeatureHead
-from draftsmith.modules.engine.lean import LeanStack
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import soft_cross_entropy
 from draftsmith.modules.targets.base import CausalLM
@@ -45,11 +44,16 @@ class BigramHead(FeatureHead):
     Config, Settings = OfLlama, BigramSettings
     defaults = {"lr": 1e-2}
     lookahead = 2
+    layers = ()
 
     def __init__(self, config: OfLlama):
         super().__init__()
         self.config = config
         self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
+        """Return h_t [.., H], in training and in decoding, where it takes the place of the target's state."""
+        return self.mix(torch.cat([embeds, states], -1))
 
     @classmethod
     def new_config(cls, settings: BigramSettings, target: LlamaConfig) -> OfLlama:
@@ -76,32 +80,14 @@ class BigramHead(FeatureHead):
         assert batch.features is not None
         rows = self.counted(batch)
         embeds = target.embed(batch.input_ids[:, 1:-1][rows])  # [N, H]
-        pairs = torch.cat([embeds, batch.features[:, :-2][rows].to(embeds.dtype)], -1)  # [N, 2H]
-        hidden = self.mix(pairs.to(self.mix.weight.dtype))  # [N, H]
+        dtype = self.mix.weight.dtype
+        hidden = self.fuse(embeds.to(dtype), batch.features[:, :-2][rows].to(dtype))  # [N, H]
         weights = torch.ones(len(hidden), device=hidden.device)
         totals, hits = soft_cross_entropy(target.lm_head, batch.features[:, 1:-1][rows], [weights], [hidden])
         sums = {"loss": totals[0].detach(), "top1": hits[0]}
         return LossOutput(
             settings.scale * totals[0] / weights.sum().clamp_min(1), sums, dict.fromkeys(sums, weights.sum())
         )
-
-    def lean(self, target: CausalLM) -> LeanBigram:
-        return LeanBigram(self, target)
-
-
-class LeanBigram:
-    """Network for inference, without layers: its states take the place of the target's behind the text."""
-
-    def __init__(self, head: BigramHead, target: CausalLM):
-        self.stack = LeanStack([], head.config.llama, target.dtype, target.device)
-        self._weight = head.mix.weight.to(target.device, target.dtype)
-        self._embed, self.lm_head = target.embed, head.output or target.lm_head
-
-    def project(self, features: Tensor) -> Tensor:
-        return features
-
-    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
-        return torch.cat([self._embed(ids), states], -1) @ self._weight.T
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -14,12 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.acceptance.tree_rule import TreeRule
-from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
-from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
-from draftsmith.modules.drafters.block.drafter import BlockBranches, BlockDrafter
+from draftsmith.modules.drafters.block.drafter import SlotNet
 from draftsmith.modules.drafters.block.loss import Predictions, compare, reach_weights, sampled_columns
 from draftsmith.modules.drafters.block.net import (
     BlockConfig,
@@ -402,21 +398,8 @@ class BlockHead(BlockNet):
 
     # -- drafter
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> BlockDrafter:
-        return BlockDrafter(self.like(target), target, stops, capacity)
-
-    def tree_drafter(
-        self,
-        target: CausalLM,
-        shape: StaticTree | DynamicTree,
-        capacity: int,
-        rows: int = 1,
-        rules: Sequence[TreeRule] | None = None,
-    ) -> BlockDrafter:
-        return BlockDrafter(self.like(target), target, [FixedLengthStop(1)] * rows, capacity, shape, rules)
-
-    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        return BlockBranches(self.like(target), target, depth)
+    def net(self, target: CausalLM) -> SlotNet:
+        return SlotNet(self, target)
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope, rope_of
+from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope, rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
@@ -237,11 +237,6 @@ class EagleHead(EagleNet, FeatureHead):
     def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, logit_rows: int) -> float:
         rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
         return eagle_training(config.llama, rows, logit_rows, settings.num_passes(step))
-
-    # -- drafter
-
-    def lean(self, target: CausalLM) -> LeanEagle:
-        return LeanEagle(self, target, self.precision, self.output)
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,11 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import Entry, attend_pass
-from draftsmith.modules.engine.lean import LeanStack
-from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.layers import MOST_LAYERS, ROPE_KINDS, DecoderLayer, LlamaConfig, RopeScaling, rope_table
 from draftsmith.modules.packing import Documents
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, check_config, whole_number
 
 Rope = Literal["target", "plain"]
@@ -111,6 +106,10 @@ class EagleNet(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
+        """Return the layers' input [.., H] of embeddings and states [.., H]."""
+        return self.fc(torch.cat([embeds, states], -1))
+
     def forward(self, embeds: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return hidden states [B, T, H] of embeds and features [B, T, H]; causal, so right padding needs no mask."""
         return self.unroll(embeds, features, 1, position_ids)[0]
@@ -142,40 +141,10 @@ class EagleNet(nn.Module):
             # Here row t is the draft that began there; it reads the token of row t + j, at that row's position.
             at = (position_ids + j).clamp_max(len(self.cos) - 1)
             cos, sin = (table[at][:, None].to(embeds.dtype) for table in (self.cos, self.sin))  # [B, 1, T, D]
-            hidden = self.fc(torch.cat([embeds[:, j : j + rows], hidden], dim=-1))  # [B, T, 2H] -> [B, T, H]
+            hidden = self.fuse(embeds[:, j : j + rows], hidden)  # [B, T, H]
             for layer, layer_entries in zip(layers, entries, strict=True):
                 normed = layer.input_layernorm(hidden)
                 hidden = hidden + attend_pass(layer.self_attn, normed, cos, sin, layer_entries, documents)
                 hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             passes.append(F.pad(hidden, (0, 0, j, 0))[:, :rows])  # [B, T, H], row t of the draft at its last token
         return passes
-
-
-class LeanEagle:
-    """Network for inference (`feature_heads.FeatureNet`), with the target's embedding and lm_head."""
-
-    def __init__(
-        self,
-        net: EagleNet,
-        target: CausalLM,
-        precision: Precision = "dtype",
-        lm_head: Callable[[Tensor], Tensor] | None = None,
-    ):
-        """precision: of products with its weights. lm_head: in place of the target's own."""
-        self._embed, self.lm_head = target.embed, lm_head or target.lm_head
-        layers: list = list(net.layers)
-        self.stack = LeanStack(
-            layers,
-            net.config.llama,
-            target.dtype,
-            target.device,
-            partial(linear_of, pack=target.packed, precision=precision),
-        )
-        self.fc = linear_of(net.fc.weight, net.fc.bias, target.packed, precision)
-
-    def project(self, features: Tensor) -> Tensor:
-        """Return the features themselves: the head's states are of the same kind."""
-        return features
-
-    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
-        return self.fc(torch.cat([self._embed(ids), states], -1))

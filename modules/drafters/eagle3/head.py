@@ -17,7 +17,7 @@ from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep,
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope, rope_of
 from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, LeanEagle3, default_layers, layer_like
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
@@ -327,11 +327,6 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         whole = settings.unknown == "drop" or step.logged
         target = flops.linear(size, llama.vocab_size if whole else config.draft_vocab_size, logit_rows)
         return passes * flops.TRAINED * layer + fused + head + target
-
-    # -- drafter
-
-    def lean(self, target: CausalLM) -> LeanEagle3:
-        return LeanEagle3(self, target, self.precision)
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:

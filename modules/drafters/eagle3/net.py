@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import Entry, attend_pass
 from draftsmith.modules.drafters.eagle.net import OfLlama
-from draftsmith.modules.engine.lean import LeanLayer, LeanNorm, LeanStack
-from draftsmith.modules.engine.low_precision import Precision, linear_of
-from draftsmith.modules.layers import MLP, MOST_LAYERS, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
+from draftsmith.modules.layers import MOST_LAYERS, LlamaConfig, PairLayer, RMSNorm, RopeScaling, rope_table
 from draftsmith.modules.packing import Documents
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, check_config, whole_number
 
 
@@ -83,19 +80,6 @@ def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope:
     return layer if rope_theta is None else dataclasses.replace(layer, rope_theta=rope_theta)
 
 
-class PairLayer(nn.Module):
-    """Decoder layer whose attention reads [norm(embedding); norm(state)] and whose residual is the state."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        size = config.hidden_size
-        self.self_attn = Attention(config, in_size=2 * size)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(size, config.rms_eps)
-        self.hidden_norm = RMSNorm(size, config.rms_eps)
-        self.post_attention_layernorm = RMSNorm(size, config.rms_eps)
-
-
 class Eagle3Net(nn.Module):
     """Network g_t = fc([states of the layers at t]); h_t = layer(embed(x_{t+1}), g_t); lm_head(norm(h_t)) ~ x_{t+2}.
 
@@ -116,7 +100,7 @@ class Eagle3Net(nn.Module):
         norms = len(config.capture) if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(norms))
         self.input_norm = RMSNorm(len(config.capture) * size, eps) if config.norm_before_fc else None
-        self.layer = PairLayer(config.llama)
+        self.layer = PairLayer(config.llama, config.norm_before_residual)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=config.reduced)
@@ -134,9 +118,29 @@ class Eagle3Net(nn.Module):
             states = self.input_norm(states)
         return self.fc(states)
 
+    @property
+    def layers(self) -> list[Any]:
+        return [self.layer]
+
+    def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
+        """Return the layer's input [.., 2H] of embeddings and states [.., H]; the layer norms both."""
+        return torch.cat([embeds, states], -1)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the head's states [.., H] for the layer's outputs."""
+        return self.norm(hidden) if self.config.norm_output else hidden
+
     def logits_input(self, hidden: Tensor) -> Tensor:
         """Return the input [.., H] of lm_head for states [.., H]."""
         return hidden if self.config.norm_output else self.norm(hidden)
+
+    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return logits [.., V] of states [.., H] by the head's own lm_head; -inf for tokens that it cannot draft."""
+        logits = self.lm_head(self.logits_input(hidden))
+        if not self.config.reduced:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self.d2t, logits)
 
     def unroll(
         self,
@@ -167,10 +171,8 @@ class Eagle3Net(nn.Module):
             at = (position_ids + j).clamp_max(len(self.cos) - 1)
             cos, sin = self.cos[at][:, None].to(pair.dtype), self.sin[at][:, None].to(pair.dtype)  # [B, 1, T, D]
             mixed = attend_pass(layer.self_attn, pair, cos, sin, entries, documents)
-            hidden = (state if self.config.norm_before_residual else hidden) + mixed
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            if self.config.norm_output:
-                hidden = self.norm(hidden)
+            hidden = (state if layer.normed_residual else hidden) + mixed
+            hidden = self.normed(hidden + layer.mlp(layer.post_attention_layernorm(hidden)))
             passes.append(hidden)  # [B, T, H]
         return passes
 
@@ -192,46 +194,3 @@ def _check_d2t(net: Eagle3Net, _: Any) -> None:
         span = f"ids from {int(ids.min())} to {int(ids.max())} in no order"
         expected = f"ascending ids below {net.config.vocab_size}"
         raise InputError("d2t", span, expected, "Take the head's directory from where it was trained.")
-
-
-class LeanEagle3:
-    """Network for inference (`feature_heads.FeatureNet`), with the target's embedding."""
-
-    def __init__(self, net: Eagle3Net, target: CausalLM, precision: Precision = "dtype"):
-        """precision: of products with its weights."""
-        config: Eagle3Config = net.config
-        # The norm of all states is that of one part.
-        norms: list[Any] = [net.input_norm] if config.norm_before_fc else list(net.fc_norm)
-        pair: Any = net.layer
-        make_linear = partial(linear_of, pack=target.packed, precision=precision)
-        self._embed, self._num_tokens = target.embed, config.vocab_size
-        self._fc, self._fc_norms = make_linear(net.fc.weight, None), [LeanNorm(n.weight, n.eps) for n in norms]
-        norm = LeanNorm(net.norm.weight, net.norm.eps)
-        layer = LeanLayer(
-            pair,
-            make_linear,
-            hidden_norm=LeanNorm(pair.hidden_norm.weight, pair.hidden_norm.eps),
-            normed_residual=config.norm_before_residual,
-            output_norm=norm if config.norm_output else None,
-        )
-        self.stack = LeanStack([layer], config.llama, target.dtype, target.device)
-        self._norm = None if config.norm_output else norm
-        self._lm_head = make_linear(net.lm_head.weight, None)
-        self._d2t = net.d2t if config.reduced else None
-
-    def project(self, features: Tensor) -> Tensor:
-        if self._fc_norms:
-            parts = features.chunk(len(self._fc_norms), -1)
-            features = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True)], -1)
-        return self._fc(features)
-
-    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
-        return torch.cat([self._embed(ids), states], -1)
-
-    def lm_head(self, states: Tensor) -> Tensor:
-        logits = self._lm_head(states if self._norm is None else self._norm(states))
-        if self._d2t is None:
-            return logits
-        # Tokens that it cannot draft have no probability.
-        whole = logits.new_full((*logits.shape[:-1], self._num_tokens), -torch.inf)  # [.., V]
-        return whole.index_copy_(-1, self._d2t, logits)

@@ -14,9 +14,9 @@ from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_o
 from draftsmith.modules.decoding.stop import FixedLengthStop, learned_state
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.decoding.tree import DynamicTree
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
@@ -102,15 +102,15 @@ def test_fixed_shapes_change_nothing(world, kind):
     if kind == "ar":
         drafter: Any = None
     elif kind == "eagle":
-        drafter = FeatureDrafter(
-            world.eagle, world.target, [FixedLengthStop(4) for _ in range(5)], CONTEXT, static=True
+        drafter = ChainDrafter(
+            world.eagle.net(world.target), [FixedLengthStop(4) for _ in range(5)], CONTEXT, static=True
         )
     elif kind == "eagle2":
-        drafter = FeatureTreeDrafter(world.eagle, world.target, DynamicTree(8, 2, 3), CONTEXT, 5, static=True)
+        drafter = TreeDrafter(world.eagle.net(world.target), DynamicTree(8, 2, 3), CONTEXT, 5, static=True)
     else:
         policy = parse_method("self-verify:k=6" if kind == "self-verify" else "spec:k=5")
         stops = policy.policies(None, 5)
-        drafter = DraftModelDrafter(world.draft, stops, CONTEXT, static=True)
+        drafter = ChainDrafter(DraftModelNet(world.draft), stops, CONTEXT, static=True)
     names = {"draft": "spec:k=5", "eagle": "eagle:k=4", "self-verify": "self-verify:k=6"}
     method = names.get(kind, "eagle2:nodes=8:depth=2:topk=3" if kind == "eagle2" else "ar")
     prompts = world.prompts[:10]
@@ -141,9 +141,9 @@ def test_drafts_end_with_the_answer_in_every_row(world, method):
 def test_a_head_of_a_shorter_context_stops_drafting_row_by_row(world):
     prompts = [*world.prompts[:3], (world.prompts[-1] * CONTEXT)[:45]]
     most = 40
-    batched = FeatureDrafter(world.eagle, world.target, [FixedLengthStop(4) for _ in prompts], most)
+    batched = ChainDrafter(world.eagle.net(world.target), [FixedLengthStop(4) for _ in prompts], most)
     made = in_groups(world, batched, 4, prompts)
-    single = FeatureDrafter(world.eagle, world.target, [FixedLengthStop(4)], most)
+    single = ChainDrafter(world.eagle.net(world.target), [FixedLengthStop(4)], most)
     for prompt, one in zip(prompts, made, strict=True):
         assert one == world.run("eagle", prompt, NEW_TOKENS, drafter=single)
         # By hand: what is read ends with the context; a drafted token needs no room until it is read.
@@ -211,8 +211,8 @@ def numbers(states: Any) -> list[float]:
 def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
     prompts = [*world.prompts[:11], (world.prompts[-1] * CONTEXT)[:45]]  # its context is 40: the last never drafts
     stops = [FixedLengthStop(5) for _ in range(4)]
-    made = in_groups(world, DraftModelDrafter(world.short_draft, stops, CONTEXT), 4, prompts)
-    single = DraftModelDrafter(world.short_draft, [FixedLengthStop(5)], CONTEXT)
+    made = in_groups(world, ChainDrafter(DraftModelNet(world.short_draft), stops, CONTEXT), 4, prompts)
+    single = ChainDrafter(DraftModelNet(world.short_draft), [FixedLengthStop(5)], CONTEXT)
     for prompt, one in zip(prompts, made, strict=True):
         assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
     assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens

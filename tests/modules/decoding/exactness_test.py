@@ -24,7 +24,8 @@ from draftsmith.modules.acceptance.online import OnlinePredictor
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import CostRule, FixedLengthStop, PredictorStop
 from draftsmith.modules.decoding.tree import DraftTree
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -97,9 +98,7 @@ def test_a_draft_that_ends_with_an_end_token_leaves_the_distribution(policy, eos
     target, draft, params = TableLM(4), TableLM(104), SETTINGS["T=1"]
 
     def drafter():
-        made = DraftModelDrafter(draft, [policy()], CAPACITY)
-        made.end_ids = (1, 3)
-        return made
+        return ChainDrafter(DraftModelNet(draft), [policy()], CAPACITY, end_ids=(1, 3))
 
     distribution = decoded_distribution(target, drafter, params, length=3, max_new_tokens=8, eos_ids=eos_ids)
     assert total_variation(distribution, target_distribution(target, params, 3, eos_ids=eos_ids)) < EXACT
@@ -121,7 +120,11 @@ def test_the_draft_of_full_support_is_exact():
     # Every token can be drafted and nearly every one rejected: other branches than with sparse distributions.
     target, draft = TableLM(5, support=(V,)), TableLM(6, support=(V,))
     distribution = decoded_distribution(
-        target, lambda: DraftModelDrafter(draft, [FixedLengthStop(2)], CAPACITY), SETTINGS["T=1"], 2, max_new_tokens=8
+        target,
+        lambda: ChainDrafter(DraftModelNet(draft), [FixedLengthStop(2)], CAPACITY),
+        SETTINGS["T=1"],
+        2,
+        max_new_tokens=8,
     )
     assert total_variation(distribution, target_distribution(target, SETTINGS["T=1"], 2)) < EXACT
 
@@ -130,7 +133,7 @@ def test_a_draft_equal_to_the_target_is_never_rejected():
     target, params = TableLM(1), SETTINGS["T=1.5,top_p=0.8"]
 
     def run(source: Branches):
-        drafter = DraftModelDrafter(TableLM(1), [FixedLengthStop(2)], CAPACITY)
+        drafter = ChainDrafter(DraftModelNet(TableLM(1)), [FixedLengthStop(2)], CAPACITY)
         return generate_one(target, drafter, PROMPT, params, 4, source).trace
 
     for trace, _ in enumerate_branches(run):
@@ -178,7 +181,7 @@ def test_at_temperature_zero_the_distribution_is_one_answer_the_argmax_of_every_
         assert distribution == {tuple(answer[len(PROMPT) :]): 1.0}
 
 
-class DropsByValue(DraftModelDrafter):
+class DropsByValue(ChainDrafter):
     """Wrong: the last sampled token leaves the draft when it is token 0."""
 
     def propose(self, limits, params, sources):
@@ -188,7 +191,7 @@ class DropsByValue(DraftModelDrafter):
         return [tree]
 
 
-class CallsTopKSampled(DraftModelDrafter):
+class CallsTopKSampled(ChainDrafter):
     """Wrong: the most probable token is drafted, and then accepted with p/q as if it had been drawn."""
 
     class _Most:
@@ -199,7 +202,7 @@ class CallsTopKSampled(DraftModelDrafter):
         return super().propose(limits, params, [self._Most()])
 
 
-class ForgetsToNormalise(DraftModelDrafter):
+class ForgetsToNormalise(ChainDrafter):
     """Wrong: tokens are drawn without the least probable one, and verified against the distribution that still had
     it."""
 
@@ -220,7 +223,7 @@ class ForgetsToNormalise(DraftModelDrafter):
 def test_a_biased_drafter_is_caught(wrong):
     target, draft, params = TableLM(5, support=(V,)), TableLM(6, support=(V,)), SETTINGS["T=1"]
     distribution = decoded_distribution(
-        target, lambda: wrong(draft, [FixedLengthStop(1)], CAPACITY), params, length=2, max_new_tokens=8
+        target, lambda: wrong(DraftModelNet(draft), [FixedLengthStop(1)], CAPACITY), params, length=2, max_new_tokens=8
     )
     assert sum(distribution.values()) == pytest.approx(1)  # a distribution, but another one
     assert total_variation(distribution, target_distribution(target, params, 2)) > CAUGHT

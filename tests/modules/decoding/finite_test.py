@@ -24,8 +24,9 @@ from draftsmith.modules.decoding.stop import (
 )
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
@@ -127,7 +128,7 @@ def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched
             drafter = parse_method("spec:k=3").build(Models(target, draft, capacity=CONTEXT), 2)
             sources = [TorchSource(3), TorchSource(3)]
             return generate(target, drafter, prompts, params, 8, sources, ())[1].tokens
-        drafter = DraftModelDrafter(draft, [FixedLengthStop(3)], CONTEXT)
+        drafter = ChainDrafter(DraftModelNet(draft), [FixedLengthStop(3)], CONTEXT)
         return generate_one(target, drafter, PROMPT, params, 8, TorchSource(3), ()).tokens
 
     target, draft = small_lm(1), small_lm(2)

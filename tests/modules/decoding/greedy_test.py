@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 
@@ -76,7 +77,7 @@ def test_a_full_context_ends_the_answer(world, length):
 
 
 def test_a_draft_of_a_shorter_context_stops_drafting_where_it_ends(world):
-    drafter, went_quiet = DraftModelDrafter(world.short_draft, [FixedLengthStop(5)], CONTEXT), 0
+    drafter, went_quiet = ChainDrafter(DraftModelNet(world.short_draft), [FixedLengthStop(5)], CONTEXT), 0
     assert world.short_draft.info.max_position == 40
     for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:16]:
         done = world.run("spec", prompt, NEW_TOKENS, drafter=drafter)

@@ -13,9 +13,9 @@ from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree, DynamicTree
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -160,7 +160,9 @@ def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mea
     """HSDDW, algorithm 2: handed over after the round of M2 in which some token's entropy is above the threshold."""
     drafts, mixed = [], 0
     for seed in range(30):
-        drafter = Watched(middle, DraftModelDrafter(TableLM(101), [FixedLengthStop(1)], CAPACITY), 4, True, CAPACITY)
+        drafter = Watched(
+            middle, ChainDrafter(DraftModelNet(TableLM(101)), [FixedLengthStop(1)], CAPACITY), 4, True, CAPACITY
+        )
         drafter.drafts = drafts
         generate_one(TableLM(1), EachRow([drafter]), PROMPT, SAMPLING, 14, TorchSource(seed))
     ends = set()
@@ -181,8 +183,8 @@ def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mea
 def test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is(capacity):
     """A tree of one child a level is the chain of the same tokens."""
     target, head = TableLM(1), random_eagle_head(7)
-    chain = FeatureDrafter(head, target, [FixedLengthStop(3)], capacity)
-    tree = FeatureTreeDrafter(head, target, DynamicTree(nodes=3, depth=2, topk=1), capacity)
+    chain = ChainDrafter(head.net(target), [FixedLengthStop(3)], capacity)
+    tree = TreeDrafter(head.net(target), DynamicTree(nodes=3, depth=2, topk=1), capacity)
     steps = [generate_one(target, drafter, PROMPT, GREEDY, 14, TorchSource(0)).trace.steps for drafter in (chain, tree)]
     drafted = [[step.num_drafted for step in own] for own in steps]
     assert drafted[0] == drafted[1]

@@ -12,8 +12,9 @@ from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -104,7 +105,7 @@ def test_the_trace_of_every_method_is_a_true_account(name):
 
 def hierarchy():
     """M1 is M2, which therefore rejects nothing."""
-    inner = DraftModelDrafter(TableLM(201), [FixedLengthStop(2)], CAPACITY)
+    inner = ChainDrafter(DraftModelNet(TableLM(201)), [FixedLengthStop(2)], CAPACITY)
     return EachRow([HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)])
 
 

@@ -18,10 +18,10 @@ from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
-from draftsmith.modules.drafters.block.drafter import BlockDrafter
 from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.loss import sampled_columns
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -336,18 +336,18 @@ def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypat
         return total_variation(found, target_distribution(target, SAMPLING, 3))
 
     assert difference() < 1e-10
-    real = BlockDrafter._draft
+    real = ChainDrafter._draft
 
-    def leaking(self, limits, params, sources):
-        (tree,), (row,) = real(self, limits, params, sources), self._rows
+    def leaking(self, *given):
+        (tree,), (stop,) = real(self, *given), self.stops
         count = len(tree.tokens)
-        behind = row.stop.confidence_logits[count:]
-        if count < 2 or not behind or row.stop.confidence(behind[0], tree.tokens[-1]) >= threshold:
+        behind = stop.confidence_logits[count:]
+        if count < 2 or not behind or stop.confidence(behind[0], tree.tokens[-1]) >= threshold:
             return [tree]
         kept = tree.draft_prob[: count - 1]
         return [dataclasses.replace(tree, tokens=tree.tokens[:-1], parents=tree.parents[:-1], draft_prob=kept)]
 
-    monkeypatch.setattr(BlockDrafter, "_draft", leaking)
+    monkeypatch.setattr(ChainDrafter, "_draft", leaking)
     assert difference() > 1e-5
 
 

@@ -9,9 +9,10 @@ from table_models import TableLM, V
 from tiny_models import tiny_llama_dir
 
 from draftsmith.modules.decoding import branches
-from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
+from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, target_states
 from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import pick
 from draftsmith.modules.targets.llama import LlamaLM
@@ -104,9 +105,9 @@ def group(request, monkeypatch):
 
 def test_a_draft_models_drafts_and_states_are_the_decoders(lm, text, group):
     def drafter(stop):
-        return DraftModelDrafter(lm, [stop], 64)
+        return ChainDrafter(DraftModelNet(lm), [stop], 64)
 
-    check(DraftModelBranches(lm, DEPTH), drafter, text, None, lm.info.vocab_size)
+    check(BranchDrafter(DraftModelNet(lm), DEPTH), drafter, text, None, lm.info.vocab_size)
 
 
 def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(lm, text, group):
@@ -134,7 +135,7 @@ def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):
 def test_a_branch_sees_its_own_prefix_and_nothing_else(group):
     """Tables of distributions, whose states depend on every token and on their order."""
     lm, text, starts = TableLM(0), [2, 0, 1, 3, 3, 0], [1, 3, 6]
-    drafter = DraftModelBranches(lm, 3)
+    drafter = BranchDrafter(DraftModelNet(lm), 3)
     drafter.open(text)
     drafts = torch.tensor([[0, 1, 2], [3, 3, 0], [1, 1, 1]])
     states = drafter.states(starts, drafts)
@@ -146,7 +147,7 @@ def test_a_branch_sees_its_own_prefix_and_nothing_else(group):
 
 def test_a_training_around_it_changes_nothing_and_may_use_the_states(tmp_path):
     lm = load_lm(str(tiny_llama_dir(tmp_path / "lm")))
-    drafter, starts, drafts = DraftModelBranches(lm, 2), [2, 3], torch.tensor([[5, 6], [7, 8]])
+    drafter, starts, drafts = BranchDrafter(DraftModelNet(lm), 2), [2, 3], torch.tensor([[5, 6], [7, 8]])
     drafter.open([1, 2, 3])
     expected = drafter.states(starts, drafts)
     with torch.autocast("cpu", torch.bfloat16):

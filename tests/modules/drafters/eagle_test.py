@@ -11,7 +11,7 @@ from table_models import PROMPT, H, TableLM, V
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, shift
-from draftsmith.modules.drafters.feature_heads import FeatureDrafter
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
@@ -79,7 +79,7 @@ def test_the_drafter_computes_what_training_computed(prompt, num_layers):
     """Round after round, the first drafted token comes from the head's teacher-forced row on TRUE features, and the
     j-th from the head unrolled on its own ones: nothing of an old draft is left in the cache, no position is off."""
     lm, head, spy = TableLM(3), make_head(1, num_layers), Spy(3)
-    done = generate_one(lm, FeatureDrafter(head, lm, [spy], 64), prompt, SamplingParams(1.0), 24, TorchSource(0))
+    done = generate_one(lm, ChainDrafter(head.net(lm), [spy], 64), prompt, SamplingParams(1.0), 24, TorchSource(0))
     emitted = 1
     accepted = set()
     for step, drafted in zip(done.trace.steps, spy.rounds, strict=False):

@@ -13,7 +13,7 @@ from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.stop import RecentRatio
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
+from draftsmith.modules.drafters.net import TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -92,7 +92,7 @@ def propose(
     static: bool = False,
     **how,
 ):
-    drafter = FeatureTreeDrafter(head, lm, shape, 32, static=static, **how)
+    drafter = TreeDrafter(head.net(lm), shape, 32, static=static, **how)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
     drafter.begin(0, tokens[:-1], features, tokens[-1])
     return drafter.propose([max_drafted], SamplingParams(), [TorchSource(0)])[0], drafter

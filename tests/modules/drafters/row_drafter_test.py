@@ -8,7 +8,8 @@ from table_models import PROMPT, TableLM
 
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -26,7 +27,7 @@ class Verdicts(FixedLengthStop):
 def test_policies_hear_the_verdict_on_every_round_but_the_last(name):
     target, stop = TableLM(1), Verdicts(2)
     if name == "draft":
-        drafter = DraftModelDrafter(TableLM(2), [stop], 64)
+        drafter = ChainDrafter(DraftModelNet(TableLM(2)), [stop], 64)
     else:
         made = {"eagle": random_eagle_head, "medusa": random_medusa_heads, "hydra": random_hydra_heads}
         drafter = made[name](2).drafter(target, [stop], 64)

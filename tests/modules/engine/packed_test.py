@@ -11,7 +11,8 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.engine import lean
 from draftsmith.modules.engine.lean import MIN_WEIGHTS, LeanLinear, can_pack
 from draftsmith.modules.pretrained.models import load_lm
@@ -136,7 +137,7 @@ def test_greedy_answers_and_features_are_those_of_plain_weights(directory, pack_
 
     answers = [generate_one(lm, None, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens for lm in (plain, dense)]
     assert answers[0] == answers[1]
-    drafter = DraftModelDrafter(dense, [FixedLengthStop(5)], 100)
+    drafter = ChainDrafter(DraftModelNet(dense), [FixedLengthStop(5)], 100)
     assert generate_one(dense, drafter, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens == answers[0]
     ids = torch.tensor([PROMPT + answers[0]])
     torch.testing.assert_close(dense.features(ids), plain.features(ids), rtol=1e-3, atol=1e-3)

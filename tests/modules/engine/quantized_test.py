@@ -15,6 +15,7 @@ from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.feature_heads import PairNetwork
 from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
 from draftsmith.modules.engine import low_precision
 from draftsmith.modules.engine.lean import LeanLinear
@@ -186,9 +187,9 @@ def test_a_head_drafts_nearly_the_same_distributions(directory):
     ids, states = torch.arange(6), torch.randn(6, target.config.hidden_size)
 
     def drafted() -> torch.Tensor:
-        net = head.lean(target)
+        net = PairNetwork(head, target)
         assert head.precision == "dtype" or net.lm_head is head.output
-        return net.lm_head(net.stack.chain(net.fuse(ids, states), net.stack.new_cache(1, 8)))
+        return net.logits(net.stack.chain(net.inputs(ids, states), net.stack.new_cache(1, 8)))
 
     exact = drafted()
     head.draft_in("int8", target)

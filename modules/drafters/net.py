@@ -1,0 +1,308 @@
+"""Drafters of chains and trees for rows of sequences, above the network that gives states and logits.
+
+A draft grows level by level: `DraftNet.start` gives the logits of its first token, and `expand` those behind drafted
+tokens. A chain has one token a level. So every kind of head is one `DraftNet`, and drafts chains (`ChainDrafter`),
+trees (`TreeDrafter`), and from many places of a text for labels (`decoding.branches.BranchDrafter`).
+
+B rows, n nodes of a level, H hidden size, F width of the target's features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.acceptance.tree_rule import TreeRule
+from draftsmith.modules.decoding.chain import OnToken, draft_chains
+from draftsmith.modules.decoding.drafter import Outcome
+from draftsmith.modules.decoding.stop import Learner, StopPolicy
+from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree, Typical
+from draftsmith.modules.drafters.growth import Level, grow_dynamic, grow_static
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.layers import MOST_POSITIONS
+from draftsmith.modules.sampling import Sampler, Source
+from draftsmith.modules.types import SamplingParams
+
+
+@dataclass
+class RowState:
+    """A row that is drafted for.
+
+    number: of its policy or rule. tokens: all committed ones. features: [T, F] of the target that the network has not
+    read yet. tree: this round's draft, until its result.
+    """
+
+    number: int
+    tokens: list[int]
+    features: Tensor
+    tree: DraftTree = NO_DRAFT
+
+
+class DraftNet(ABC):
+    """Network that drafts for rows, or for branches of one text, level by level.
+
+    Tokens of a level are int64 [B, n], or of a chain also a list with one or no token for each row. A node's parent is
+    a place in the level before. Depth 1 follows the first drafted tokens.
+
+    name: in errors. capture: features of the target that it reads (`CausalLM.session`); reads_features: it reads some.
+    longest_text: most tokens that a draft may end at. longest_draft: most tokens of a draft.
+    one_pass: all levels come from one forward. drafts_trees: levels may have several nodes.
+    first_start: shortest beginning of a text that a branch may follow. device: of its states.
+    """
+
+    one_pass: ClassVar[bool] = False
+    drafts_trees: ClassVar[bool] = True
+    reads_features: ClassVar[bool] = True
+    capture: tuple[int, ...] = ()
+    longest_text = longest_draft = MOST_POSITIONS
+    first_start = 2
+
+    def __init__(self, name: str, device: torch.device, embed: Callable[[Tensor], Tensor]):
+        """embed: the token embeddings that it reads."""
+        self.name, self.device, self.embed = name, device, embed
+
+    # -- rows
+
+    def allocate(  # noqa: B027 (some keep nothing of a row)
+        self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None
+    ) -> None:
+        """Make room for rows of at most `capacity` tokens, drafts included.
+
+        depth: of the longest draft. slots: cache slots for nodes that share positions. static: see `CausalLM.session`.
+        """
+
+    def begin(self, row: int) -> None:  # noqa: B027
+        """Begin a new sequence in this row, or in one more behind those in use."""
+
+    def select(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """Keep these rows only, in this order."""
+
+    @abstractmethod
+    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
+        """Read what is new of each row with a limit above 0, and return the level that the first tokens follow."""
+
+    def open_round(self, rows: Sequence[RowState], stops: Sequence[StopPolicy], limits: Sequence[int]) -> Sequence[int]:
+        """Show the rows' policies what the network knows of this round; return limits of 0 for rows without a draft."""
+        return limits
+
+    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
+        """Read the tokens of a level and return what follows them. parents: [B, n] int64; None for a chain."""
+        hidden = self.read(tokens, parents, depth)
+        return Level(hidden, self.logits(hidden, depth))
+
+    def finish(self, accepted: Sequence[int]) -> None:  # noqa: B027
+        """Drop the draft from the cache. accepted: read tokens of each row's draft that the text now has; may stay."""
+
+    def rewind(self, row: int, length: int) -> None:
+        """Forget what was read of a row behind its first `length` tokens."""
+        raise NotImplementedError(f"{self.name} does not rewind")
+
+    # -- branches of one text, which rows may be too
+
+    @abstractmethod
+    def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None:
+        """Read a text in place of the last one, for branches of at most `depth` tokens; features [T, F]."""
+
+    @abstractmethod
+    def branch(self, starts: Tensor) -> Tensor:
+        """Begin branches behind the first starts[s] tokens; return the states [S, H] that predict what follows."""
+
+    @abstractmethod
+    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+        """Read the tokens of a level and return the states [S, n, H] behind them."""
+
+    def read_drafts(self, tokens: Tensor) -> Tensor:
+        """Read whole branches [S, K] and return the states [S, K, H] behind their tokens."""
+        levels = enumerate(tokens.to(self.device).split(1, 1), 1)
+        return torch.cat([self.read(own, None, depth) for depth, own in levels], 1)
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
+        """Return logits [.., V] of states [.., H]. depth: drafted tokens that each has read, one number or [..]."""
+
+    def drop(self) -> None:  # noqa: B027
+        """Drop the branches, and keep the text."""
+
+    def ids(self, tokens: Any) -> Tensor:
+        """Return the tokens of a level as int64 [B, n] on the device; rows whose chain has ended read token 0."""
+        if not isinstance(tokens, Tensor):
+            tokens = torch.tensor([row or [0] for row in tokens])
+        return tokens.to(self.device)
+
+
+class RowDrafter(ABC):
+    """A `Drafter` over a `DraftNet`: texts, limits, and results of rounds."""
+
+    def __init__(self, net: DraftNet, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None):
+        """rows: most rows at a time. The others: see `DraftNet.allocate`."""
+        net.allocate(rows, capacity, depth, slots, static)
+        self.net, self.capture = net, net.capture
+        self._rows: list[RowState] = []  # in use
+        self._num_rows = rows
+        self._idle = list(range(rows))  # numbers without a row
+
+    @property
+    @abstractmethod
+    def learners(self) -> Sequence[Learner]:
+        """What learns from the results of rounds."""
+
+    @abstractmethod
+    def _draft(
+        self, root: Level, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
+    ) -> list[DraftTree]:
+        """Draft behind the rows' texts; nothing for a limit below 1."""
+
+    @abstractmethod
+    def _observe(self, row: RowState, num_accepted: int) -> None:
+        """Show a row's policy or rule the result of its draft."""
+
+    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        number = self._idle.pop(0) if row == len(self._rows) else self._rows[row].number
+        features = features if self.net.reads_features else features.new_empty(0)
+        self._rows[row : row + 1] = [RowState(number, [*prompt, first_token], features)]
+        self.net.begin(row)
+
+    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+        net, rows = self.net, self._rows
+        limits = [
+            min(limit, net.longest_draft, net.longest_text - len(row.tokens))
+            for limit, row in zip(limits, rows, strict=True)
+        ]
+        trees = [NO_DRAFT] * len(limits)
+        if max(limits) > 0:
+            try:
+                trees = self._draft(net.start(rows, limits), limits, params, sources)
+            except NonFinite as error:
+                error.model = error.model or net.name
+                raise
+            if net.one_pass:
+                trees = [replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
+        for row, tree in zip(rows, trees, strict=True):
+            row.tree = tree
+        return trees
+
+    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
+        accepted, drafted = [0] * len(outcomes), False
+        for place, (row, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
+            if outcome is not None:
+                # The last token of a draft was not read.
+                accepted[place] = max(0, min(outcome.num_accepted, len(row.tree.tokens) - 1))
+                self.commit(place, outcome.emitted, outcome.features)
+                self._observe(row, outcome.num_accepted)
+            drafted, row.tree = drafted or bool(row.tree.tokens), NO_DRAFT
+        if drafted:
+            self.net.finish(accepted)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+        self._idle = sorted(set(range(self._num_rows)).difference(row.number for row in self._rows))
+        self.net.select(rows)
+
+    def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
+        """Append T tokens to a row; features [T, F] of the tokens before each."""
+        own = self._rows[row]
+        own.tokens += tokens
+        if self.net.reads_features:
+            assert features is not None and len(features) == len(tokens)
+            own.features = torch.cat([own.features, features]) if len(own.features) else features
+
+
+class ChainDrafter(RowDrafter):
+    """Drafts chains, each until its row's policy stops it.
+
+    end_ids: tokens that end a chain. on_token: called with the row and the view of every drafted token.
+    """
+
+    on_token: OnToken | None = None
+
+    def __init__(
+        self,
+        net: DraftNet,
+        stops: Sequence[StopPolicy],
+        capacity: int,
+        end_ids: Collection[int] = (),
+        static: bool | None = None,
+    ):
+        """stops: a policy for each row."""
+        super().__init__(net, len(stops), capacity, max(stop.max_drafted for stop in stops), static=static)
+        self.stops, self.end_ids = list(stops), end_ids
+
+    @property
+    def learners(self) -> Sequence[Learner]:
+        return [learner for stop in self.stops for learner in stop.learners]
+
+    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        super().begin(row, prompt, features, first_token)
+        self.stops[self._rows[row].number].reset()
+
+    def _draft(
+        self, root: Level, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
+    ) -> list[DraftTree]:
+        net, depth = self.net, 0
+        stops, texts = [self.stops[row.number] for row in self._rows], [row.tokens for row in self._rows]
+        limits = net.open_round(self._rows, stops, limits)
+
+        def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal depth
+            depth += 1
+            level = net.expand(tokens, None, depth)
+            return level.logits[:, 0], level.hidden[:, 0]
+
+        logits, hidden, sampler = root.logits[:, 0], root.hidden[:, 0], Sampler(params, sources)
+        return draft_chains(logits, hidden, step, stops, limits, sampler, texts, self.end_ids, self.on_token)
+
+    def _observe(self, row: RowState, num_accepted: int) -> None:
+        self.stops[row.number].observe(len(row.tree.tokens), num_accepted)
+
+    def rewind(self, row: int, length: int) -> None:
+        """Truncate a row to its first `length` tokens."""
+        del self._rows[row].tokens[length:]
+        self.net.rewind(row, length)
+
+
+class TreeDrafter(RowDrafter):
+    """Drafts trees of one shape, level by level with one forward each. Nodes are chosen, or drawn if the shape says so.
+
+    rules: size of each row's dynamic tree. typical: acceptance rule of the trees; None verifies exactly.
+    """
+
+    def __init__(
+        self,
+        net: DraftNet,
+        shape: StaticTree | DynamicTree,
+        capacity: int,
+        rows: int = 1,
+        rules: Sequence[TreeRule] | None = None,
+        typical: Typical | None = None,
+        static: bool | None = None,
+    ):
+        if not net.drafts_trees:
+            raise NotImplementedError(f"{net.name} drafts no trees")
+        super().__init__(net, rows, capacity, shape.levels, shape.slots, static)
+        self.shape, self.rules, self.typical = shape, rules, typical
+
+    @property
+    def learners(self) -> Sequence[Learner]:
+        return [learner for rule in self.rules or () for learner in rule.learners]
+
+    def _draft(
+        self, root: Level, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
+    ) -> list[DraftTree]:
+        if isinstance(self.shape, StaticTree):
+            trees = grow_static(self.shape, root, self.net.expand, limits, params, sources)
+        else:
+            rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
+            trees = grow_dynamic(self.shape, root, self.net.expand, limits, rules)
+        if self.typical is None:
+            return trees
+        return [replace(tree, typical=self.typical) if tree.tokens else tree for tree in trees]
+
+    def _observe(self, row: RowState, num_accepted: int) -> None:
+        # At the context's end a round may have no draft, which the rule learns nothing from.
+        if self.rules is not None and row.tree.tokens:
+            self.rules[row.number].observe(len(row.tree.tokens), row.tree.draft_calls, num_accepted)
