@@ -13,7 +13,7 @@ from draftsmith.data.engines.own import set_threads
 from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.targets.outer import OuterLM
+from draftsmith.modules.targets.llama import OuterLM
 from draftsmith.train.acceptance import TrainAcceptanceConfig, with_defaults
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.metrics import is_first_process

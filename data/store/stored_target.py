@@ -14,7 +14,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_outer
-from draftsmith.modules.targets.outer import OuterLM
+from draftsmith.modules.targets.llama import OuterLM
 from draftsmith.modules.types import InputError
 
 

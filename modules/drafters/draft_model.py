@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.branches import BranchedText
-from draftsmith.modules.drafters.growth import Level
+from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.targets.base import CausalLM
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
+from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle.net import EagleConfig, OfLlama
-from draftsmith.modules.drafters.growth import Level
 from draftsmith.modules.drafters.medusa import (
     MOST_BLOCKS,
     MedusaChain,

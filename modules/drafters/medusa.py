@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.decoding.drafter import Drafter
+from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
 from draftsmith.modules.decoding.tree import MAX_NODES, Typical
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.growth import Level
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.net import DraftNet, RowState, TreeDrafter
 from draftsmith.modules.drafters.trees import StaticTrees

@@ -33,8 +33,7 @@ from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.pretrained.tokenizers import has_tokenizer, tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
-from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, model_from_state
-from draftsmith.modules.targets.outer import OuterLM
+from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, OuterLM, model_from_state
 from draftsmith.modules.targets.self_test import self_test
 from draftsmith.modules.types import InputError
 

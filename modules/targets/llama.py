@@ -1,11 +1,11 @@
-"""The lean path for Llama-family weights: Llama, Mistral, Qwen2, Qwen3."""
+"""The lean path for Llama-family weights: Llama, Mistral, Qwen2, Qwen3; and their embeddings and lm_head alone."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, cached_rows, picked_of
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, rope_settings, rope_table
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture, fit_logits
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, Session, check_capture, fit_logits
 from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -226,3 +226,38 @@ def _captured(taps: Taps, final: Tensor, num_layers: int) -> Tensor:
     if num_layers in taps:
         taps[num_layers] = final.reshape(-1, final.shape[-1])
     return torch.cat([*taps.values()], -1).view(*final.shape[:-1], -1)
+
+
+class OuterLM:
+    """A `CausalLM` that embeds tokens and computes logits of final states, but reads no text.
+
+    embeddings, output: [V, H], which may be one tensor.
+    """
+
+    packed = False
+
+    def __init__(self, embeddings: Tensor, output: Tensor, info: ModelInfo):
+        self.embeddings, self.output, self.info = embeddings, output, info
+        self.device, self.dtype = embeddings.device, embeddings.dtype
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.embeddings)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.output)
+
+    def lm_head_weight(self) -> Tensor:
+        return self.output
+
+    def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> Session:
+        self._refuse()
+
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
+        self._refuse()
+
+    def fit_vocabulary(self, vocab_size: int) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        found = "a target of which only the embeddings are loaded"
+        raise InputError("target", found, "the whole model", "Load the whole model.")

@@ -61,7 +61,7 @@ MUTANTS = [
            "                target_prob = residual(target_prob, draft_prob)\n", "", emitted("medusa:drawn")),
     Mutant("verify-drawn-tree-ends-with-p", VERIFY, "draft_prob is None else residual(target_prob, draft_prob)",
            "draft_prob is None else target_prob", emitted("medusa:drawn")),
-    Mutant("growth-draws-with-replacement", f"{DRAFTERS}/growth.py", "left if token == NO_TOKEN else without(left, token)", "left",
+    Mutant("growth-draws-with-replacement", "modules/decoding/growth.py", "left if token == NO_TOKEN else without(left, token)", "left",
            emitted("drawn")),
     Mutant("verify-keeps-the-rejected-token", VERIFY, "return place, residual(", "return place + 1, residual(",
            emitted("spec:k=1")),

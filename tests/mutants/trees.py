@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutant import LIMITS, REPLAY_TEST, TREE, Mutant
 
-TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/growth.py"
+TREE_PY, GROWN = "modules/decoding/tree.py", "modules/decoding/growth.py"
 DRAFTING, READER = "modules/drafters/feature_heads.py", "modules/engine/rows.py"
 EAGLE, CACHE = "modules/drafters/eagle/head.py", "modules/engine/cache.py"
 NET = "modules/drafters/eagle/net.py"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.confidence import sigmoid
+from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.stop import SlotConfidenceStop, StopPolicy
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks
-from draftsmith.modules.drafters.growth import Level
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, RowsCache, as_bias
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack, swap_modules
