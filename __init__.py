@@ -21,14 +21,16 @@ PUBLIC = {
     "settings": ("launch.python", "settings"),
     "new_head": ("train.prepare", "make_head"),
     "add_drafters": ("modules.drafters", "add_folder"),
-    "LitDrafter": ("train.lit_drafter", "LitDrafter"),
-    "fit": ("launch.python", "fit"),
+    "LitDrafter": ("train.module", "LitDrafter"),
+    "HeadDataModule": ("train.data", "HeadDataModule"),
+    "fit": ("train.fit", "fit"),
     "save": ("data.heads.card", "save"),
     "export": ("launch.python", "export"),
     "run": ("launch.python", "run"),
     "InputError": ("modules.types", "InputError"),
 }
 __all__ = [
+    "HeadDataModule",
     "InputError",
     "LitDrafter",
     "__version__",
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
     from draftsmith.eval.answer import load_drafter as load_drafter
     from draftsmith.eval.measure import measure as measure
     from draftsmith.launch.python import export as export
-    from draftsmith.launch.python import fit as fit
     from draftsmith.launch.python import run as run
     from draftsmith.launch.python import settings as settings
     from draftsmith.modules.drafters import add_folder as add_drafters
@@ -65,7 +66,9 @@ if TYPE_CHECKING:
     from draftsmith.modules.pretrained.models import load_lm as load_target
     from draftsmith.modules.pretrained.tokenizers import load_tokenizer as load_tokenizer
     from draftsmith.modules.types import InputError as InputError
-    from draftsmith.train.lit_drafter import LitDrafter as LitDrafter
+    from draftsmith.train.data import HeadDataModule as HeadDataModule
+    from draftsmith.train.fit import fit as fit
+    from draftsmith.train.module import LitDrafter as LitDrafter
     from draftsmith.train.prepare import make_head as new_head
 
     __version__: str

@@ -43,7 +43,7 @@ FILE_BYTES = 15 * 2**20  # of the heads' files
 METHODS = {"eagle3": "eagle3:k=3,eagle3:k=5", "dspark": "dspark"}
 IMPORTED = (  # by the stages
     "transformers", "lightning.pytorch", "draftsmith.data.prompts", "draftsmith.data.responses",
-    "draftsmith.train.fit", "draftsmith.train.lit_drafter", "draftsmith.train.tau", "draftsmith.eval.bench.command",
+    "draftsmith.train.fit", "draftsmith.train.module", "draftsmith.train.tau", "draftsmith.eval.bench.command",
 )  # fmt: skip
 RECIPES = {
     "eagle3": "--version 3-norm --draft-vocab 8192 --unknown keep --passes 3 --passes-after 0.3 --normalizer tokens",
@@ -146,7 +146,7 @@ def run(config: GpuHeadConfig) -> Path:
             f"train {kind} --data {answers} --target {config.target} --output {out / kind} {RECIPES[kind]} "
             f"--minutes {seconds / 60:.3f} --tokens-per-batch {config.tokens_per_batch} --max-length 512 "
             f"--optimizer muon --lr 3e-3 --schedule hold --val-share 0.01 --val-every 500 --tau-prompts 8 "
-            f"--num-workers {WORKERS} --track csv --wandb off "
+            f"--num-workers {WORKERS} --log csv "
             f"--model-dtype {config.dtype} --accelerator {'gpu' if config.device.startswith('cuda') else 'cpu'}"
         )
         stages.run(f"train {kind}", words, seconds + 30)

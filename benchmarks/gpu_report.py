@@ -15,15 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
 from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
-from draftsmith.data.store.datasets import pack_features
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import hardware
@@ -41,12 +40,12 @@ from draftsmith.modules.pretrained.provenance import git_commit, package_version
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 from draftsmith.train.config import drafter_config
-from draftsmith.train.data_module import HeadDataModule, Samples
-from draftsmith.train.fit import timed_steps
-from draftsmith.train.lit_drafter import LitDrafter
+from draftsmith.train.data import HeadDataModule, Samples
+from draftsmith.train.fit import fit
+from draftsmith.train.module import LitDrafter
 from draftsmith.train.plan import plan_of
-from draftsmith.train.strategies import settled
-from draftsmith.train.telemetry import listed_peak
+from draftsmith.train.strategies import resolve_precision
+from draftsmith.train.tracking import Telemetry, listed_peak
 
 HEADINGS = ("what", "value", "aim")
 METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5")
@@ -267,6 +266,9 @@ class Texts:
         ids = torch.randint(self._vocab, (self._length,), generator=rng)
         return {"input_ids": ids, "loss_mask": torch.arange(self._length) >= LOSS_FROM * self._length}
 
+    def answer_lengths(self, rows: Sequence[int]) -> np.ndarray:
+        return np.full(len(rows), round((1 - LOSS_FROM) * self._length))
+
 
 def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> Iterator[Measured]:
     """Measure some steps of `draftsmith train eagle3` with online features, and its plan."""
@@ -276,7 +278,9 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         module, data = training_objects(config, settings, target, steps)
-        numbers = timed_steps(module, data, settings, Path(folder), WARM_UP)
+        fit(module, data, limit_val_batches=0)
+        # Of the steps after the warm-up; with a peak of 1 the utilisation is FLOP/s.
+        numbers = {name.removeprefix("cost/"): value for name, value in module.logged.items()}
         dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
         listed = (
             listed_peak(torch.cuda.get_device_name(device), settings.precision, True)
@@ -284,7 +288,7 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
             else None
         )
         peak = listed or measured_peak(device, dtype)
-        planned = plan_of(settings, 1, 2 * steps * (config.tokens // config.document), config.document).peak
+        planned = plan_of(settings).peak
     what = f"eagle3, {config.passes} passes, {settings.precision}"
     yield Measured(f"{what}: tokens a second", numbers["tokens_per_s"], "tokens/s")
     yield Measured(f"{what}: model FLOPs of what the device could do", 100 * numbers["mfu"] / peak, "%", ">= 50")
@@ -299,7 +303,7 @@ def training_settings(config: GpuReportConfig, folder: Path, steps: int, raw: di
     dtype = str(config.dtype).removeprefix("torch.")
     write_json(folder / "target" / "config.json", {**raw, "torch_dtype": dtype})
     made: Any = drafter_config("eagle3")
-    return settled(
+    return resolve_precision(
         made(
             target=str(folder / "target"),
             data=folder / "data",
@@ -310,10 +314,24 @@ def training_settings(config: GpuReportConfig, folder: Path, steps: int, raw: di
             num_workers=config.num_workers,
             accelerator="gpu" if torch.device(config.device).type == "cuda" else "cpu",
             tau_prompts=0,
-            track=("csv",),
-            wandb="off",
+            plan_ranks=1,
+            plan_samples=2 * steps * (config.tokens // config.document),
+            plan_length=config.document,
+            log_every=steps,
+            log=("csv",),
         )
     )
+
+
+class TimedDrafter(LitDrafter):
+    """Drafter in training whose costs are those of the steps after the warm-up."""
+
+    def training_step(self, parts: Any, batch_idx: int) -> None:
+        super().training_step(parts, batch_idx)
+        if self.trainer.global_step == WARM_UP:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.telemetry.take(self.device)
 
 
 def training_objects(config: GpuReportConfig, settings: Any, target: LlamaLM, steps: int) -> tuple[Any, Any]:
@@ -324,9 +342,9 @@ def training_objects(config: GpuReportConfig, settings: Any, target: LlamaLM, st
     head.freeze(settings)
     texts = Texts(steps * (config.tokens // config.document), config.document, target.info.vocab_size)
     samples = Samples(texts, range(len(texts)))
-    count, logit_rows = (partial(own, settings=settings) for own in (drafter.loss_count, drafter.logit_rows))
-    data = HeadDataModule(samples, samples, pack_features, count, settings, logit_rows)
-    return LitDrafter(head, target, settings, total_steps=steps, feature_std=1.0), data
+    module = TimedDrafter(head, target, settings)
+    module.telemetry = Telemetry(peak=1.0)
+    return module, HeadDataModule(samples, samples, settings)
 
 
 def measure_all(config: GpuReportConfig) -> Iterator[Measured]:

@@ -54,7 +54,7 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, SamplingParams, at_least
-from draftsmith.train.data_module import SampleKey
+from draftsmith.train.data import SampleKey
 from draftsmith.train.prepare import prepare
 
 RESULT, STEPS = "result.json", "steps.json"
@@ -267,7 +267,7 @@ class RecipesConfig:
         recipe = RECIPES[name]
         data = ["--data", str(self.features(recipe)), "--target", self.source.target]
         # The features are stored already.
-        rest = ["--features", "online", "--val-share", "0.02", "--tau-prompts", "0", "--track", "csv"]
+        rest = ["--features", "online", "--val-share", "0.02", "--tau-prompts", "0", "--log", "csv"]
         rest += ["--num-threads", "1"]
         config = CONFIGS[self.configs].format(recipe.kind)
         return ["--config", config, *data, *self.layers(recipe), *rest, *recipe.words]
@@ -293,10 +293,9 @@ class MeasuredTraining:
         _, config = configure(f"train {kind}", words)
         assert config is not None  # only of a command whose words ask for help
         self.config: Any = config
-        training = prepare(config)
-        self.module, self.data = training.module, training.data
+        self.module, self.data = prepare(config)
         # At the first step of a warm-up: the weights stay the same however often it is repeated.
-        self.optimizer = self.module.configure_optimizers()["optimizer"]
+        self.optimizer = self.module.configure_optimizers()
         self.after: float = getattr(config, "passes_after", 0.0) or getattr(config, "unroll_after", 0.0)
 
     def step(self, share: float, phase: str) -> None:

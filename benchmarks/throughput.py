@@ -8,7 +8,6 @@ whose speed drifts favours neither.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import platform
 import random
@@ -43,11 +42,11 @@ from draftsmith.modules.drafters.eagle.head import (
 )
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
-from draftsmith.modules.types import at_least
+from draftsmith.modules.types import LossOutput, at_least
 from draftsmith.train.config import drafter_config
-from draftsmith.train.data_module import HeadDataModule, MicroBatch, Order, Samples
-from draftsmith.train.fit import PreparedTraining, Provenance, fit
-from draftsmith.train.lit_drafter import LitDrafter
+from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples
+from draftsmith.train.fit import fit
+from draftsmith.train.module import LitDrafter
 from draftsmith.train.optimizers import lr_schedule
 
 HEADINGS = ("what", "value", "aim")
@@ -161,7 +160,7 @@ class Workload:
             tokens_per_batch=self.config.tokens, max_steps=steps,
             val_every=steps,  # at the end, off the clock
             precision="bf16" if self.config.dtype == "bfloat16" else "32",
-            seed=self.config.seed, noise=noise, num_threads=1, accelerator="cpu", tau_prompts=0, track=("csv",),
+            seed=self.config.seed, noise=noise, num_threads=1, accelerator="cpu", tau_prompts=0, log=("csv",),
         )  # fmt: skip
 
 
@@ -229,30 +228,31 @@ class InterleavedEagle(LitDrafter):
         self._between_steps, self._started = between_steps, 0.0
         self._previous: tuple[int, Tensor] | None = None
 
-    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
-        # A step lasts until the next one begins: backward and update are Lightning's.
+    def loss(self, inputs: Any, step: Any) -> LossOutput:
+        output = super().loss(inputs, step)
+        self._loss = output.loss.detach()
+        return output
+
+    def training_step(self, parts: list[MicroBatch], batch_idx: int) -> None:
+        # A step lasts until the next one begins: it ends with what Lightning does after it.
         arrived = time.process_time()
         if self._previous is not None:
             tokens, loss = self._previous
             self.timed_steps.append(TimedStep(tokens, float(loss), arrived - self._started))
         self._between_steps()
         self._started = time.process_time()
-        loss = super().training_step(batch, batch_idx)
-        self._previous = sum(batch.real_lengths), loss.detach()
-        return loss
+        super().training_step(parts, batch_idx)
+        self._previous = sum(length for part in parts for length in part.real_lengths), self._loss
 
 
 def train_ours(work: Workload, config: Any, between_steps: Callable[[], object] = lambda: None) -> list[TimedStep]:
     """Run a training with `fit` and return its steps but the last."""
     shortest = min(range(len(work.samples)), key=work.samples.lengths.__getitem__)
     val = Samples(work.samples.dataset, [shortest])
-    count = functools.partial(EagleHead.loss_count, settings=config)
-    data = HeadDataModule(work.samples, val, pack_features, count, config)
-    module = InterleavedEagle(
-        copy.deepcopy(work.head), work.target, config, total_steps=data.total_steps, feature_std=1.0,
-        between_steps=between_steps,
-    )  # fmt: skip
-    fit(PreparedTraining(module, data, config, Provenance("eagle", {}, {}, {})))
+    data = HeadDataModule(work.samples, val, config)
+    module = InterleavedEagle(copy.deepcopy(work.head), work.target, config, between_steps=between_steps)
+    module.feature_std = 1.0
+    fit(module, data)
     return module.timed_steps
 
 

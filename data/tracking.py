@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules.pretrained.files import copy_file
@@ -31,7 +31,6 @@ SETTINGS: dict[str, Any] = {
     "disable_git": True,
     "save_code": False,
 }
-Choice = Literal["auto", "online", "offline", "off"]
 
 
 def has_wandb_key() -> bool:
@@ -61,16 +60,12 @@ def check_names(wandb: Any, project: str) -> None:
             raise InputError(name, found, f"one that Weights & Biases takes ({reason})", "Change it.") from error
 
 
-def start_wandb(wandb: Any, choice: Choice, options: dict[str, Any], log: Callable[[str], None]) -> Any:
-    """Start a run: online with a key, else offline; fall back to offline if online does not start.
+def start_wandb(wandb: Any, offline: bool, options: dict[str, Any], log: Callable[[str], None]) -> Any:
+    """Start a run; fall back to offline if online does not start.
 
     wandb: the client's module. options: of its `init`. log: receives the reason why a run is offline.
     """
     settings = wandb.Settings(**SETTINGS)
-    offline = choice == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
-    if not offline and not has_wandb_key():
-        offline = True
-        log("Weights & Biases: no API key, so this run is logged offline (`wandb login` to change that)")
     if not offline:
         try:
             return wandb.init(**options, mode="online", settings=settings)

@@ -53,7 +53,7 @@ ELSEWHERE = {
         "draft-vocab": "draft_vocab_size",
         "num-drafted": "num_speculative_tokens speculative_num_steps",
         "max-new-tokens": "max_tokens n_predict",
-        "track": "report_to",
+        "log": "report_to",
     }.items()
     for theirs in names.split()
 }
@@ -344,7 +344,7 @@ def config_file(prog: str, name: str) -> Path:
 def shipped_configs(prog: str) -> dict[str, Path]:
     """List the YAML files that ship for a command, by name; recipes of real models are options of a training."""
     _, group, name = [*prog.split(), "", ""][:3]
-    folders = ("train", "recipes") if group in {"train", "plan"} else (group,)
+    folders = ("train", "recipes") if group == "train" else (group,)
     root = Path(__file__).parents[1] / "configs"
     files = {path.stem: path for folder in folders for path in (root / folder).glob("*.yaml")}
     return {stem: files[stem] for stem in sorted(files) if name in stem.split("-")}

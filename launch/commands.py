@@ -85,15 +85,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
     "Train heads": {
         "train acceptance": Command(
-            "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.command"
+            "train.config:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.command"
         ),
         **of_drafters("train", "train.config:drafter_config", "train.command"),
-        **of_drafters(
-            "plan",
-            "train.plan:plan_config",
-            "train.plan",
-            "What `train {kind}` takes: memory, disk, time",
-        ),
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(

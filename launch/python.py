@@ -45,20 +45,10 @@ def training_config(kind: str, values: dict[str, Any]) -> Any:
 
 
 def settings(kind: str, **values: Any) -> TrainDrafterConfig:
-    """Build the config of `train KIND` for a `LitDrafter` in your own Trainer; data and output may be omitted."""
-    from draftsmith.train.lit_drafter import IN_PYTHON
+    """Build the config of `train KIND` for a `LitDrafter`; data and target may be omitted, and output until `fit`."""
+    from draftsmith.train.module import IN_PYTHON
 
     return training_config(kind, {"data": IN_PYTHON, "output": IN_PYTHON, "target": IN_PYTHON} | values)
-
-
-def fit(kind: str, **values: Any) -> Path:
-    """Train a head as `draftsmith train KIND` does and return the directory of the best one.
-
-    values: options of the command, including `data`, `target` and `output`.
-    """
-    from draftsmith.train.command import run as train
-
-    return train(training_config(kind, values))
 
 
 def export(head: str | Path, format: str, output: str | Path, **values: Any) -> Path:

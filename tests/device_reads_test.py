@@ -15,7 +15,7 @@ FILES = [
     *(f"modules/drafters/{name}.py" for name in ("net", "draft_model", "feature_heads")),
     *(f"modules/drafters/{name}.py" for name in ("eagle/head", "eagle/net", "eagle3/head", "eagle3/net")),
     "modules/drafters/eagle3/loss.py",
-    *(f"train/{name}.py" for name in ("lit_head", "bad_steps", "lit_drafter", "metrics", "telemetry")),
+    *(f"train/{name}.py" for name in ("module", "bad_steps", "features", "metrics", "tracking")),
 ]
 HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"
 ALLOWED = {
@@ -41,13 +41,16 @@ ALLOWED = {
     "modules/decoding/growth.py:_draw_static": (1, "of a drawn tree: each level, and each draw"),
     "modules/drafters/eagle3/head.py:loss_count": (1, HOST),
     "train/bad_steps.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
-    "train/lit_head.py:training_step": (1, "between ranks only, at the step's begin: what they count together"),
-    "train/lit_drafter.py:read": (2, "of a feature cache, and of the first batch in a plain Trainer, only"),
-    "train/lit_drafter.py:transfer_batch_to_device": (1, "in a plain Trainer only, before the batch is moved"),
-    "train/lit_drafter.py:__call__": (1, "of a feature cache only: to a file"),
+    "train/module.py:agree": (1, "between ranks only, at the step's begin: what they count together"),
+    "train/features.py:read": (1, "of a feature cache only"),
+    "train/features.py:compute": (1, "of a feature cache only: to a file"),
+    "train/features.py:feature_std": (1, "before the first step"),
+    "train/features.py:item": (1, "of a feature server only, on the host"),
+    "train/features.py:ahead": (1, HOST),
+    "train/features.py:costs": (1, "where losses are logged"),
     "train/metrics.py:gather_rows": (1, "where losses are logged"),
     "train/metrics.py:state": (1, "where losses are logged"),
-    "train/telemetry.py:take": (1, "where losses are logged"),
+    "train/tracking.py:take": (1, "where losses are logged"),
 }
 
 

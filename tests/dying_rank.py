@@ -11,19 +11,21 @@ import sys
 from typing import Any
 
 from draftsmith.launch.cli import main
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.module import LitHead
 
 if __name__ == "__main__":
     how, rank = sys.argv[1:3]
-    step = LitHead.training_step
+    read = LitHead.train_step
+    parts = [0]
 
-    def training_step(self: Any, part: Any, batch_idx: int) -> Any:
-        if os.environ.get("LOCAL_RANK", "0") == rank and self.trainer.global_step == 3 and part.last:
+    def train_step(self: Any, part: Any) -> Any:
+        parts[0] = parts[0] + 1 if self.trainer.global_step == 3 else 0
+        if os.environ.get("LOCAL_RANK", "0") == rank and parts[0] == self.config.accumulate:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the memory of this rank is broken")
-        return step(self, part, batch_idx)
+        return read(self, part)
 
     # In this process only, which is made to die: a real step has no place to do so.
-    LitHead.training_step = training_step  # type: ignore[method-assign]
+    LitHead.train_step = train_step  # type: ignore[method-assign]
     sys.exit(main(sys.argv[3:]))

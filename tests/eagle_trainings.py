@@ -11,8 +11,8 @@ from draftsmith.data.store.datasets import collate_features, open_dataset
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.data_module import MicroBatch
-from draftsmith.train.lit_drafter import LitDrafter
+from draftsmith.train.data import MicroBatch
+from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import make_head
 
 QUICK = {
@@ -22,7 +22,7 @@ QUICK = {
     "val_share": 0.25,
     "val_every": 6,
     "log_every": 3,
-    "wandb": "off",
+    "log": ("csv",),
 }
 QUICK |= {"token_weight": 1.0, "tau_prompts": 3, "tau_max_new_tokens": 8}
 
@@ -34,7 +34,8 @@ def config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
 
 def a_module(artefacts, tmp_path, **changes) -> LitDrafter:
     settings, target = config(artefacts, tmp_path, **changes), load_lm(str(artefacts.target))
-    module = LitDrafter(make_head(settings, target), target, settings, total_steps=12, feature_std=2.0)
+    module = LitDrafter(make_head(settings, target), target, settings)
+    module.total_steps, module.feature_std = 12, 2.0
     module.trainer = fake_trainer(open_dataset(artefacts.features))
     return module
 

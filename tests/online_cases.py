@@ -12,7 +12,7 @@ from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtefactDataset
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.feature_cache import FeatureCache
+from draftsmith.train.features import FeatureCache
 
 QUICK = {
     "lr": 3e-3,
@@ -23,7 +23,7 @@ QUICK = {
     "log_every": 1,
     "tau_prompts": 2,
     "tau_max_new_tokens": 8,
-    "wandb": "off",
+    "log": ("csv",),
 }
 
 

@@ -56,9 +56,8 @@ def run_on_ranks(jobs: Sequence[dict[str, Any]], ranks: int, work: Path, timeout
 def run_job(job: dict[str, Any]) -> None:
     from draftsmith.modules.types import InputError
     from draftsmith.train import deepspeed
-    from draftsmith.train.acceptance import TrainAcceptanceConfig
     from draftsmith.train.command import run
-    from draftsmith.train.config import drafter_config
+    from draftsmith.train.config import TrainAcceptanceConfig, drafter_config
 
     deepspeed.KEPT_WHOLE = 0  # stage 3 partitions even the smallest tensors
     config_class = TrainAcceptanceConfig if job["head"] == "acceptance" else drafter_config(job["head"])
@@ -102,14 +101,11 @@ def leave_as_killed(source: Path, step: int, output: Path, rank: int) -> None:
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
     """Collects what the trainer had: norms of the gradient, and what is partitioned."""
-    from draftsmith.train.lit_drafter import LitDrafter
-    from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.module import LitHead
 
     facts: dict[str, Any] = {"grad_norms": []}
 
     def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not batch.last:
-            return
         facts["grad_norms"].append(self.grad_norm)
         reader = getattr(self, "reader", None)
         frozen = self.target if reader is None else getattr(reader, "drafts", reader).drafter.lm
@@ -124,49 +120,48 @@ def watched() -> Iterator[dict[str, Any]]:
         if zero is not None:
             facts["optimized"] = sum(flat.numel() for flat in zero.state)
 
-    with ExitStack() as patches:
-        for kind in (LitHead, LitDrafter):
-            patches.enter_context(mock.patch.object(kind, "on_train_batch_end", on_train_batch_end, create=True))
+    with mock.patch.object(LitHead, "on_train_batch_end", on_train_batch_end, create=True):
         yield facts
 
 
 @contextmanager
 def poisoned(row: int, how: str) -> Iterator[None]:
     """Loss, or gradient under a finite loss, of any part that holds the row is not a number."""
-    from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.acceptance import LitAcceptance
+    from draftsmith.train.module import LitDrafter
 
-    step = LitHead.training_step
-
-    def training_step(self: Any, part: Any, batch_idx: int) -> Any:
-        rows = [self.trainer.datamodule.train.indices[key.index] for key in part.keys]
-        if row not in rows:
-            return step(self, part, batch_idx)
-        true_loss = self.loss
+    def read(self: Any, part: Any, validating: bool = False) -> Any:
+        rows = [] if validating else [self.trainer.datamodule.train.indices[key.index] for key in part.keys]
+        true_loss = type(self).loss
 
         def loss(*args: Any, **kwargs: Any) -> Any:
             import dataclasses
 
-            output = true_loss(*args, **kwargs)
+            output = true_loss(self, *args, **kwargs)
             # The square root has the value 0 and an infinite slope at 0.
             bad = float("nan") if how == "loss" else (output.loss * 0).abs().sqrt()
             return dataclasses.replace(output, loss=output.loss + bad)
 
-        with mock.patch.object(self, "loss", loss):
-            return step(self, part, batch_idx)
+        # The loss of this part is computed next.
+        self.loss = loss if row in rows else true_loss.__get__(self)
+        return true_read[type(self)](self, part, validating)
 
-    with mock.patch.object(LitHead, "training_step", training_step):
+    true_read = {kind: kind.read for kind in (LitAcceptance, LitDrafter)}
+    with ExitStack() as patches:
+        for kind in true_read:
+            patches.enter_context(mock.patch.object(kind, "read", read))
         yield
 
 
 @contextmanager
 def at_step(step: int, action: Any) -> Iterator[None]:
     """Calls `action` during the step with that number, counted from 1."""
-    from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.module import LitHead
 
     original = LitHead.training_step
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
-        if batch.first and self.trainer.global_step + 1 == step:
+        if self.trainer.global_step + 1 == step:
             action()
         return original(self, batch, batch_idx)
 

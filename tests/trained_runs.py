@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.train.checkpoints import FOLDER, STATE, all_in
-from draftsmith.train.data_module import MicroBatch, SampleKey, Samples
+from draftsmith.train.data import MicroBatch, SampleKey, Samples
 
 
 def fake_trainer(dataset: Any, step: int = 0) -> Any:
@@ -26,12 +27,21 @@ def micro_batch(data: Any, tokens: float, indices: Any = None, epoch: int = 0) -
     mask = data.loss_mask if mask is None else mask
     lengths = getattr(data, "lengths", None) or tuple(mask.sum(-1).tolist())
     keys = tuple(SampleKey(epoch, i) for i in (range(len(lengths)) if indices is None else indices))
-    return MicroBatch(data, keys, lengths, tokens, tokens)
+    return MicroBatch(data, keys, lengths, tokens)
 
 
 def step_loss(module: Any, batch: MicroBatch) -> Any:
     """Output of a module's loss in a training step."""
     return module.loss(module.read(batch)[0], module.train_step(batch))
+
+
+def validate(module: Any, parts: Iterable[MicroBatch]) -> dict[str, float]:
+    """Metrics of a module over these validation batches."""
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        for part in parts:
+            module.validation_step(part, 0)
+    return module.validation_metrics()
 
 
 def newest_state(output: Path) -> dict[str, Any]:

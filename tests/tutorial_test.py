@@ -26,7 +26,7 @@ def test_the_tutorial_runs_as_it_is_written(tmp_path, monkeypatch):
     assert shapes(made) == shapes(kept)
     printed = [output.text for cell in made.cells for output in cell.get("outputs", []) if "text" in output]
     assert "the same tokens as the target alone: True" in "".join(printed)
-    assert (tmp_path / "runs" / "tutorial" / "head" / "manifest.json").is_file()
+    assert (tmp_path / "runs" / "tutorial" / "head" / "best" / "manifest.json").is_file()
 
 
 def test_what_git_holds_is_a_run_in_order_without_a_machines_paths():

@@ -1,20 +1,43 @@
-"""`draftsmith train acceptance`: train a head that predicts whether the target will accept a drafted token."""
+"""`draftsmith train acceptance`: train a head that predicts whether the target will accept a drafted token
+(SpecDec++, Huang et al. 2024, section 3.3).
+
+Labels of mixed text are read by the draft in every step (`MixedText`). Labels of real rounds are read once, before the
+first step, and kept in memory (`RolloutReader`): tokens of one answer are alike, so every batch is drawn from all
+answers, and a step costs no forward of the drafter.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from draftsmith.data.store.datasets import collate_acceptance, open_dataset
-from draftsmith.data.store.manifest import Manifest, volatile
+from draftsmith.data.console import progress_bar
+from draftsmith.data.store.datasets import (
+    AcceptanceTokens,
+    Item,
+    RolloutTokens,
+    collate_acceptance,
+    collate_rollouts,
+    open_dataset,
+)
+from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.stored_target import load_stored
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
+from draftsmith.modules.acceptance.head import FEATURES, AcceptanceHead, AcceptanceHeadConfig, acceptance_training
+from draftsmith.modules.acceptance.metrics import acceptance_metrics, expected_calibration_error, fit_platt
+from draftsmith.modules.decoding.confidence import TokenConfidence
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import (
+    FrozenDrafter,
     kind_at,
     load_drafter,
     starting_head,
@@ -23,16 +46,14 @@ from draftsmith.modules.pretrained.heads import (
 )
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance_fitting import initialize_head
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.metrics import say_on_rank_zero
+from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
+from draftsmith.train.acceptance_fitting import initialize_head, predicted
+from draftsmith.train.config import TrainAcceptanceConfig, TrainConfig
+from draftsmith.train.data import HeadDataModule, MicroBatch, Samples, train_and_val
+from draftsmith.train.metrics import gather_rows, say_on_rank_zero
+from draftsmith.train.module import LitHead, Provenance
 from draftsmith.train.strategies import local_device, model_dtype
-
-if TYPE_CHECKING:
-    from draftsmith.train.acceptance_data import RolloutReader
-    from draftsmith.train.data_module import Samples
-    from draftsmith.train.fit import PreparedTraining
+from draftsmith.train.tracking import features_flops
 
 # Defaults for labels of mixed text: SpecDec++, section 4.
 MIXED: dict[str, Any] = {
@@ -55,67 +76,12 @@ ROLLOUTS: dict[str, Any] = {
 }
 # Settings that a head given as --init brings along.
 SHAPE = ("num_blocks", "tied", "state", "features", "width")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainAcceptanceConfig(TrainConfig):
-    """Train an acceptance head on the labels of `data acceptance`. On labels of mixed text (--labels mix) it is
-    SpecDec++'s head with the paper's settings for 7B drafts. On labels of real rounds (--labels rollout) it reads the
-    state before the token, the token and the draft's confidence, is initialised as the logistic of its features, and
-    batch_size counts blocks of 64 tokens. A 128-wide draft wants lr 1e-3.
-
-    Attributes:
-        draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
-        target: The target model, if the draft is a head: it makes what the head reads.
-        target_features: Directory that `data features` wrote of the labelled responses, if the draft is a head: then
-            only the target's embeddings are loaded.
-        init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks and inputs;
-            the loss weights are those given here.
-        num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
-        tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
-        state: Hidden state that the head reads: after the token (SpecDec++); or before it, with the token's embedding.
-            Default: after, for rollouts before.
-        features: Numbers of the draft's distribution and of repetitions that it reads too; [] for none. Default: none,
-            for rollouts log_q, logit_q, depth and repeat, and temperature if the labels have several.
-        width: Width of the hidden layers, 0 for the drafter's. Default: 0, for rollouts 128, or as in init.
-        w_acc: Loss weight of accepted tokens.
-        w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
-        mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
-    """
-
-    draft: str
-    target: str | None = None
-    target_features: Path | None = volatile(None)
-    init: Path | None = volatile(None)
-    num_blocks: int | None = None
-    tied: bool | None = None
-    state: State | None = None
-    features: tuple[Feature, ...] | None = None
-    width: int | None = None
-    w_acc: float = 1.0
-    w_rej: float | None = None
-    mix: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.w_acc > 0 and (self.w_rej is None or self.w_rej > 0)):
-            raise InputError("w_acc, w_rej", f"{self.w_acc}, {self.w_rej}", "positive weights", "Change them.")
-        if self.mix is not None and not 0 <= self.mix < 1:
-            raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
-        self.check_least(0, "num_blocks", "width")
-
-    @property
-    def read_model(self) -> str:
-        """Path of the language model that is needed: the draft, or the model that a head drafts for.
-
-        Raises:
-            InputError: a head without its target.
-        """
-        if kind_at(self.draft) is None:
-            return self.draft
-        if self.target is None:
-            raise InputError("target", "none", f"the model that {self.draft} drafts for", "Pass --target.")
-        return self.target
+# Tokens of a training sample: enough that a batch is collated quickly, few enough that it is drawn from many answers.
+BLOCK = 64
+# Drop tokens reached with probability below this: most of the data, no measurable effect.
+LEAST_WEIGHT = 1e-3
+# Stored tokens that are read at once outside of training steps.
+TOKENS_AT_ONCE = 2**14
 
 
 def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
@@ -125,7 +91,7 @@ def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
         InputError: an option that has no meaning for these labels, no drafter, or no head of this shape at --init.
     """
     # Check the drafter first: its error is the one to read.
-    _ = config.read_model
+    _ = read_model(config)
     manifest = Manifest.read(config.data)
     defaults = dict(MIXED)
     if manifest.kind == "rollouts":
@@ -150,17 +116,25 @@ def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     )
 
 
-def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
-    """Load the models and data of a training, as arguments of `fit`.
+def read_model(config: TrainAcceptanceConfig) -> str:
+    """Return the path of the language model that is needed: the draft, or the model that a head drafts for.
 
     Raises:
-        InputError: as `run`.
+        InputError: a head without its target.
     """
-    # These load Lightning, which --help does not need.
-    from draftsmith.train.acceptance_data import LitAcceptance, MixedText, RolloutReader, collate_stored
-    from draftsmith.train.data_module import HeadDataModule, train_and_val
-    from draftsmith.train.fit import PreparedTraining, Provenance
+    if kind_at(config.draft) is None:
+        return config.draft
+    if config.target is None:
+        raise InputError("target", "none", f"the model that {config.draft} drafts for", "Pass --target.")
+    return config.target
 
+
+def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModule]:
+    """Load models and data; return the module and data module of a training, the arguments of `fit`.
+
+    Raises:
+        InputError: as `command.run`.
+    """
     config = with_defaults(config)
     rollouts = Manifest.read(config.data).kind == "rollouts"
     # The drafter, and labels of its drafts.
@@ -174,8 +148,8 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
 
     def target() -> CausalLM:
         if config.target_features is None:
-            return load(config.read_model)
-        return load_stored(config.read_model, config.target_features, model_dtype(config), local_device(config))
+            return load(read_model(config))
+        return load_stored(read_model(config), config.target_features, model_dtype(config), local_device(config))
 
     drafter = load_drafter(config.draft, target, load)
 
@@ -208,18 +182,9 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
         train_samples, val_samples = store_rollouts(config, head, reader, train_samples, val_samples)
     else:
         reader = MixedText(drafter, greedy)
-    # Batches, and the module that trains on them.
     collate: Any = collate_stored if rollouts else collate_acceptance
-    data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
-    module = LitAcceptance(head, reader, config, data.total_steps)
-
-    # Recorded in the head's manifest, and compared when a run is resumed.
-    inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
-    inputs |= starting_weights(config.init) if config.init is not None else {}
-    labels = {"labels": "rollout" if rollouts else "mix", "mode": "greedy" if greedy else "sampling"}
-    labels |= {"drafter": drafter.name}
-    provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, labels)
-    return PreparedTraining(module, data, config, provenance)
+    data = HeadDataModule(train_samples, val_samples, config, collate, num_loss_tokens)
+    return LitAcceptance(head, reader, config), data
 
 
 def store_rollouts(
@@ -229,9 +194,6 @@ def store_rollouts(
 
     Returns training and validation samples of stored tokens.
     """
-    from draftsmith.train.acceptance_data import StoredDataset
-    from draftsmith.train.data_module import Samples
-
     tokens = {name: reader.store(samples, name) for name, samples in (("train", train), ("val", val))}
     size = sum(tensor.nbytes for part in tokens.values() for tensor in vars(part).values())
     counts = " and ".join(f"{len(part.ids):,} to {name}" for name, part in tokens.items())
@@ -273,3 +235,294 @@ def num_loss_tokens(data: Any) -> float:
     mask = data.loss_mask
     weight = getattr(data, "weight", None)
     return int(mask.sum()) if weight is None else float(weight[mask].double().sum())
+
+
+@dataclass(frozen=True)
+class DraftedTokens:
+    """The N tokens of a batch that count.
+
+    batch: their inputs and labels, [N] in place of [B, T]. row: [N] int64, the row of the batch that each belongs to.
+    log_q: [N] log-probability of the token under the draft, if asked for.
+    """
+
+    batch: AcceptanceBatch
+    row: Tensor
+    log_q: Tensor | None = None
+
+
+class MixedText:
+    """Reader of labels of mixed text: the draft reads z, and the head reads its states after each token."""
+
+    weighted = False
+
+    def __init__(self, drafter: FrozenDrafter, greedy: bool):
+        """drafter: a language model. greedy: the labels are those of greedy decoding."""
+        self.drafter, self.lm, self.model, self.greedy = drafter, drafter.lm, drafter.name, greedy
+
+    def read(self, data: AcceptanceTokens, with_log_q: bool = False) -> DraftedTokens:
+        """Return states and labels of a collated batch."""
+        with torch.no_grad():
+            hidden = self.lm.features(data.z_ids)  # [B, T, H]
+        mask, log_q = data.loss_mask, data.log_q
+        if with_log_q and self.greedy:
+            # The q of greedy labels is one-hot, so that log q says nothing: take q at temperature 1.
+            log_q = torch.zeros(data.z_ids.shape, device=hidden.device)
+            # One row at a time, so that [T, V] is in memory, not [B, T, V].
+            for row in range(len(log_q)):
+                log_prob = self.lm.lm_head(hidden[row, :-1]).float().log_softmax(-1)
+                log_q[row, 1:] = log_prob.gather(-1, data.z_ids[row, 1:, None])[:, 0]
+        batch = AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask])
+        return DraftedTokens(batch, mask.nonzero()[:, 0], log_q[mask] if with_log_q else None)
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """N drafted tokens of real rounds, as the drafter reads them.
+
+    weight: probability that a round verifies the token. owner: the answer that it belongs to; of a collated batch, the
+    sample.
+    """
+
+    ids: Tensor  # [N] int64
+    hidden: Tensor  # [N, H], of the drafter's type
+    features: Tensor  # [N, F] float32; F is 0 for a head that reads none
+    log_q: Tensor  # [N] float32, as all below
+    accept_prob: Tensor
+    weight: Tensor
+    owner: Tensor  # [N] int64
+    loss_mask: Tensor  # [N] bool
+
+    def __getitem__(self, rows: Tensor | slice) -> StoredTokens:
+        return StoredTokens(**{name: values[rows] for name, values in vars(self).items()})
+
+    @staticmethod
+    def joined(parts: Sequence[StoredTokens]) -> StoredTokens:
+        """Concatenate parts."""
+        names = [field.name for field in fields(StoredTokens)]
+        return StoredTokens(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+class RolloutReader:
+    """Reader of labels of real rounds: the drafter reads each text once, with all drafts that branch off it."""
+
+    weighted = True
+
+    def __init__(self, drafter: FrozenDrafter, head: AcceptanceHeadConfig, depth: int):
+        """head: settings of the head that reads. depth: tokens of a draft."""
+        self.drafter, self.head, self.model = drafter, head, drafter.name
+        self.branches = drafter.branches(depth)
+
+    def read_rollouts(self, data: RolloutTokens) -> StoredTokens:
+        """Return states and labels of the labelled tokens, by the drafter's forward."""
+        head, mask = self.head, data.loss_mask
+        # [drafts, K] -> [N], labelled tokens only.
+        known = TokenConfidence(*(None if values is None else values[mask] for values in data.confidences))
+        ids = data.draft_ids[mask]
+        read = [FEATURES[name](known) for name in head.features]
+        return StoredTokens(
+            ids=ids,
+            hidden=self.states(data)[mask],
+            features=torch.stack(read, -1) if read else torch.empty(len(ids), 0),
+            log_q=known.log_q,
+            accept_prob=data.accept_prob[mask],
+            weight=data.weight[mask],
+            owner=data.owner[:, None].expand(mask.shape)[mask],
+            loss_mask=mask[mask],
+        )
+
+    def states(self, data: RolloutTokens) -> Tensor:
+        """Return the drafter's states [drafts, K, H] before each token, or after it."""
+        late, depth = self.head.state == "after", data.draft_ids.shape[1]
+        states, first = [], 0
+        for text, starts in zip(data.texts, data.starts, strict=True):
+            drafted = data.draft_ids[first : first + len(starts)]  # [S, K]
+            first += len(starts)
+            self.branches.open(text[: starts[-1]], self.drafter.features(text, starts[-1]))
+            # The last token need only be read for a head that reads states after the tokens.
+            read = self.branches.states(starts, drafted if late or depth == 1 else drafted[:, :-1])
+            states.append(read[:, 1:] if late else read[:, :depth])  # [S, K, H]
+        # Behind a block drafter's state stands its Markov head's. A copy: tensors of inference mode cannot be inputs of
+        # a graph.
+        return torch.cat(states)[..., : self.head.hidden_size].to(data.draft_ids.device).clone()
+
+    def store(self, samples: Samples, title: str) -> StoredTokens:
+        """Read the tokens of labelled answers, answer after answer. title: of the progress bar.
+
+        Raises:
+            InputError: no round reaches any token.
+        """
+        parts: list[StoredTokens] = []
+        with progress_bar(title, len(samples), "answers") as advance:
+            for index in range(len(samples)):
+                tokens = self.read_rollouts(collate_rollouts([samples.item(index, 0)]))
+                tokens = dataclasses.replace(tokens, owner=torch.full_like(tokens.ids, index))
+                parts.append(tokens[tokens.weight >= LEAST_WEIGHT])
+                advance(1)
+        tokens_of_all = StoredTokens.joined(parts)
+        if not len(tokens_of_all.ids):
+            raise InputError("data", "no drafted token that a round reaches", "labels of real rounds", "Make more.")
+        return tokens_of_all
+
+    def read(self, data: StoredTokens, with_log_q: bool = False) -> DraftedTokens:
+        """Return stored tokens with the embeddings that the head reads."""
+        embeds = None
+        if self.head.reads_token:
+            with torch.no_grad():
+                embeds = self.branches.embed(data.ids).to(data.ids.device)  # [N, H]
+        features = data.features if self.head.features else None
+        batch = AcceptanceBatch(data.hidden, data.accept_prob, data.loss_mask, data.weight, embeds, features)
+        return DraftedTokens(batch, data.owner, data.log_q if with_log_q else None)
+
+    def batches(self, tokens: StoredTokens) -> Iterator[AcceptanceBatch]:
+        """Yield stored tokens in their order, TOKENS_AT_ONCE at a time."""
+        for start in range(0, len(tokens.ids), TOKENS_AT_ONCE):
+            yield self.read(tokens[slice(start, start + TOKENS_AT_ONCE)]).batch
+
+
+class StoredDataset:
+    """Stored tokens as samples: blocks of tokens of all answers, shuffled once; or, for validation, whole answers."""
+
+    def __init__(self, tokens: StoredTokens, answers: Samples, seed: int | None):
+        """answers: that the tokens belong to. seed: of the blocks; None for whole answers."""
+        self.answers, self.manifest = answers, answers.dataset.manifest
+        if seed is None:
+            self.tokens = tokens
+            self.bounds = torch.bincount(tokens.owner, minlength=len(answers)).cumsum(0).tolist()
+        else:
+            # Shuffled once: the order of blocks changes every epoch.
+            order = torch.randperm(len(tokens.ids), generator=torch.Generator().manual_seed(seed))
+            self.tokens = tokens[order]
+            self.bounds = [*range(BLOCK, len(order), BLOCK), len(order)]
+        self.lengths = np.diff(self.bounds, prepend=0).tolist()
+        self.by_answer = seed is None
+
+    def item(self, index: int, epoch: int) -> Item:
+        start = self.bounds[index] - self.lengths[index]
+        return dict(vars(self.tokens[slice(start, self.bounds[index])]))
+
+    def name(self, index: int) -> str:
+        """Return the answer's name; of a block, that of its first token's answer."""
+        start = self.bounds[index] - self.lengths[index]
+        return self.answers.name(index if self.by_answer else int(self.tokens.owner[start]))
+
+    def answer_lengths(self, indices: Sequence[int]) -> np.ndarray:
+        """Return the tokens of every answer that drafts were made along."""
+        return self.answers.dataset.answer_lengths(self.answers.indices)
+
+
+def collate_stored(items: Sequence[Item]) -> StoredTokens:
+    """Concatenate samples; the owner of each token becomes its sample's place among them."""
+    counts = torch.tensor([len(item["ids"]) for item in items])
+    owner = torch.arange(len(items)).repeat_interleave(counts)
+    batch = StoredTokens.joined([StoredTokens(**item) for item in items])
+    return dataclasses.replace(batch, owner=owner)
+
+
+class LitAcceptance(LitHead):
+    """An acceptance head in training: weighted BCE, and its calibration. Batches hold what `reader` reads."""
+
+    head: AcceptanceHead
+    monitor, larger_is_better = "kl", False
+
+    def __init__(
+        self,
+        head: AcceptanceHead,
+        reader: MixedText | RolloutReader,
+        config: TrainConfig,
+    ):
+        super().__init__(head, config, frozen=reader.model)
+        self.reader = reader
+        # A head for real rounds starts as a logistic, which may stay the best.
+        self.validates_first = reader.weighted
+        self._rows: list[Tensor] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["calibration"] = list(self.head.config.calibration)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        scale, shift = checkpoint["calibration"]
+        self.head.config = dataclasses.replace(self.head.config, calibration=(scale, shift))
+
+    def provenance(self, data: HeadDataModule) -> Provenance:
+        manifest, drafter, init = data.train.dataset.manifest, self.reader.drafter, getattr(self.config, "init", None)
+        inputs = self.digests(data) | (starting_weights(init) if init is not None else {})
+        greedy = (manifest.sampling or {}).get("temperature") == 0
+        labels = {"labels": "rollout" if self.reader.weighted else "mix", "mode": "greedy" if greedy else "sampling"}
+        labels |= {"drafter": drafter.name}
+        return Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, labels)
+
+    def read(self, batch: MicroBatch, validating: bool = False) -> tuple[DraftedTokens, Tensor]:
+        tokens = self.reader.read(batch.data, with_log_q=validating)
+        return tokens, tokens.batch.hidden
+
+    def loss(self, inputs: DraftedTokens, step: TrainStep | None) -> LossOutput:
+        config = self.head.config
+        return acceptance_loss(predicted(self.head, inputs.batch), inputs.batch, config.w_acc, config.w_rej)
+
+    def flops(self, batch: MicroBatch) -> float:
+        config, reader = self.head.config, self.reader
+        if isinstance(reader, RolloutReader):
+            # The drafter has read all texts before the first step.
+            return acceptance_training(config, len(batch.data.ids))
+        return features_flops(reader.lm, batch.real_lengths) + acceptance_training(config, int(batch.tokens))
+
+    def on_validation_epoch_start(self) -> None:
+        self._rows = [torch.empty(0, 4 + self.reader.weighted, device=next(self.head.parameters()).device)]
+
+    def validation_step(self, micro_batch: MicroBatch, batch_idx: int) -> None:
+        """Keep raw logit, accept_prob, log_q and sample of each token, [N, 4]; and weight for readers with weights."""
+        with self.autocast():
+            inputs = self.read_validation(micro_batch)
+            batch, log_q = inputs.batch, inputs.log_q
+            keys = torch.tensor([key.index for key in micro_batch.keys], device=batch.accept_prob.device)
+            columns = [predicted(self.head, batch), batch.accept_prob, log_q, keys[inputs.row]]
+            columns += [batch.weight] if batch.weight is not None else []
+            self._rows.append(torch.stack([column.float() for column in columns], dim=1))
+
+    @torch.no_grad()
+    def validation_metrics(self) -> dict[str, float]:
+        """Return kl, brier, ece, auc and auc_q over the drafted tokens, by the probability that the loss weights imply.
+
+        loss is the weighted loss. Tokens of rollouts count by their weights. ece_platt is that of a
+        calibration by 2-fold cross-fitting over samples; the head keeps the fit to all of them.
+        """
+        head = self.head
+        rows, self._rows = self._rows, []
+        gathered = gather_rows(torch.cat(rows))
+        if not len(gathered):
+            raise InputError("val", "no drafted token", "validation samples with a response", "Hold out more samples.")
+        raw, accept_prob, log_q, sample, *weights = gathered.unbind(1)
+        weight = weights[0] if weights else None
+
+        # Metrics are those of the uncalibrated head.
+        plain = dataclasses.replace(head.config, calibration=(1.0, 0.0))
+        head.config = plain
+        logit = head.corrected(raw)
+        metrics = acceptance_metrics(logit, accept_prob, log_q, weight)
+        # Every gathered token counts.
+        everything = AcceptanceBatch(raw, accept_prob, torch.ones_like(raw, dtype=torch.bool), weight)
+        metrics["loss"] = float(acceptance_loss(raw, everything, plain.w_acc, plain.w_rej).loss)
+        metrics["ece_platt"] = cross_fitted_ece(head, raw, accept_prob, sample, weight)
+        head.config = dataclasses.replace(plain, calibration=fit_platt(logit, accept_prob, weight=weight))
+        return metrics
+
+
+def cross_fitted_ece(
+    trained: AcceptanceHead, raw: Tensor, accept_prob: Tensor, sample: Tensor, weight: Tensor | None
+) -> float:
+    """Return the ECE of the calibration, each half of the samples predicted by the fit to the other half."""
+    # The same weights, under settings that may change.
+    head = copy.copy(trained)
+    logit, calibrated = head.corrected(raw), torch.empty_like(raw)
+    for half in (0, 1):
+        mine = sample % 2 == half
+        # One sample: nothing to fit on.
+        if mine.all() or not mine.any():
+            return float("nan")
+        others = None if weight is None else weight[~mine]
+        fit = fit_platt(logit[~mine], accept_prob[~mine], weight=others)
+        head.config = dataclasses.replace(trained.config, calibration=fit)
+        calibrated[mine] = head.calibrated(raw[mine])
+    return float(expected_calibration_error(torch.sigmoid(calibrated.double()), accept_prob, weight=weight))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
-from draftsmith.train.data_module import SampleKey
+from draftsmith.train.data import SampleKey
 from draftsmith.train.metrics import gathered, sum_over_ranks
 
 # Samples that an error names.

@@ -12,7 +12,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,6 +24,9 @@ from draftsmith.modules.pretrained.files import CannotWrite, make_directory, pub
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
+from draftsmith.train.bad_steps import BadSteps
+from draftsmith.train.metrics import Means, rank
+from draftsmith.train.optimizers import TimeLimit
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
 SHAPE = {"files": {"*": {"sha256": str}}}
@@ -31,15 +35,45 @@ NAME = re.compile(r"step-(\d{8,})")
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
 
 
+@dataclass
+class TrainState:
+    """What a resumed training continues with beside weights and optimizer state.
+
+    means: losses that are yet to be logged. bad_steps: skipped ones. time_limit: plan of a training by the clock. best,
+    latest: metrics of the validation of best/, and of the last one. curve: step and metrics of each validation.
+    """
+
+    bad_steps: BadSteps
+    means: Means = field(default_factory=Means)
+    time_limit: TimeLimit | None = None
+    best: dict[str, float] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
+    curve: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks together; all of them must call it."""
+        plain = {"best": self.best, "latest": self.latest, "curve": self.curve}
+        parts = {"means": self.means.state(), "bad_steps": self.bad_steps.state()}
+        return plain | parts | ({} if self.time_limit is None else {"time_limit": self.time_limit.state()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if rank() == 0:
+            self.means.load(state["means"])
+        self.bad_steps.load(state["bad_steps"])
+        self.best, self.latest, self.curve = (state[name] for name in ("best", "latest", "curve"))
+        if self.time_limit is not None:
+            self.time_limit.load(state["time_limit"])
+
+
 class Checkpoints(CheckpointIO):
     """Checkpoint plugin for Lightning.
 
-    keep: newest checkpoints that are kept. about: further entries of the manifest. accumulate: parts of a step in this
-    run. failure: error of the last save, or empty; set on the rank that writes.
+    keep: newest checkpoints that are kept. about: further entries of the manifest. failure: error of the last save, or
+    empty; set on the rank that writes.
     """
 
-    def __init__(self, keep: int, about: dict[str, Any], accumulate: int):
-        self.keep, self.about, self.accumulate = keep, about, accumulate
+    def __init__(self, keep: int, about: dict[str, Any]):
+        self.keep, self.about = keep, about
         self.failure = ""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -73,14 +107,7 @@ class Checkpoints(CheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors and plain values only, no code (weights_only), mapped until they are copied."""
-        checkpoint = torch.load(Path(path) / STATE, map_location="cpu", weights_only=True, mmap=True)
-        # Lightning counts parts; the run that wrote the checkpoint may have had another number of them in a step.
-        parts = checkpoint["global_step"] * self.accumulate
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counts in (progress["total"], progress["current"]):
-            # Checkpoints are taken in the callbacks of a step's last part, which is not completed then.
-            counts |= {"ready": parts, "started": parts, "processed": parts, "completed": parts - 1}
-        return checkpoint
+        return torch.load(Path(path) / STATE, map_location="cpu", weights_only=True, mmap=True)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, renamed first so that a half-deleted one never looks like a damaged one."""

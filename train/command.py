@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
-from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.store.writer import writing_alone
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.llama import OuterLM
-from draftsmith.train.acceptance import TrainAcceptanceConfig, with_defaults
-from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.metrics import is_first_process
-from draftsmith.train.plan import announce
+from draftsmith.train import plan
+from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
+from draftsmith.train.metrics import rank
 from draftsmith.train.prepare import TrainedConfig, prepare, with_shape
-from draftsmith.train.strategies import settled
+from draftsmith.train.strategies import resolve_precision
 
 if TYPE_CHECKING:
-    from draftsmith.train.fit import PreparedTraining
+    from draftsmith.train.data import HeadDataModule
+    from draftsmith.train.module import LitHead
 
 # Validation texts that a diagnosis reads, which takes seconds.
 DIAGNOSED = 64
@@ -30,45 +30,52 @@ DIAGNOSED = 64
 LEAST_STEPS = 20
 
 
-@sole_writer(shared=True)
-def run(config: TrainedConfig) -> Path:
-    """Train a head and return its directory, output/best.
+def run(config: TrainedConfig) -> Path | None:
+    """Train a head and return its directory, output/best; with --plan print what that takes.
 
     Raises:
         InputError: the data does not fit the models, is damaged or empty, the output is taken, or the disk cannot hold
             what the training writes.
     """
-    # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.fit import finished, fit
-    from draftsmith.train.loggers import wandb_client
-
     since = time.monotonic()
     set_threads(config.num_threads)
+    if isinstance(config, TrainDrafterConfig):
+        config = resolve_precision(with_shape(config))
+        if config.plan:
+            plan.show(config)
+            return None
+    with writing_alone(config.output, shared=True):
+        return train(config, since)
+
+
+def train(config: TrainedConfig, since: float) -> Path:
+    """Train a head in its output directory, which this process holds."""
+    # Lightning takes seconds to import, and --help needs none of it.
+    from draftsmith.train.acceptance import with_defaults
+    from draftsmith.train.fit import finished, fit
+    from draftsmith.train.tracking import check_loggers
+
     if isinstance(config, TrainAcceptanceConfig):
-        config = with_defaults(config)
-    else:
-        config = with_shape(config)
-    config = settled(config)
+        config = resolve_precision(with_defaults(config))
     done = finished(config)
     if done is not None:
         return done
     # Its errors come before anything is loaded.
-    wandb_client(config)
+    check_loggers(config)
     if isinstance(config, TrainDrafterConfig):
-        announce(config)
+        plan.check_space(config)
     with ExitStack() as clients:
-        training = prepare(config, clients)
-        best = fit(training, since)
-    if isinstance(config, TrainDrafterConfig) and not config.drafter.is_model and is_first_process():
-        explain(best, config, training)
+        module, data = prepare(config, clients)
+        best = fit(module, data, since=since)
+    if isinstance(config, TrainDrafterConfig) and not config.drafter.is_model and rank() == 0:
+        explain(best, config, module, data)
     return best
 
 
-def explain(best: Path, config: TrainDrafterConfig, training: PreparedTraining) -> None:
+def explain(best: Path, config: TrainDrafterConfig, module: LitHead, data: HeadDataModule) -> None:
     """Warn if the trained head's metrics are bad, with a diagnosis on some validation samples."""
-    from draftsmith.train.lit_drafter import LitDrafter
+    from draftsmith.train.module import LitDrafter
 
-    module = training.module
     assert isinstance(module, LitDrafter)
     warning = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
     if not warning:
@@ -78,7 +85,7 @@ def explain(best: Path, config: TrainDrafterConfig, training: PreparedTraining) 
         warning += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
     else:
         # Whole texts: an answer in a piece of one has lost its context.
-        val = training.data.val
+        val = data.val
         texts = itertools.islice(val.dataset.whole_texts(val.indices), DIAGNOSED)
         rows = [{"input_ids": ids.tolist(), "loss_mask": mask.tolist()} for ids, mask in texts]
         warning += f"\n{diagnose(best, module.target, config.target, rows, val.dataset.manifest)}"

@@ -12,13 +12,29 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 from draftsmith.data.settings import RemoteCode
 from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.data.store.manifest import volatile
+from draftsmith.modules.acceptance.head import Feature, State
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.types import InputError
 
-Tracker = Literal["csv", "wandb", "tensorboard"]
-TRACKERS = get_args(Tracker)
+Logger = Literal["csv", "wandb", "wandb-offline", "tensorboard"]
+LOGGERS = get_args(Logger)
 MOST = 2**31 - 1
+# Smallest value of the options that are numbers, and the first that is too large. Those of a head are in its Settings.
+POSITIVE = math.ulp(0.0)
+RANGES = {
+    **dict.fromkeys(("max_steps", "tokens_per_batch", "max_length", "num_workers", "num_threads"), (0, MOST + 1)),
+    **dict.fromkeys(("val_every", "save_every", "max_bad_steps", "tau_every", "tau_prompts"), (0, MOST + 1)),
+    **dict.fromkeys(("plan_ranks", "num_blocks", "width"), (0, MOST + 1)),
+    **dict.fromkeys(("epochs", "batch_size", "accumulate", "devices", "log_every", "keep"), (1, MOST + 1)),
+    **dict.fromkeys(("tau_k", "tau_max_new_tokens"), (1, MOST + 1)),
+    **dict.fromkeys(("clip", "weight_decay", "minutes", "feature_window"), (0, math.inf)),
+    **dict.fromkeys(("val_share", "warmup_share", "min_lr_share", "betas", "mix"), (0, 1)),
+    **dict.fromkeys(("lr", "w_acc", "w_rej"), (POSITIVE, math.inf)),
+    "plan_samples": (2, MOST + 1),
+    "plan_length": (4, MOST + 1),
+    "seed": (0, 2**63),
+}
 # Shorter pieces of a sequence have too little context.
 MIN_LENGTH = 16
 Strategy = Literal[
@@ -30,6 +46,18 @@ Strategy = Literal[
     "deepspeed_stage_2_offload",
     "deepspeed_stage_3_offload",
 ]
+
+
+def check_ranges(config: Any) -> None:
+    """Raise InputError if an option of a config is outside of RANGES; None is not checked."""
+    for name, (least, bound) in RANGES.items():
+        values = getattr(config, name, None)
+        for value in values if isinstance(values, tuple) else (values,):
+            # Written so that NaN fails too.
+            if value is not None and not least <= value < bound:
+                low = "above 0" if least == POSITIVE else f"{least} or more"
+                high = f", below {bound:,}" if bound < math.inf else ", finite"
+                raise InputError(name, value, low + high, "Change it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +155,8 @@ class Tracking:
         log_every: Optimiser steps between logged losses.
         save_every: Optimiser steps between checkpoints, from which the same command continues; 0 saves at validations.
         keep: Checkpoints to keep, the newest ones.
-        track: Loggers: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
-        wandb: Weights & Biases; auto goes online when a key is found, and is off without one or WANDB_MODE.
+        log: Loggers: csv (always written), tensorboard, wandb (Weights & Biases, if `wandb login` has left a key),
+            wandb-offline (into files, for `wandb sync`).
         project: Weights & Biases project.
         group: Weights & Biases group: the study or sweep that the run belongs to.
         license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
@@ -147,8 +175,7 @@ class Tracking:
     log_every: int = volatile(20)
     save_every: int = volatile(0)
     keep: int = volatile(2)
-    track: tuple[Tracker, ...] = volatile(("csv", "wandb"))
-    wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
+    log: tuple[Logger, ...] = volatile(("csv", "wandb"))
     project: str = volatile("draftsmith")
     group: str | None = volatile(None)
     license: str = volatile("")
@@ -179,14 +206,10 @@ class TrainConfig(Optimisation, Hardware, Tracking, RemoteCode):
     trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.track) - set(TRACKERS))
+        unknown = sorted(set(self.log) - set(LOGGERS))
         if unknown:
-            raise InputError("track", ", ".join(unknown), f"some of {', '.join(TRACKERS)}", "Change it.")
-        self.check_least(1, "epochs", "batch_size", "accumulate", "devices", "log_every", "keep")
-        self.check_least(0, "max_steps", "tokens_per_batch", "max_length", "num_workers", "num_threads", "val_every")
-        self.check_least(0, "save_every", "clip", "weight_decay", "max_bad_steps")
-        if not 0 <= self.minutes < math.inf:
-            raise InputError("minutes", self.minutes, "0 or a positive number", "Change it.")
+            raise InputError("log", ", ".join(unknown), f"some of {', '.join(LOGGERS)}", "Change it.")
+        check_ranges(self)
         for name in ("max_steps", "epochs") if self.minutes else ():
             given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if given != default:
@@ -194,30 +217,14 @@ class TrainConfig(Optimisation, Hardware, Tracking, RemoteCode):
                 raise InputError("minutes", f"{self.minutes:g} with {name} {given}", "one of the two", remedy)
         if 0 < self.max_length < MIN_LENGTH:
             raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
-        for name in ("val_share", "warmup_share", "min_lr_share"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "a share in [0, 1)", "Change it.")
-        if not 0 < self.lr < math.inf:
-            raise InputError("lr", self.lr, "a positive number", "Change it.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError("betas", list(self.betas), "two numbers in [0, 1)", "Change them.")
-        if not 0 <= self.seed < 2**63:
-            raise InputError("seed", self.seed, "an integer from 0 to 2^63 - 1", "Change it.")
+        if len(self.betas) != 2:
+            raise InputError("betas", list(self.betas), "two numbers", "Change them.")
 
     def num_steps(self, per_epoch: int) -> int:
         """Return the number of steps, of which an epoch has `per_epoch`; MOST if the clock decides."""
         if self.minutes:
             return MOST
         return self.max_steps or self.epochs * per_epoch
-
-    def check_least(self, least: int, *names: str) -> None:
-        """Raise InputError if one of these options is out of range; None is not checked."""
-        for name in names:
-            value = getattr(self, name)
-            # Written so that NaN fails too.
-            if value is not None and not least <= value <= MOST:
-                expected = f"{least} or more" if not value >= least else f"at most {MOST:,}"
-                raise InputError(name, value, expected, "Change it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +252,27 @@ class Decoding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainDrafterConfig(Decoding, TrainConfig):
+class Planning:
+    """Options of planning a training.
+
+    Attributes:
+        plan: Print what the training takes (memory by part and strategy, disk, steps, FLOPs), and train nothing.
+        plan_ranks: Ranks to plan for, on all machines; 0 takes what a launcher has set, or --devices.
+        plan_samples: Samples to assume if the data does not exist yet.
+        plan_length: Tokens of each of these samples.
+    """
+
+    help_group: ClassVar[str] = "Planning"
+    help_rarely: ClassVar[tuple[str, ...]] = ("plan_ranks", "plan_samples", "plan_length")
+
+    plan: bool = volatile(False)
+    plan_ranks: int = volatile(0)
+    plan_samples: int = volatile(60_000)
+    plan_length: int = volatile(512)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDrafterConfig(Planning, Decoding, TrainConfig):
     """`data` is the output of `data responses` or `data prompts --supervised`, which the target reads in the training
     process; or of `data features`, with its states.
 
@@ -290,10 +317,6 @@ class TrainDrafterConfig(Decoding, TrainConfig):
         if self.features == "vllm" and (self.device_map or self.num_workers):
             found = f"vllm with device_map {self.device_map}, num_workers {self.num_workers}"
             raise InputError("features", found, "neither: no target is here, and one process reads", "Leave them out.")
-        if not 0 <= self.feature_window < math.inf:
-            raise InputError("feature_window", self.feature_window, "0 or a positive number of GB", "Change it.")
-        self.check_least(0, "tau_every", "tau_prompts")
-        self.check_least(1, "tau_k", "tau_max_new_tokens")
 
     @property
     def drafter(self) -> type[DraftHead]:
@@ -332,3 +355,43 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
         frozen=True,
         kw_only=True,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainAcceptanceConfig(TrainConfig):
+    """Train an acceptance head on the labels of `data acceptance`. On labels of mixed text (--labels mix) it is
+    SpecDec++'s head with the paper's settings for 7B drafts. On labels of real rounds (--labels rollout) it reads the
+    state before the token, the token and the draft's confidence, is initialised as the logistic of its features, and
+    batch_size counts blocks of 64 tokens. A 128-wide draft wants lr 1e-3.
+
+    Attributes:
+        draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
+        target: The target model, if the draft is a head: it makes what the head reads.
+        target_features: Directory that `data features` wrote of the labelled responses, if the draft is a head: then
+            only the target's embeddings are loaded.
+        init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks and inputs;
+            the loss weights are those given here.
+        num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
+        tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
+        state: Hidden state that the head reads: after the token (SpecDec++); or before it, with the token's embedding.
+            Default: after, for rollouts before.
+        features: Numbers of the draft's distribution and of repetitions that it reads too; [] for none. Default: none,
+            for rollouts log_q, logit_q, depth and repeat, and temperature if the labels have several.
+        width: Width of the hidden layers, 0 for the drafter's. Default: 0, for rollouts 128, or as in init.
+        w_acc: Loss weight of accepted tokens.
+        w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
+        mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
+    """
+
+    draft: str
+    target: str | None = None
+    target_features: Path | None = volatile(None)
+    init: Path | None = volatile(None)
+    num_blocks: int | None = None
+    tied: bool | None = None
+    state: State | None = None
+    features: tuple[Feature, ...] | None = None
+    width: int | None = None
+    w_acc: float = 1.0
+    w_rej: float | None = None
+    mix: float | None = None

@@ -43,13 +43,9 @@ class ZeroPrecision(DeepSpeedPrecision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         # DeepSpeed skips a step by itself if the ranks' finite gradients have an infinite sum.
-        if model.ends_step and not model.skips_step and getattr(model.trainer.model.optimizer, "overflow", False):
-            model.bad_steps.add_step(model.sample_name, everything=True)
+        if not model.skips_step and getattr(model.trainer.model.optimizer, "overflow", False):
+            model.state.bad_steps.add_step(model.sample_name, everything=True)
         return result
-
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # Lightning has divided the loss by the accumulated parts; DeepSpeed would do so again.
-        model.trainer.model.backward(tensor, scale_wrt_gas=False)
 
 
 class ZeroStrategy(DeepSpeedStrategy):
@@ -141,6 +137,22 @@ class ZeroStrategy(DeepSpeedStrategy):
         _skip_bad_steps(zero.optimizer, lambda: module.skips_step)
         return engine, zero
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients within this context, and exchange them at the first backward outside of it."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+            # The engine counts parts by its own forwards, and a step is one of them.
+            self.deepspeed_engine.optimizer.clear_backward_seen_flag()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module without the engine: `whole_head` has put a head in it that the engine does not know."""
+        assert self.lightning_module is not None
+        return self.lightning_module.validation_step(*args, **kwargs)
+
     def _flat_parts(self, zero: Any) -> list[Tensor]:
         """Return this rank's partitions, which the optimizer steps."""
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
@@ -206,14 +218,14 @@ class ZeroStrategy(DeepSpeedStrategy):
 
 @contextmanager
 def whole_head(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[nn.Module]:
-    """Give `module.head` all of its weights on every rank, so that ranks may call it unequally often. All ranks must
-    enter together.
+    """Gather ZeRO-3 weights into a full copy, so that ranks may call the head a different number of times. All ranks
+    must enter together.
 
     At stage 3 the head is a copy; changes of its config (a fitted calibration) are copied back.
     """
     strategy, head = trainer.strategy, module.head
     assert isinstance(head, nn.Module)
-    if not (isinstance(strategy, ZeroStrategy) and strategy.stage == 3):
+    if not (isinstance(strategy, ZeroStrategy) and any(hasattr(p, "ds_id") for p in head.parameters())):
         yield head
         return
     devices = [strategy.root_device] if strategy.root_device.type == "cuda" else []

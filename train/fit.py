@@ -11,70 +11,63 @@ import logging
 import shlex
 import signal
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import yaml
 from torch import nn
 
 from draftsmith.data.console import print_text
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.store.manifest import decisive, resolved
+from draftsmith.data.store.writer import writing_alone
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.heads import head_fields, made_with, save_head
 from draftsmith.modules.pretrained.provenance import differences, flatten
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
-from draftsmith.train.callbacks import BetweenSteps, SaveHead
+from draftsmith.train.callbacks import (
+    Progress,
+    Save,
+    SaveHead,
+    StopOnSignal,
+    Validate,
+    exit_code,
+    judge,
+    mismatch,
+)
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule
-from draftsmith.train.lit_head import LitHead
-from draftsmith.train.loggers import make_loggers
-from draftsmith.train.metrics import is_first_process, say_on_rank_zero
-from draftsmith.train.signals import StopOnSignal, exit_code
+from draftsmith.train.data import HeadDataModule
+from draftsmith.train.metrics import rank, say_on_rank_zero
+from draftsmith.train.module import IN_PYTHON, LitHead, Provenance
+from draftsmith.train.optimizers import TimeLimit
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
-from draftsmith.train.tau import TauProbe
-from draftsmith.train.telemetry import Telemetry
-from draftsmith.train.time_limit import TimeLimit
-from draftsmith.train.verdict import mismatch
+from draftsmith.train.tracking import make_loggers
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Models and data that a head is made from.
-
-    job: kind of the head. inputs: name -> digest of each artefact. read_model: identity of the model whose hidden
-    states the head reads. models: identities of all models concerned. sampling: of the answers, or that labels hold
-    for, if it is known; labels: their kind, as in the head's config.json. of_target: see `DraftHead`.
-    """
-
-    job: str
-    inputs: dict[str, str]
-    read_model: dict[str, str]
-    models: dict[str, Any]
-    sampling: dict[str, Any] | None = None
-    labels: dict[str, str] = field(default_factory=dict)
-    of_target: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PreparedTraining:
-    """A training that has not begun: its module and data, and what is recorded of it. probe: measures tau."""
-
-    module: LitHead
-    data: HeadDataModule
-    config: TrainConfig
-    provenance: Provenance
-    probe: TauProbe | None = None
+# Flags of Lightning's Trainer that an option decides.
+OPTION_OF_FLAG = {
+    "accelerator": "accelerator",
+    "accumulate_grad_batches": "accumulate",
+    "check_val_every_n_epoch": "val_every",
+    "default_root_dir": "output",
+    "devices": "devices",
+    "gradient_clip_val": "clip",
+    "log_every_n_steps": "log_every",
+    "max_epochs": "epochs",
+    "max_steps": "max_steps",
+    "max_time": "minutes",
+    "num_nodes": "devices (or a launcher)",
+    "plugins": "strategy",
+    "precision": "precision",
+    "strategy": "strategy",
+    "val_check_interval": "val_every",
+}
 
 
 def finished(config: TrainConfig) -> Path | None:
@@ -94,17 +87,44 @@ def finished(config: TrainConfig) -> Path | None:
     return config.output / "best"
 
 
-def fit(training: PreparedTraining, since: float | None = None) -> Path:
-    """Train, or resume a training, and return best/.
+def fit(
+    module: LitHead,
+    data: HeadDataModule,
+    callbacks: Sequence[pl.Callback] = (),
+    *,
+    since: float | None = None,
+    **trainer_flags: Any,
+) -> Path:
+    """Train a head, or resume its training, in `module.config.output`, and return best/.
 
-    since: value of `time.monotonic` from which --minutes count; None: now.
+    callbacks, trainer_flags: callbacks and flags of Lightning's Trainer, beside ours; a logger is added to ours. since:
+    value of `time.monotonic` from which --minutes count; None: now.
 
     Raises:
-        InputError: the run to be resumed was begun with other settings or data, or the disk took no head.
+        InputError: the run to be resumed was begun with other settings or data, or the disk took no head; or an option
+            of `draftsmith.settings` takes the place of a flag.
         SystemExit: 130 after Ctrl-C and 143 after SIGTERM, as a shell reports them; everything is saved by then. After
-            SIGUSR1 0 if SLURM starts the job again (train/signals.py), else 138.
+            SIGUSR1 0 if SLURM starts the job again (`exit_code`), else 138.
     """
-    module, data, config, provenance = training.module, training.data, training.config, training.provenance
+    config = module.config
+    for name in OPTION_OF_FLAG.keys() & trainer_flags.keys():
+        remedy = f"Leave it out, and pass {OPTION_OF_FLAG[name]} to draftsmith.settings."
+        raise InputError(name, trainer_flags[name], "an option in its place", remedy)
+    if config.output == Path(IN_PYTHON):
+        raise InputError("output", "none", "a directory for the run", "Pass output to draftsmith.settings.")
+    with writing_alone(config.output, shared=True):
+        return finished(config) or _fit(module, data, callbacks, since, trainer_flags)
+
+
+def _fit(
+    module: LitHead,
+    data: HeadDataModule,
+    callbacks: Sequence[pl.Callback],
+    since: float | None,
+    flags: dict[str, Any],
+) -> Path:
+    config, provenance = module.config, module.provenance(data)
+    module.probe = module.tau_probe(data)
     state = {
         "config": decisive(config),
         "inputs": provenance.inputs,
@@ -117,38 +137,39 @@ def fit(training: PreparedTraining, since: float | None = None) -> Path:
     checkpoint = newest_intact(config.output / FOLDER, say_on_rank_zero)
     step = step_of(checkpoint)
     supervision = Supervision.of(data.train.dataset.answer_lengths(data.train.indices))
-    say_on_rank_zero(f"data: {supervision.text()}")
-    if warning := supervision.warning():
-        say_on_rank_zero(warning)
+    say_on_rank_zero("\n".join(filter(None, (f"data: {supervision.text()}", supervision.warning()))))
     make_directory(config.output)
-    if is_first_process() and not begun:
+    if rank() == 0 and not begun:
         text = yaml.safe_dump(resolved(config), sort_keys=False)
         write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
         write_json(config.output / STARTED, flatten(state))
 
     # Callbacks and loggers.
-    checkpoints = Checkpoints(
-        config.keep, {"world_size": world_size(config), "strategy": config.strategy}, config.accumulate
-    )
+    checkpoints = Checkpoints(config.keep, {"world_size": world_size(config), "strategy": config.strategy})
     val_every = config.val_every or data.order.steps_per_epoch
     versions = made_with()
     save_head = _head_saver(config, provenance, data, dataclasses.asdict(supervision), versions)
-    between = BetweenSteps(config, val_every, save_head, checkpoints, training.probe)
+    save = Save(config, save_head, checkpoints)
     made_from = {name: value for name, value in dataclasses.asdict(provenance).items() if name != "job"}
     loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, made_from | versions)
+    given = flags.pop("logger", None) or []
     if step:
-        say_on_rank_zero(f"resuming at step {step}" + ("" if config.minutes else f" of {module.total_steps}"))
+        of_all = "" if config.minutes else f" of {data.total_steps}"
+        say_on_rank_zero(f"resuming at step {step}{of_all}")
 
     if config.minutes:
-        module.time_limit = TimeLimit(config.minutes, since)
+        module.state.time_limit = TimeLimit(config.minutes, since)
     with quiet(), tensor_cores(config):
         arguments = trainer_arguments(config)
         arguments["plugins"].append(checkpoints)
+        if module.validates_first:
+            arguments["num_sanity_val_steps"] = -1
         trainer = pl.Trainer(
-            **arguments,
+            **(arguments | flags),
             max_steps=data.total_steps,
-            logger=loggers,
-            callbacks=[between.telemetry, between, StopOnSignal()],
+            val_check_interval=val_every,
+            logger=[*loggers, *(given if isinstance(given, list) else [given])],
+            callbacks=[StopOnSignal(), Validate(val_every), Progress(config), save, *callbacks],
             default_root_dir=config.output,
         )
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
@@ -156,26 +177,25 @@ def fit(training: PreparedTraining, since: float | None = None) -> Path:
 
     # An interrupted run says how to resume it.
     interrupted = module.signal_agreed or module.signal_received
-    if trainer.global_step < module.total_steps:
-        assert interrupted, f"stopped at step {trainer.global_step} of {module.total_steps} without a signal"
+    if interrupted and trainer.global_step < module.total_steps:
         command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED)]
-        saved = f"saved step {between.saved_step}" if between.saved_step else "nothing was saved"
+        saved = f"saved step {save.saved_step}" if save.saved_step else "nothing was saved"
         say_on_rank_zero(f"{signal.Signals(interrupted).name}: {saved}. Resume with: {shlex.join(command)}")
         raise SystemExit(exit_code(interrupted))
-    if between.unsaved:
-        found = f"no room for the trained head ({between.unsaved})"
-        remedy = f"Free some space, then run the same command: step {between.saved_step} is saved."
+    if save.unsaved:
+        found = f"no room for the trained head ({save.unsaved})"
+        remedy = f"Free some space, then run the same command: step {save.saved_step} is saved."
         raise InputError("output", found, "room for best/, last/ and a checkpoint", remedy)
 
     # The run is complete.
-    if is_first_process():
-        said = between.verdict(module)
-        result = {"steps": module.total_steps, "best": between.best, "last": between.latest, "verdict": said}
+    best, latest, verdict = module.state.best, module.state.latest, judge(module)
+    if rank() == 0:
+        result = {"steps": trainer.global_step, "best": best, "last": latest, "verdict": verdict}
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")
-    if is_first_process():
-        print_text(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
-        for line in filter(None, (said, mismatch(between.latest))):
+    if rank() == 0:
+        print_text(f"{provenance.job} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
+        for line in filter(None, (verdict, mismatch(latest))):
             print_text(line)
     # A signal in the last step: the training is complete, but nothing more was wanted.
     if interrupted in {signal.SIGINT, signal.SIGTERM}:
@@ -191,8 +211,9 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # On any machine with SLURM it asks for srun; our processes are started by `draftsmith launch`.
         warnings.filterwarnings("ignore", message="The `srun` command is available")
-        # A LitDrafter has hooks for a plain Trainer, which ours does not call.
-        warnings.filterwarnings("ignore", message="You defined a `validation_step`|You have overridden `transfer_batch")
+        # Metrics are those of all ranks already.
+        harmless = "It is recommended to use `self.log|You have overridden `transfer_batch"
+        warnings.filterwarnings("ignore", message=harmless)
         # torch's pytrees, and collectives that DeepSpeed calls by their old names.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
         yield
@@ -243,29 +264,3 @@ def _head_saver(
         save_head(config.output / name, head, manifest, card)
 
     return save
-
-
-def timed_steps(
-    module: LitHead, data: HeadDataModule, config: TrainConfig, folder: Path, warm_up: int
-) -> dict[str, float]:
-    """Train all steps without saving; return `Telemetry.take` of those after `warm_up`, with FLOP/s as mfu."""
-    # With a peak of 1 the utilisation is FLOP/s.
-    telemetry, numbers = Telemetry(peak=1.0), dict[str, float]()
-
-    class Timing(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
-            if batch.last and trainer.global_step in (warm_up, module.total_steps):
-                if pl_module.device.type == "cuda":
-                    torch.cuda.synchronize(pl_module.device)
-                numbers.update(telemetry.take(pl_module.device))
-
-    with quiet(), tensor_cores(config):
-        trainer = pl.Trainer(
-            **trainer_arguments(config),
-            max_steps=module.total_steps,
-            logger=False,
-            callbacks=[telemetry, Timing()],
-            default_root_dir=folder,
-        )
-        trainer.fit(module, datamodule=data)
-    return numbers

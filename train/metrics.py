@@ -21,18 +21,17 @@ def num_ranks() -> int:
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def is_first_process() -> bool:
-    """Check for rank 0; before the process group exists, by what the launcher has set."""
+    """Return this process's rank; before the process group exists, by what the launcher has set."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
     here = place()
-    return rank() == 0 if num_ranks() > 1 else here.rank == here.local_rank == 0
+    # Lightning's own subprocesses have only a local rank.
+    return here.rank or here.local_rank
 
 
 def say_on_rank_zero(text: str) -> None:
     """Print a line to stderr from one process only, also before the process group exists."""
-    if is_first_process():
+    if rank() == 0:
         log_note(text)
 
 

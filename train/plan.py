@@ -1,4 +1,4 @@
-"""`draftsmith plan`: memory, disk, steps and FLOPs of a drafter's training before it runs.
+"""`draftsmith train KIND --plan`: memory, disk, steps and FLOPs of a drafter's training before it runs.
 
 Parameters come from config.json: modules are built on torch's meta device and no weights are read. Documents come from
 the artefact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
@@ -8,10 +8,8 @@ gradients and optimizer state out over the ranks. Activations are estimated from
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,25 +17,22 @@ import torch
 from torch import nn
 
 from draftsmith.data.console import Column, Table, add_result, print_facts, print_table
-from draftsmith.data.engines.own import set_threads
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import cut_lengths, open_dataset
 from draftsmith.data.store.feature_codec import FeatureDtype
-from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
+from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.pretrained.files import check_disk
-from draftsmith.modules.pretrained.hub import model_directory, read_config
+from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import DTYPES, target_shape
-from draftsmith.modules.types import InputError
-from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
-from draftsmith.train.metrics import say_on_rank_zero
+from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig
 from draftsmith.train.optimizers import hidden_matrices
-from draftsmith.train.prepare import head_config, with_shape
-from draftsmith.train.strategies import device_kind, model_dtype, process_memory, settled, world_size
+from draftsmith.train.prepare import head_config
+from draftsmith.train.strategies import device_kind, model_dtype, process_memory, world_size
 
 FLOAT32 = 4
 # The largest part is looked for in this many steps of the first epoch.
@@ -52,8 +47,6 @@ CHUNK_TENSORS = 4
 FROZEN_WIDTHS = 8
 # Ids, places, masks of a token.
 BATCH_BYTES = 32
-# Share of the peak FLOP/s that server and head reach, and of a GPU's memory that weights may take, cache beside them.
-ASSUMED_MFU, USED_MEMORY = 0.4, 0.8
 # Layouts that the table compares: strategy -> column title.
 LAYOUTS = {
     "one process": "alone",
@@ -66,56 +59,6 @@ LAYOUTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of planning, beside those of the training.
-
-    Attributes:
-        data: The artefact to train on; its size is assumed if it does not exist yet.
-        output: Where the training would write.
-        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
-        assume_samples: Samples, if the artefact does not exist yet.
-        assume_length: Tokens of each of these samples.
-        gpu: GPU of the server and of the head, for --features vllm: a name in modules/flops.py.
-        gpu_gb: Its memory, in GB.
-        server_gpus: GPUs of the server; 0 takes the fewest whose memory holds the target.
-    """
-
-    data: Path = volatile(Path("runs/data"))
-    output: Path = volatile(Path("runs/heads"))
-    world: int = volatile(0)
-    assume_samples: int = volatile(60_000)
-    assume_length: int = volatile(512)
-    gpu: str = volatile("H100")
-    gpu_gb: float = volatile(80.0)
-    server_gpus: int = volatile(0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]  # of the training that it is mixed into
-        config: Any = self
-        config.check_least(0, "world", "server_gpus")
-        config.check_least(2, "assume_samples")
-        config.check_least(4, "assume_length")
-        if not self.gpu_gb > 0:
-            raise InputError("gpu_gb", self.gpu_gb, "a positive number", "Change it.")
-        if self.gpu not in flops.PEAK_TFLOPS:
-            raise InputError("gpu", self.gpu, ", ".join(flops.PEAK_TFLOPS), "Name one of these.")
-
-
-@functools.cache
-def plan_config(kind: str) -> type[TrainDrafterConfig]:
-    """Return the config class of `plan KIND`: the options of `train KIND` and `PlanOptions`."""
-    about = f"Plan `train {kind}`: memory by part and strategy, disk, steps, FLOPs."
-    return dataclasses.make_dataclass(
-        f"Plan{kind.title()}Config",
-        [],
-        bases=(PlanOptions, drafter_config(kind)),
-        namespace={"__doc__": about, "__module__": __name__},
-        frozen=True,
-        kw_only=True,
-    )
-
-
 @dataclass(frozen=True)
 class TrainingDocuments:
     """Tokens of each training sample, the share of them that the loss counts, and where these numbers come from."""
@@ -125,16 +68,13 @@ class TrainingDocuments:
     source: str
 
 
-def training_documents(
-    config: TrainConfig, context: int, lookahead: int, samples: int = 0, length: int = 0
-) -> TrainingDocuments:
-    """Read the lengths of the training samples: split at the context, without held-out ones.
-
-    samples, length: assumed if the artefact does not exist.
-    """
-    from draftsmith.train.data_module import held_out, train_and_val
+def training_documents(config: TrainDrafterConfig, context: int, lookahead: int) -> TrainingDocuments:
+    """Read the lengths of the training samples: split at the context, without held-out ones. Assume them if the
+    artefact does not exist."""
+    from draftsmith.train.data import held_out, train_and_val
 
     if not (config.data / MANIFEST).exists():
+        samples, length = config.plan_samples, config.plan_length
         count = samples if config.val is not None else len(held_out(samples, config.val_share)[0])
         limit = min(config.max_length or context, context)
         _, _, lengths = cut_lengths(np.full(count, length), limit, lookahead)
@@ -178,35 +118,62 @@ class TrainingPlan:
         return self.memories[self.strategy]["peak"]
 
 
-def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> TrainingPlan:
-    """Plan a training.
+def meta_head(config: TrainDrafterConfig, target: LlamaConfig) -> DraftHead:
+    """Build the head of a training without weights."""
+    with torch.device("meta"):
+        head = config.drafter(head_config(config, target))
+    head.freeze(config)
+    return head
 
-    world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as in `training_documents`.
+
+def saved_bytes(config: TrainConfig, head: DraftHead) -> tuple[int, int, int]:
+    """Return the bytes of the trained weights, of a checkpoint, and the most that a training has on the disk."""
+    trained = [p for p in head.parameters() if p.requires_grad]
+    weights = FLOAT32 * sum(p.numel() for p in trained)
+    # Muon keeps one average of a matrix, AdamW two of everything.
+    vocab_size = getattr(head.config, "vocab_size", None)
+    matrices = hidden_matrices(head, vocab_size) if config.optimizer == "muon" else set()
+    checkpoint = 3 * weights - FLOAT32 * sum(p.numel() for p in trained if p in matrices)
+    # `keep` checkpoints and the one being written; best/, last/ and the one that replaces either.
+    return weights, checkpoint, (config.keep + 1) * checkpoint + 3 * weights
+
+
+def check_space(config: TrainDrafterConfig) -> None:
+    """Check, before any weights are read, that the disk can hold what a training saves.
+
+    Raises:
+        InputError: it cannot.
+    """
+    _, checkpoint, needed = saved_bytes(config, meta_head(config, target_shape(config.target)))
+    remedy = f"Free some space, pass a smaller --keep ({checkpoint:,} bytes each), or use another disk."
+    check_disk(config.output, needed, "output", remedy)
+
+
+def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
+    """Plan a training.
 
     Raises:
         InputError: no such model, or one of a family that the head cannot take its layer from; or data that the
             training itself would refuse.
     """
-    from draftsmith.train.data_module import order_of
+    from draftsmith.train.data import order_of
 
-    drafter, world = config.drafter, world or world_size(config)
+    drafter, world = config.drafter, config.plan_ranks or world_size(config)
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
-    shape = target_shape(config.target)
-    head_shape = head_config(config, shape)
+    shape, served = target_shape(config.target), config.features == "vllm"
     stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
-    served = config.features == "vllm"
     is_outer = served or (stored and not config.tau_prompts and not config.device_map)
     with torch.device("meta"):
         target = LlamaModel(dataclasses.replace(shape, num_layers=0) if is_outer else shape)
-        head = drafter(head_shape)
-    head.freeze(config)
+    head = meta_head(config, shape)
+    head_shape: Any = head.config
     # Layers whose states are the features.
     captured = drafter.learns_from(head_shape, shape.num_layers)
     feature_size = shape.hidden_size * max(1, len(captured))
 
     # Steps, as the training's own order makes them. A head to fine-tune may reach less far than its target.
     context = min(shape.max_position, head_shape.max_position)
-    documents = training_documents(config, context, drafter.lookahead, samples, length)
+    documents = training_documents(config, context, drafter.lookahead)
     order = order_of(config, documents.lengths)
     # With --minutes the number of steps is unknown: plan one epoch.
     steps = order.steps_per_epoch if config.minutes else config.num_steps(order.steps_per_epoch)
@@ -229,7 +196,7 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
     shown = {key for key in LAYOUTS if key != "one process" or world == 1} | {strategy}
 
     # Bytes on disk.
-    checkpoint, tokens = process["weights"] + process["optimizer"], sum(documents.lengths)
+    (_, checkpoint, disk_bytes), tokens = saved_bytes(config, head), sum(documents.lengths)
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8") if feature_size else ()
     features = {d: feature_codec.token_bytes(feature_size, d) + INDEX_BYTES_PER_TOKEN for d in dtypes}
     # A feature cache is filled in the first epoch and read in the others.
@@ -247,8 +214,7 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
         strategy=strategy,
         memories={key: rank_memory(process, key, world) for key in LAYOUTS if key in shown},
         checkpoint_bytes=checkpoint,
-        # `keep` checkpoints and the one being written; best/, last/ and the one that replaces either.
-        disk_bytes=(config.keep + 1) * checkpoint + 3 * process["weights"],
+        disk_bytes=disk_bytes,
         feature_bytes={dtype: tokens * size for dtype, size in features.items()} or None,
         features_stored=stored,
     )
@@ -287,11 +253,7 @@ def process_bytes(
     raw = read_config(config.target)
     checkpoint_dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     width = (DTYPES.get(checkpoint_dtype, torch.float32) if dtype == "auto" else DTYPES[dtype]).itemsize
-    trained = [p for p in head.parameters() if p.requires_grad]
-    weights = FLOAT32 * sum(p.numel() for p in trained)
-    # Muon keeps one average of a matrix, AdamW two of everything.
-    matrices = hidden_matrices(head, shape.vocab_size) if config.optimizer == "muon" else set()
-    saved = FLOAT32 * sum(p.numel() for p in trained if p in matrices)
+    weights, checkpoint, _ = saved_bytes(config, head)
 
     # Autograd keeps the input of every linear layer and what the next operator reads of its output; norms keep their
     # input and normalised output in float32. Logits are made and freed in chunks, so an lm_head of the head's own
@@ -321,7 +283,7 @@ def process_bytes(
         + sum(p.nbytes for p in head.parameters() if not p.requires_grad),
         "weights": weights,
         "gradients": weights,
-        "optimizer": 2 * weights - saved,
+        "optimizer": checkpoint - weights,
         # All parts of a step are in memory together, and the samples that the next one is made of.
         "batch": (config.accumulate + 1) * part_tokens * (BATCH_BYTES + stored),
         # Activations are gone before the optimizer steps. On a GPU it steps all tensors at once, with temporaries.
@@ -352,11 +314,9 @@ def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str,
     return {**memory, "peak": sum(memory.values()), "host memory": host}
 
 
-def run(config: Any) -> None:
+def show(config: TrainDrafterConfig) -> None:
     """Print the plan: facts, and a table of a rank's memory with a row per part and a column per strategy."""
-    set_threads(config.num_threads)
-    config = settled(with_shape(config))
-    plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
+    plan = plan_of(config)
     documents, tokens = plan.documents, sum(plan.documents.lengths)
     per_step = tokens / plan.steps_per_epoch
     facts = {
@@ -373,8 +333,6 @@ def run(config: Any) -> None:
     if plan.feature_bytes:
         there = "on disk" if plan.features_stored else "if stored"
         facts[f"features {there}"] = ", ".join(f"{short(v)}B in {k}" for k, v in plan.feature_bytes.items())
-    if config.features == "vllm":
-        facts |= served_facts(config, plan)
     print_facts(facts, f"{config.kind} head for {config.target}, planned from its config.json")
 
     unit, divisor, digits = ("GB", 1e9, 2) if plan.peak >= 1e10 else ("MB", 1e6, 0)
@@ -395,77 +353,6 @@ def run(config: Any) -> None:
             "memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()},
         }
     )
-
-
-def served_facts(config: Any, plan: TrainingPlan) -> dict[str, str]:
-    """Return what a server of the target takes, and what passes from it to the head, for `print_facts`."""
-    total, active = target_parameters(config.target)
-    weights = 2 * total
-    needed = -(-weights // int(USED_MEMORY * config.gpu_gb * 1e9))
-    # Tensor parallelism divides attention heads, so it takes powers of two.
-    gpus = config.server_gpus or 1 << (needed - 1).bit_length()
-    if gpus < needed:
-        raise InputError("server_gpus", gpus, f"{needed} or more, for {weights / 1e9:,.0f} GB of weights", "Raise it.")
-    assert plan.feature_bytes is not None
-    tokens = sum(plan.documents.lengths)
-    token_bytes = plan.feature_bytes[config.feature_dtype] / tokens - INDEX_BYTES_PER_TOKEN
-    flops_s = ASSUMED_MFU * flops.PEAK_TFLOPS[config.gpu][0] * 1e12
-    head_rate = plan.world * flops_s * tokens / (plan.step_flops * plan.steps_per_epoch)
-    server_rate = gpus * flops_s / (2 * active)
-    rate = min(head_rate, server_rate)
-    waits = "the server waits" if server_rate > head_rate else "the head waits"
-    of_it = "" if active == total else f", {short(active).strip()} of them for a token"
-    used = f"{gpus} x {config.gpu} of {config.gpu_gb:g} GB (tensor_parallel_size {gpus})"
-    epoch = short(tokens * token_bytes)
-    ahead = config.feature_window or 2e-9 * token_bytes * tokens / plan.steps_per_epoch / plan.world
-    speeds = f"{plan.world} x {config.gpu} for the head: {head_rate:,.0f} tokens/s, the server's: {server_rate:,.0f}"
-    return {
-        "target at a server": f"{short(total).strip()} parameters{of_it}; {weights / 1e9:,.1f} GB in bf16, {used}",
-        "states": f"{token_bytes:,.0f} bytes a token in {config.feature_dtype}, {epoch}B an epoch; "
-        f"{ahead:.3g} GB ahead on a rank",
-        "balance": f"at {ASSUMED_MFU:.0%} of the peak {speeds}; {waits}; {rate * token_bytes / 1e6:,.0f} MB/s pass",
-    }
-
-
-def target_parameters(path: str) -> tuple[int, int]:
-    """Return a target's parameters, and those that a token uses, from config.json: a token uses some of the experts."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model_directory(path))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    text = config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((value for name in names if (value := getattr(text, name, None))), 1)
-    used = getattr(text, "num_experts_per_tok", None) or count
-    return sum(sizes.values()), sum(sizes.values()) - experts + experts * used // count
-
-
-def announce(config: TrainDrafterConfig) -> None:
-    """Print the short form at the start of a training, before any weights are read.
-
-    Data that is missing, or that a training does not read, is left for the training to report.
-
-    Raises:
-        InputError: the disk cannot hold the checkpoints.
-    """
-    if not (config.data / MANIFEST).exists():
-        return
-    if "input_ids" not in {field.name for field in Manifest.read(config.data).fields}:
-        return
-    plan = plan_of(config)
-    ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
-    planned = f"{config.minutes:g} minutes of" if config.minutes else f"{plan.steps:,}"
-    say_on_rank_zero(
-        f"plan: {short(plan.trained).strip()} trained and {short(plan.frozen).strip()} frozen parameters, "
-        f"about {short(plan.peak)}B of memory a rank ({ranks}, {LAYOUTS[plan.strategy]})\n"
-        f"plan: {planned} steps, {plan.steps_per_epoch:,} an epoch, {short(plan.step_flops)}FLOPs each; "
-        f"checkpoints {short(plan.checkpoint_bytes)}B each, {short(plan.disk_bytes)}B at most"
-    )
-    remedy = f"Free some space, pass a smaller --keep ({plan.checkpoint_bytes:,} bytes each), or use another disk."
-    check_disk(config.output, plan.disk_bytes, "output", remedy)
 
 
 def short(number: float) -> str:

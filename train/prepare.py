@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,68 +14,58 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.vllm_states import ServedStates, check_numbering
 from draftsmith.data.features import text_dataset
-from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
-from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
+from draftsmith.data.store.datasets import ArtefactDataset, open_dataset
+from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
 from draftsmith.modules.pretrained.files import check_disk
-from draftsmith.modules.pretrained.heads import starting_head, starting_settings, starting_weights
+from draftsmith.modules.pretrained.heads import starting_head, starting_settings
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.models import llama_shape, load_lm, load_outer, saved_identity, target_shape
-from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.models import llama_shape, load_lm, load_outer, target_shape
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance
-from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.feature_cache import FeatureCache, row_name
-from draftsmith.train.metrics import is_first_process
-from draftsmith.train.own_loss import loss_digest
+from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
+from draftsmith.train.metrics import rank
 from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
-    from draftsmith.train.data_module import Samples
-    from draftsmith.train.feature_stream import FeatureStream
-    from draftsmith.train.fit import PreparedTraining
+    from draftsmith.train.data import HeadDataModule, Samples
+    from draftsmith.train.features import FeatureSource
+    from draftsmith.train.module import LitHead
 
 TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig
 
-# Samples from which the features' standard deviation is measured.
-STD_SAMPLES = 32
-# Most rows from which the size of a feature cache is estimated: some seconds.
-COUNTED_ROWS = 20_000
 # Larger artefacts are not hashed: at about 1 GB/s this takes half a minute.
 HASHED_BYTES = 32 * 2**30
 
 
-def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> PreparedTraining:
-    """Load the models and data of a training that has not begun.
+def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[LitHead, HeadDataModule]:
+    """Load models and data; return the module and data module of a training, the arguments of `fit`.
 
     clients: receives what has to be closed when the training has ended.
 
     Raises:
         InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
     """
+    # Lightning takes seconds to import, and --help needs none of it.
+    from draftsmith.train import acceptance
+    from draftsmith.train.data import HeadDataModule, train_and_val
+    from draftsmith.train.module import LitDrafter, loss_digest
+
     if isinstance(config, TrainAcceptanceConfig):
         return acceptance.prepare(config)
-    # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.data_module import HeadDataModule, train_and_val
-    from draftsmith.train.fit import PreparedTraining, Provenance
-    from draftsmith.train.lit_drafter import FeatureSource, LitDrafter
-    from draftsmith.train.tau import TauProbe, general_prompts, probe_prompts
-
-    own_loss = loss_digest(config)
+    # Its errors come before anything is loaded.
+    loss_digest(config)
 
     # The target, and the config of the head.
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
-    config = without_layers(config)
+    config = disable_tau_for_served_target(config)
     target: CausalLM
-    if reads_no_text(config):
+    if needs_only_embeddings(config):
         target = load_outer(config.target, dtype, device)
     else:
         how = (dtype, device, config.engine, config.trust_remote_code)
@@ -88,48 +77,15 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> Prepared
     train = open_data(config.data, config, target, layers)
     val = open_data(config.val, config, target, layers) if config.val is not None else None
     context = min(target.info.max_position, head_shape.max_position)
-    train_samples, val_samples = train_and_val(config, train, val, context, drafter.lookahead)
+    samples = train_and_val(config, train, val, context, drafter.lookahead)
 
     def token_counts() -> Tensor:
-        return train_samples.dataset.token_counts(train_samples.indices, target.info.vocab_size)
+        return samples[0].dataset.token_counts(samples[0].indices, target.info.vocab_size)
 
     head = make_head(config, target, token_counts)
-    cache = open_cache(config, target, layers, (train_samples, val_samples))
-    stream = open_stream(config, target, layers, (train_samples, val_samples), clients or ExitStack())
-    data = HeadDataModule(
-        train_samples,
-        val_samples,
-        pack_features if config.tokens_per_batch else collate_features,
-        functools.partial(drafter.loss_count, settings=config),
-        config,
-        functools.partial(drafter.logit_rows, settings=config),
-    )
-    # Reading samples for it takes seconds, and noise is EAGLE-1's alone.
-    noisy = getattr(config, "noise", 0.0) > 0
-    std = (
-        feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
-        if noisy
-        else 1.0
-    )
-
-    # The module, and what measures it.
-    source = FeatureSource(target, layers, cache, stream)
-    module = LitDrafter(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
-    if stream is not None:
-        stream.signal_received = lambda: module.signal_received
-    prompts = probe_prompts(config, val_samples, context)
-    every = config.tau_every or config.val_every or data.order.steps_per_epoch
-    probe = TauProbe(module, target, prompts, config, every, general_prompts(config, context)) if prompts else None
-    inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
-    inputs |= own_loss
-    if config.init != "random":
-        is_model = config.drafter.is_model
-        inputs |= {"init": saved_identity(config.init)["weights"]} if is_model else starting_weights(config.init)
-    identity = target.info.identity
-    provenance = Provenance(
-        config.kind, inputs, identity, train.manifest.identity, train.manifest.sampling, of_target=head.of_target
-    )
-    return PreparedTraining(module, data, config, provenance, probe)
+    source = feature_source(config, target, layers, samples, clients or ExitStack())
+    data = HeadDataModule(*samples, config)
+    return LitDrafter(head, target, config, source=source), data
 
 
 def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]) -> ArtefactDataset:
@@ -160,80 +116,59 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
     return text_dataset(directory, config.target, target.info.identity)
 
 
-def reads_no_text(config: TrainDrafterConfig) -> bool:
-    """Check whether a training needs the target's embeddings only: its features come from elsewhere, and tau is not
-    measured."""
+def needs_only_embeddings(config: TrainDrafterConfig) -> bool:
+    """Return whether features are stored or served and tau is off, so that no layer of the target is needed."""
     stored = all(Manifest.read(path).kind == "features" for path in (config.data, config.val) if path is not None)
     return (stored or config.features == "vllm") and not config.tau_prompts and not config.device_map
 
 
-def without_layers(config: TrainDrafterConfig) -> TrainDrafterConfig:
-    """Switch off what needs the whole target, if its features come from a server."""
+def disable_tau_for_served_target(config: TrainDrafterConfig) -> TrainDrafterConfig:
     if config.features != "vllm" or not config.tau_prompts:
         return config
     log_note("tau is not measured while training: the target is at the server (eval bench measures it)")
     return dataclasses.replace(config, tau_prompts=0)
 
 
-def open_stream(
+def feature_source(
     config: TrainDrafterConfig,
     target: CausalLM,
     layers: Sequence[int],
     samples: Sequence[Samples],
     clients: ExitStack,
-) -> FeatureStream | None:
-    """Connect to the server of `--features vllm`, if it is asked for, and let the samples read from it.
+) -> FeatureSource:
+    """Return the reader of features that `config.features` asks for; samples read from its cache or its server.
+
+    clients: receives the server's client, to close it.
 
     Raises:
-        InputError: no server, another target or other layers there, or a directory that is not here.
+        InputError: the disk cannot hold the cache; no server, another target or other layers there, or a directory
+            that is not here.
     """
-    if config.features != "vllm":
-        return None
-    from draftsmith.train.feature_stream import FeatureStream
+    from draftsmith.train.features import FeatureCache, FeatureSource, FeatureStream
 
-    source = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_cache))
-    captured_states = tuple(layers) or (target.info.num_layers,)
-    if place().rank == 0:
-        rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
-        log_note(check_numbering(source, config.target, captured_states, rows, config.feature_dtype))
-    size = token_bytes(target.info.hidden_size * len(captured_states), config.feature_dtype)
-    step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
-    window = config.feature_window * 1e9 or 2 * size * step_tokens / world_size(config)
-    stream = FeatureStream(source, window, size)
+    states = tuple(layers) or (target.info.num_layers,)
+    size = token_bytes(target.info.hidden_size * len(states), config.feature_dtype)
+    cache, stream = None, None
+    if config.features == "cache":
+        directory = config.feature_cache or config.output / "feature-cache"
+        cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
+        if rank() == 0:
+            needed = cache.missing_tokens(samples) * size
+            log_note(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes to go")
+            remedy = "Pass --feature-cache on another disk, or --feature-dtype fp8."
+            check_disk(directory, needed, "feature_cache", remedy)
+    elif config.features == "vllm":
+        server = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_cache))
+        if rank() == 0:
+            rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
+            log_note(check_numbering(server, config.target, states, rows, config.feature_dtype))
+        step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
+        window = config.feature_window * 1e9 or 2 * size * step_tokens / world_size(config)
+        stream = FeatureStream(server, window, size)
+    source = FeatureSource(target, tuple(layers), cache, stream)
     for part in samples:
-        part.stream, part.cached = stream, stream.item
-    return stream
-
-
-def open_cache(
-    config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int], samples: Sequence[Samples]
-) -> FeatureCache | None:
-    """Open the cache of `--features cache`, if it is asked for, and let the samples read from it.
-
-    One process logs the space it will take.
-
-    Raises:
-        InputError: the disk has too little.
-    """
-    if config.features != "cache":
-        return None
-    directory = config.feature_cache or config.output / "feature-cache"
-    cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
-    if is_first_process():
-        # A row that occurs twice is stored once. Of many rows some are read: the other ranks wait meanwhile.
-        apart = -(-sum(map(len, samples)) // COUNTED_ROWS)
-        chosen = [(part, i) for part in samples for i in range(0, len(part), apart)]
-        lengths = {row_name(ids): len(ids) for ids in (part.text(i) for part, i in chosen)}
-        missing = sum(length for name, length in lengths.items() if name not in cache.shard_of)
-        share = sum(int(part.lengths[i]) for part, i in chosen) / sum(int(part.lengths.sum()) for part in samples)
-        missing = round(missing / share)
-        width = target.info.hidden_size * max(1, len(layers))
-        needed = missing * token_bytes(width, config.feature_dtype)
-        log_note(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes to go")
-        check_disk(directory, needed, "feature_cache", "Pass --feature-cache on another disk, or --feature-dtype fp8.")
-    for part in samples:
-        part.cached = cache.item
-    return cache
+        part.cached, part.stream = source.stored, stream
+    return source
 
 
 def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[], Tensor] | None = None) -> DraftHead:
@@ -312,30 +247,3 @@ class FrozenWeights:
     @property
     def end_ids(self) -> tuple[int, ...]:
         return self._target.info.eos_ids
-
-
-def feature_std(
-    samples: Samples, target: CausalLM, capture: tuple[int, ...] = (), stored: FeatureDtype | None = None
-) -> float:
-    """Return the standard deviation of the features' elements over the first samples, the unit of noise.
-
-    stored: type in which a cache keeps them. What it already holds is not read, so that nothing depends on it.
-    """
-    from draftsmith.train.data_module import SampleKey
-
-    count, first, second = 0, 0.0, 0.0
-    keys = [(SampleKey(0, i),) for i in range(min(STD_SAMPLES, len(samples)))]
-    for (key,) in keys if samples.stream is None else samples.stream.ahead(samples, keys):
-        i = key.index
-        item: Mapping[str, Tensor] = samples.item(i, 0)
-        features = None if stored or "features" not in item else decoded(item["features"], item.get("scale"))
-        if features is None:
-            features = target.features(item["input_ids"][None].to(target.device), capture=capture)[0]  # [T, L*H]
-            place = first_broken(features)
-            if place is not None:
-                raise NonFinite("hidden states", "target", place).of([samples.name(i)])
-            features = rounded(features, stored) if stored else features
-        features = features.double()
-        count, first = count + features.numel(), first + float(features.sum())
-        second += float(features.square().sum())
-    return max(second / count - (first / count) ** 2, 0.0) ** 0.5

@@ -76,8 +76,8 @@ def model_dtype(config: TrainConfig) -> str:
     return "float32" if config.model_dtype == "auto" and device_kind(config) == "cpu" else config.model_dtype
 
 
-def settled(config: C) -> C:
-    """Resolve precision `auto`, so that a run records it: resuming on another kind of device is then an error."""
+def resolve_precision(config: C) -> C:
+    """Replace precision `auto` by bf16 or 32, so that a run records it: resuming on another device is then an error."""
     if config.precision != "auto":
         return config
     # A GPU that does not exist here is taken to have bf16.
@@ -113,13 +113,11 @@ def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
         "num_nodes": nodes,
         "strategy": _strategy(config, kind, devices * nodes),
         "plugins": [_environment(place())],
-        # The data module counts all steps as one epoch.
+        # The data module counts all steps as one epoch, whose batches are steps.
         "max_epochs": 1,
-        "accumulate_grad_batches": config.accumulate,
-        # `callbacks.BetweenSteps` validates.
-        "limit_val_batches": 0,
+        "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
-        # BetweenSteps logs; a larger number only warns about short runs.
+        # The module logs; a larger number only warns about short runs.
         "log_every_n_steps": 1,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -143,7 +141,8 @@ def _strategy(config: TrainConfig, kind: str, world: int) -> Any:
     if name == "ddp" or world > 1:
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(process_group_backend="gloo" if kind == "cpu" else "nccl")
+        # Buffers are constants, and ranks validate unequally many batches: their forward must not communicate.
+        return DDPStrategy(process_group_backend="gloo" if kind == "cpu" else "nccl", broadcast_buffers=False)
     return "auto"
 
 

@@ -23,8 +23,7 @@ from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.data_module import Samples
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.data import HeadDataModule, Samples
 from draftsmith.train.metrics import num_ranks, rank, say_on_rank_zero, sum_over_ranks
 
 GENERAL = f"{EMBEDDED}chat-prompts"
@@ -33,8 +32,8 @@ GENERAL = f"{EMBEDDED}chat-prompts"
 class TauProbe:
     """Measures tau by greedy chain decoding of prompts, on all ranks, at validations; tau then picks best/.
 
-    Beside it stands `tau_general`, on general prompts that ship: held-out rows of the training data say how a head
-    drafts text of that kind, and no other.
+    Beside it stands `tau_general`, on general prompts that ship: tau on held-out training data does not predict other
+    text.
 
     measured: description of the measurement, for the log.
     """
@@ -43,16 +42,14 @@ class TauProbe:
 
     def __init__(
         self,
-        module: LitHead,
         target: CausalLM,
         prompts: Sequence[Sequence[int]],
         config: TrainDrafterConfig,
         every: int,
         general: Sequence[Sequence[int]] = (),
     ):
-        """module: whose head is measured. prompts, general: the same on every rank; each rank decodes its share. every:
-        steps between measurements."""
-        self.module, self.target, self.prompts, self.every, self.general = module, target, prompts, every, general
+        """prompts, general: the same on every rank; each rank decodes its share. every: steps between measurements."""
+        self.target, self.prompts, self.every, self.general = target, prompts, every, general
         self.k, self.max_new_tokens = config.tau_k, config.tau_max_new_tokens
         lengths = sorted(map(len, prompts))
         sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
@@ -60,19 +57,23 @@ class TauProbe:
         shipped = f", tau_general on {len(general)} that ship" if general else ""
         self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens{shipped}, {answers}"
 
-    def __call__(self) -> dict[str, float]:
-        """Return tau over all prompts of all ranks, tau_general, and the share of tau's tokens behind an end token."""
-        tau, behind = self._decode(self.prompts)
-        general, _ = self._decode(self.general)
+    def __call__(self, head: DraftHead, device: torch.device) -> dict[str, float]:
+        """Return tau over all prompts of all ranks, tau_general, and the share of tau's tokens behind an end token.
+
+        device: that ranks communicate through.
+        """
+        tau, behind = self._decode(head, self.prompts, device)
+        general, _ = self._decode(head, self.general, device)
         measured = {"tau": tau, "tau_general": general, "tau_behind_end": behind}
         return {name: value for name, value in measured.items() if value is not None}
 
-    def _decode(self, prompts: Sequence[Sequence[int]]) -> tuple[float | None, float | None]:
+    def _decode(
+        self, head: DraftHead, prompts: Sequence[Sequence[int]], device: torch.device
+    ) -> tuple[float | None, float | None]:
         """Decode these prompts: return tau, and the share of the tokens behind an end token; None without prompts."""
         if not prompts:
             return None, None
-        target, head = self.target, self.module.head
-        assert isinstance(head, DraftHead)
+        target = self.target
         counts = torch.zeros(3, dtype=torch.float64)
         own = prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):
@@ -88,8 +89,19 @@ class TauProbe:
                 first_end = next((i for i, token in enumerate(tokens) if token in target.info.eos_ids), len(tokens) - 1)
                 behind = len(tokens) - 1 - first_end
                 counts += torch.tensor([trace.num_tokens, trace.num_target_calls, behind], dtype=torch.float64)
-        emitted, calls, behind = sum_over_ranks(counts.to(self.module.device)).tolist()
+        emitted, calls, behind = sum_over_ranks(counts.to(device)).tolist()
         return emitted / calls, behind / emitted
+
+
+def tau_probe(config: TrainDrafterConfig, target: CausalLM, data: HeadDataModule, context: int) -> TauProbe | None:
+    """Return the probe of a training, or None without prompts.
+
+    Raises:
+        InputError: as `probe_prompts`.
+    """
+    prompts = probe_prompts(config, data.val, context)
+    every = config.tau_every or config.val_every or data.order.steps_per_epoch
+    return TauProbe(target, prompts, config, every, general_prompts(config, context)) if prompts else None
 
 
 def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:
@@ -122,8 +134,7 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
 def general_prompts(config: TrainDrafterConfig, context: int) -> list[list[int]]:
     """Return the general prompts that ship (chat, code, maths; those not for tests), as the target's template has them.
 
-    Empty where they say nothing: prompts to be served are given by `tau_data`, the target has no chat template, which
-    is said, or it is one of the models that ship, which edit code.
+    Return [] if --tau-data is given, the target has no chat template (logged), or it is an embedded model.
     """
     if not config.tau_prompts or config.tau_data is not None or config.target.startswith(EMBEDDED):
         return []

@@ -1,10 +1,9 @@
-"""Train a head in a plain lightning.Trainer on one's own rows, then save, decode with it and measure it."""
+"""Train a head on one's own rows, with callbacks of Lightning's, then decode with it and measure it."""
 
 import sys
 
-import lightning
 import torch
-from torch.utils.data import DataLoader
+from lightning.pytorch.callbacks import EarlyStopping
 
 import draftsmith
 
@@ -23,13 +22,12 @@ def rows_of(target, texts):
 def main(target_path, texts, output, steps=20):
     target = draftsmith.load_target(target_path)
     rows = list(rows_of(target, texts))
-    settings = draftsmith.settings("eagle", lr=3e-3)
+    settings = draftsmith.settings("eagle", lr=3e-3, max_steps=steps, batch_size=4, log=("csv",), output=output)
     module = draftsmith.LitDrafter(draftsmith.new_head(settings, target), target, settings)
-    trainer = lightning.Trainer(max_steps=steps, accumulate_grad_batches=2, logger=False, enable_checkpointing=False)
-    trainer.fit(module, DataLoader(rows, batch_size=4, shuffle=True, collate_fn=draftsmith.collate))
-    draftsmith.save(module.head, output, target)
+    data = draftsmith.HeadDataModule(rows[2:], rows[:2], settings)
+    best = draftsmith.fit(module, data, callbacks=[EarlyStopping("val/loss")])
 
-    drafter = draftsmith.load_drafter(str(output), target, "eagle:k=3")
+    drafter = draftsmith.load_drafter(str(best), target, "eagle:k=3")
     prompts = [question for question, _ in texts[:4]]
     return draftsmith.measure({"eagle:k=3": drafter}, target, prompts, max_new_tokens=32)
 

@@ -22,7 +22,8 @@ ROWS += [
         lambda ground, to: {"yaml": to / "c.yaml", "x": (to / "c.yaml").write_text("server:\n  true: 2")}),
 ]  # fmt: skip
 ROWS += [
-    Row("a billion Medusa heads", "plan medusa --target {target} --num-heads 1000000000", ("num_heads", "1 to 128")),
+    Row("a billion Medusa heads",
+        "train medusa --plan --data x --output y --target {target} --num-heads 1000000000", ("num_heads", "1 to 128")),
 ]  # fmt: skip
 ROWS += [
     Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),

@@ -269,11 +269,11 @@ def test_every_setting_of_every_command_is_explained(name, capsys):
             assert [word for word in meanings[field.name].replace("`", "").split() if word not in said] == []
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] in ("data", "train", "plan", "eval")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] in ("data", "train", "eval")])
 def test_help_lists_the_files_of_settings_that_ship_for_a_command(name, capsys):
     """A file is named after its command, with words around it; those of recipes after the model too."""
     group, command = name.split()
-    folders = ("train", "recipes") if group in ("train", "plan") else (group,)
+    folders = ("train", "recipes") if group == "train" else (group,)
     files = [file.stem for folder in folders for file in (ROOT / "configs" / folder).glob("*.yaml")]
     assert cli.main([*name.split(), "--help"]) == 0
     shown = "".join(capsys.readouterr().out.replace("│", " ").split())

@@ -16,7 +16,7 @@ LABELS, ROLLOUTS, DATASETS = ("data/acceptance.py", "data/rollouts.py", "data/st
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
     f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets")
 )
-STORED = "train/acceptance_data.py"
+STORED = "train/acceptance.py"
 FITTING = "train/acceptance_fitting.py"
 START_TEST = "tests/train/acceptance_data_test.py"
 REPETITION = "data/text/repetition.py"
@@ -99,7 +99,7 @@ MUTANTS = [
            'row_uniforms(f"mix/{self._seed}", 0, row, ', (DATASET_TEST,)),
     Mutant("mixing-the-same-in-every-row", DATASETS, 'row_uniforms(f"mix/{self._seed}", epoch, row, ',
            'row_uniforms(f"mix/{self._seed}", epoch, 0, ', (DATASET_TEST,)),
-    Mutant("fp8-without-its-scale", "train/lit_drafter.py", "features=decoded(data.features, data.scale), scale",
+    Mutant("fp8-without-its-scale", "train/features.py", "features=decoded(data.features, data.scale), scale",
            "features=decoded(data.features, data.scale * 0 + 1), scale", ("tests/train/feature_cache_test.py",)),
     Mutant("shards-last-write-unheard", "data/store/shards.py",
            "        for write in writing:\n            write.result()\n", "",
@@ -146,7 +146,7 @@ MUTANTS = [
            "logits.div_(norm)", (LOSS_TEST,)),
     Mutant("loss-gradient-of-masked-tokens", LOSSES, "pull(by_logits) * keep[part, None].to(states.dtype)", "pull(by_logits)",
            (LOSS_TEST, "tests/train/eagle_test.py")),
-    Mutant("loss-ranked-in-every-step", "train/lit_head.py", "logged=self.logs(done + 1)",
+    Mutant("loss-ranked-in-every-step", "train/module.py", "logged=self.logs(done + 1)",
            "logged=True", ("tests/train/eagle_test.py",)),
     Mutant("loss-counts-a-documents-first-tokens", EAGLE, "- batch.loss_mask[0, first].sum())", ")",
            ("tests/modules/drafters/eagle_test.py",)),

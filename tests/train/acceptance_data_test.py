@@ -15,17 +15,18 @@ from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_head
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.train.acceptance import TrainAcceptanceConfig, prepare
-from draftsmith.train.acceptance_data import (
+from draftsmith.train.acceptance import (
     BLOCK,
     LEAST_WEIGHT,
     RolloutReader,
     StoredDataset,
+    TrainAcceptanceConfig,
     collate_stored,
+    prepare,
 )
 from draftsmith.train.acceptance_fitting import initialize_head, predicted
 from draftsmith.train.command import run
-from draftsmith.train.data_module import Samples
+from draftsmith.train.data import Samples
 
 DEPTH = 4  # of the labels: conftest.py
 LEAN = AcceptanceHeadConfig(
@@ -57,7 +58,7 @@ def tokens(samples, reader):
 
 
 def a_config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
-    settings = {"draft": str(artefacts.draft), "lr": 5e-3, "batch_size": 4, "val_share": 0.25, "wandb": "off"}
+    settings = {"draft": str(artefacts.draft), "lr": 5e-3, "batch_size": 4, "val_share": 0.25, "log": ("csv",)}
     return TrainAcceptanceConfig(data=rollouts, output=output, **{**settings, **changes})
 
 
@@ -116,7 +117,7 @@ def test_a_head_starts_as_the_logistic_of_its_standardised_features(reader, toke
 def test_the_hidden_layer_has_128_units_unless_a_width_is_given(artefacts, rollouts, tmp_path):
     for number, (changes, width) in enumerate((({}, 128), ({"width": 4}, 4))):
         config = a_config(artefacts, rollouts, tmp_path / str(number), **changes)
-        assert prepare(config).module.head.config.width == width
+        assert prepare(config)[0].head.config.width == width
 
 
 def test_best_stays_the_logistic_if_training_makes_it_worse(artefacts, rollouts, tmp_path):

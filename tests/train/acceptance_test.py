@@ -19,11 +19,10 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
-from draftsmith.train.acceptance_data import LitAcceptance, MixedText
+from draftsmith.train.acceptance import LitAcceptance, MixedText, TrainAcceptanceConfig, make_head, num_loss_tokens
 from draftsmith.train.checkpoints import FOLDER
 from draftsmith.train.command import run
-from draftsmith.train.data_module import MicroBatch
+from draftsmith.train.data import MicroBatch
 
 # A learning rate and a number of steps at which a 32-wide head learns something.
 QUICK = {
@@ -33,7 +32,7 @@ QUICK = {
     "val_share": 0.25,
     "val_every": 6,
     "log_every": 3,
-    "wandb": "off",
+    "log": ("csv",),
 }
 
 
@@ -63,7 +62,7 @@ def a_part(artefacts, count: int = 6) -> MicroBatch:
 def a_module(artefacts, tmp_path, greedy: bool = False) -> LitAcceptance:
     settings = config(artefacts, tmp_path)
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), greedy)
-    module = LitAcceptance(make_head(settings, 32), reader, settings, 12)
+    module = LitAcceptance(make_head(settings, 32), reader, settings)
     module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
     return module
 

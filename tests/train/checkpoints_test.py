@@ -22,7 +22,7 @@ def content(step: int) -> dict[str, Any]:
 
 
 def saved(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
-    checkpoints = Checkpoints(keep, {"world_size": 1}, accumulate=2)
+    checkpoints = Checkpoints(keep, {"world_size": 1})
     for step in steps:
         checkpoints.save_checkpoint(content(step), path_of(folder, step))
         assert not checkpoints.failure
@@ -88,19 +88,12 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000004", "step-00000008"}
 
 
-def test_parts_are_counted_by_the_resumed_runs_accumulation(tmp_path):
-    saved(tmp_path, 6)
-    loaded = Checkpoints(2, {}, accumulate=3).load_checkpoint(path_of(tmp_path, 6))
-    for counts in loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
-        assert counts == {"ready": 18, "started": 18, "processed": 18, "completed": 17}
-
-
 def test_tensors_and_plain_values_only(tmp_path):
     class Planted:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "ran",))
 
-    checkpoints = Checkpoints(2, {}, accumulate=1)
+    checkpoints = Checkpoints(2, {})
     checkpoints.save_checkpoint({**content(1), "more": Planted()}, path_of(tmp_path, 1))
     with pytest.raises(Exception, match=r"weights_only|Unsupported"):
         checkpoints.load_checkpoint(path_of(tmp_path, 1))
@@ -114,7 +107,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path):
     found, said = multiprocessing.Pipe(duplex=False)
 
     def save() -> None:
-        checkpoints = Checkpoints(2, {}, 1)
+        checkpoints = Checkpoints(2, {})
         content = {"global_step": 8, "state_dict": {"a": torch.zeros(5000), "b": torch.zeros(20000)}}
         for room in (0, 200, 3000, 60000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, MicroBatch, Order, Samples, held_out, rank_keys
+from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples, held_out, rank_keys
 
 LENGTHS = [5 + (i * 37) % 50 for i in range(103)]
 
@@ -84,7 +85,7 @@ def test_a_filler_counts_nothing():
     (keys,) = rank_keys(order, 0, 1, rank=1, num_ranks=2, accumulate=1)
     assert len(keys) == 1 and keys[0].filler
     samples = Samples(Numbers(), [7])
-    samples.collate = collate
+    samples.collate, samples.count = collate, count
     batch = samples[keys]
     assert batch.real_lengths == [] and batch.lengths == (LENGTHS[7],)
     data = batch.data
@@ -97,6 +98,10 @@ def collate(items):
     return FeatureBatch(ids, torch.zeros(len(items), 2, 1), mask, ids)
 
 
+def count(batch: FeatureBatch) -> int:
+    return int(batch.loss_mask.sum())
+
+
 class FakeTrainer:
     """What the data module asks of Lightning's trainer."""
 
@@ -106,12 +111,14 @@ class FakeTrainer:
 def parts_from(start: int, num_workers: int = 0) -> list[MicroBatch]:
     samples = Samples(Numbers(), range(103))
     settings = config(accumulate=2, max_steps=30, num_workers=num_workers)
-    module = HeadDataModule(samples, samples, collate, lambda batch: int(batch.loss_mask.sum()), settings)
+    module = HeadDataModule(samples, samples, settings, collate, count)
     module.trainer = FakeTrainer()  # type: ignore[assignment]
     loader = module.train_dataloader()
-    assert len(loader) == 60
+    assert len(loader) == 30
     loader.load_state_dict({"step": start})
-    return list(loader)
+    steps = list(loader)
+    assert [len(step) for step in steps] == [2] * (30 - start)
+    return [part for step in steps for part in step]
 
 
 def test_a_continued_run_gets_the_rest_of_the_epoch():
@@ -126,18 +133,14 @@ def test_reader_processes_change_nothing():
     assert all(torch.equal(a.data.input_ids, b.data.input_ids) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_every_part_knows_the_tokens_of_its_whole_step():
-    parts = parts_from(0)
-    for first, last in zip(parts[::2], parts[1::2], strict=True):
-        assert (first.first, first.last, last.first, last.last) == (True, False, False, True)
-        assert first.step_tokens == last.step_tokens == first.tokens + last.tokens
-
-
 @pytest.mark.parametrize("budget", BUDGETS[:2], ids=str)
 def test_validation_sees_each_sample_once_over_the_ranks(budget):
     samples = Samples(Numbers(), range(103))
-    module = HeadDataModule(samples, samples, collate, lambda batch: int(batch.loss_mask.sum()), config(**budget))
-    seen = [key.index for rank in range(3) for part in module.val_batches(rank, 3) for key in part.keys]
+    module = HeadDataModule(samples, samples, config(**budget), collate, count)
+    seen = []
+    for rank in range(3):
+        module.trainer = SimpleNamespace(global_rank=rank, world_size=3)  # type: ignore[assignment]
+        seen += [key.index for part in module.val_dataloader() for key in part.keys]
     assert sorted(seen) == list(range(103))
 
 

@@ -20,7 +20,7 @@ from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, SampleKey, Samples
+from draftsmith.train.data import HeadDataModule, SampleKey, Samples
 
 SHORT = {"max_steps": 3, "val_every": 3, "log_every": 1, "tau_every": 3, "tokens_per_batch": 256, "batch_size": 1}
 KINDS = {"cpu": ("cpu", "'32'"), "cuda": ("gpu", "bf16")}
@@ -56,7 +56,7 @@ def test_every_strategy_takes_steps_on_one_device(artefacts, tmp_path, device):
             "config": {key: value for key, value in dataclasses.asdict(made).items() if value is not None},
         }
         for name in STRATEGIES
-        for made in [config(artefacts, tmp_path / name, accelerator=kind, strategy=name, track=("csv",), **SHORT)]
+        for made in [config(artefacts, tmp_path / name, accelerator=kind, strategy=name, **SHORT)]
     ]
     run_on_ranks(jobs, 1, tmp_path / "work")
     for name in STRATEGIES:
@@ -74,7 +74,7 @@ def test_batches_reach_a_device_as_they_were_read(artefacts, device, workers):
         accelerator="gpu" if device == "cuda" else "cpu",
     )  # fmt: skip
     count = partial(EagleHead.loss_count, settings=None)
-    module = HeadDataModule(samples, samples, pack_features, count, settings)
+    module = HeadDataModule(samples, samples, settings, pack_features, count)
     keys = [(SampleKey(0, i), SampleKey(0, i + 1)) for i in range(5)]
     graphed = Graphed(lambda x: (x * 2,))
     for own, batch in zip(keys, module.batches(samples, keys), strict=True):

@@ -86,9 +86,9 @@ def test_with_all_layers_it_is_the_target(artefacts, tmp_path):
     head = make_head(config, target)
     ids = torch.arange(30)[None]
     assert torch.equal(head.model(ids), target.model(ids))
-    probe = TauProbe(SimpleNamespace(head=head, device="cpu"), target, [[3, 4, 5], [7, 8]], config, 1)
+    probe = TauProbe(target, [[3, 4, 5], [7, 8]], config, 1)
     # The prefill gives a token, and five rounds give four each.
-    assert probe()["tau"] == pytest.approx(21 / 6)
+    assert probe(head, torch.device("cpu"))["tau"] == pytest.approx(21 / 6)
 
 
 def test_a_resumed_run_is_the_straight_one(artefacts, tmp_path):

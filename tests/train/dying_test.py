@@ -22,7 +22,7 @@ PATIENCE_S = 300
 
 def settings(artefacts, output: Path) -> dict[str, object]:
     made = {"data": artefacts.acceptance, "draft": artefacts.draft, "output": output, "lr": 2e-3, "batch_size": 8}
-    made |= {"val_share": 0.25, "val_every": 6, "save_every": 1, "log_every": 1, "wandb": "off", "num_threads": 1}
+    made |= {"val_share": 0.25, "val_every": 6, "save_every": 1, "log_every": 1, "num_threads": 1}
     made |= {"max_steps": 6, "accelerator": "cpu", "accumulate": 2}
     return {name: str(value) if isinstance(value, Path) else value for name, value in made.items()}
 

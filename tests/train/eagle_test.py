@@ -11,7 +11,7 @@ import pytest
 import torch
 from eagle_trainings import QUICK, a_module, a_part, change, config
 from safetensors.torch import load_file
-from trained_runs import losses, newest_state, step_loss
+from trained_runs import losses, newest_state, step_loss, validate
 
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.decoding.loop import generate_one
@@ -24,7 +24,7 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 from draftsmith.train.command import run
-from draftsmith.train.data_module import MicroBatch, held_out
+from draftsmith.train.data import MicroBatch, held_out
 
 
 def test_training_reports_both_losses_and_tau(eagle_run):
@@ -149,8 +149,8 @@ def test_training_in_bf16_on_packed_steps_with_split_sequences(artefacts, tmp_pa
 
 def test_validation_is_the_mean_over_tokens_and_without_noise(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    whole = module.validate([a_part(artefacts, range(7))])
-    pieces = module.validate([a_part(artefacts, [0]), a_part(artefacts, range(1, 7))])
+    whole = validate(module, [a_part(artefacts, range(7))])
+    pieces = validate(module, [a_part(artefacts, [0]), a_part(artefacts, range(1, 7))])
     assert pieces == pytest.approx(whole, rel=1e-5)  # float32 sums in another order
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,12 @@ from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
-from draftsmith.train import feature_cache
+from draftsmith.train import features as feature_cache
 from draftsmith.train.command import run
-from draftsmith.train.data_module import SampleKey, Samples
-from draftsmith.train.feature_cache import FeatureCache
-from draftsmith.train.lit_drafter import LitDrafter
-from draftsmith.train.prepare import open_cache
+from draftsmith.train.data import SampleKey, Samples
+from draftsmith.train.features import FeatureCache
+from draftsmith.train.module import LitDrafter
+from draftsmith.train.prepare import feature_source
 
 IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
 
@@ -134,11 +135,11 @@ def test_the_disk_is_looked_at_before_the_first_step(artefacts, tmp_path, monkey
     unique = {tuple(data[i]["input_ids"].tolist()) for i in range(len(data))}
     tokens, whole = sum(map(len, unique)), [Samples(data, range(len(data))) for _ in range(2)]
     settings = config(artefacts, tmp_path / "run", features="cache", feature_dtype="fp8")
-    cache = open_cache(settings, target, (), whole)
+    cache = feature_source(settings, target, (), whole, ExitStack()).cache
     assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().err  # a value is a byte, a token's scale two
     cache.put(data[0]["input_ids"], torch.zeros(data.lengths[0], 32))
     cache.flush()
-    open_cache(settings, target, (), whole)
+    feature_source(settings, target, (), whole, ExitStack())
     assert f"{(tokens - data.lengths[0]) * (32 + 2):,} bytes" in capsys.readouterr().err
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
@@ -154,9 +155,9 @@ def test_of_many_rows_some_are_read_as_other_ranks_wait(artefacts, tmp_path, mon
     settings = config(artefacts, tmp_path / "run", features="cache")
     needed = []
     for most in (1000, 12):
-        monkeypatch.setattr("draftsmith.train.prepare.COUNTED_ROWS", most)
+        monkeypatch.setattr("draftsmith.train.features.COUNTED_ROWS", most)
         read.clear()
-        open_cache(settings, target, (), [Samples(data, range(40)), Samples(data, range(40, 48))])
+        feature_source(settings, target, (), [Samples(data, range(40)), Samples(data, range(40, 48))], ExitStack())
         needed.append(int(capsys.readouterr().err.split("; ")[1].split()[0].replace(",", "")))
     # Lengths of rows differ by a factor of two.
     assert len(read) <= 12 and 0.5 < needed[1] / needed[0] < 2
@@ -178,7 +179,7 @@ def counted(monkeypatch) -> Counted:
         return real(self, input_ids, position_ids, capture)
 
     monkeypatch.setattr(LlamaLM, "features", features)
-    monkeypatch.setattr("draftsmith.train.command.announce", lambda config: None)
+    monkeypatch.setattr("draftsmith.train.plan.check_space", lambda config: None)
     return counter
 
 
@@ -213,7 +214,7 @@ def test_reader_processes_read_what_is_there(artefacts, tmp_path):
     cache.flush()
     samples = Samples(data, range(10))
     samples.cached = cache.item
-    samples.collate = pack_features
+    samples.collate, samples.count = pack_features, lambda batch: 1.0
     keys = [(SampleKey(0, i),) for i in range(10)]
     loader = torch.utils.data.DataLoader(samples, None, sampler=keys, num_workers=1)
     held = {tuple(data[i]["input_ids"].tolist()) for i in range(0, 10, 2)}
@@ -235,7 +236,7 @@ def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artefacts, tmp
     samples.cached = cache.item
     shipped = collate([samples.item(row, 0) for row in range(4)])
     assert shipped.features.dtype == torch.float8_e4m3fn and shipped.scale.shape == shipped.input_ids.shape
-    module = LitDrafter(EagleHead(EagleConfig.for_target(target.config)), target, feature_std=1.0)
+    module = LitDrafter(EagleHead(EagleConfig.for_target(target.config)), target)
     read, states = module.read(micro_batch(shipped, 1).to(torch.device(device)))
     assert states is None
     samples.cached = lambda ids: {"features": stored(cache, ids)}

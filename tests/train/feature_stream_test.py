@@ -23,7 +23,7 @@ from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
-from draftsmith.train import feature_stream
+from draftsmith.train import features
 from draftsmith.train.command import run
 
 FINAL = (2,)  # the target has two layers
@@ -103,7 +103,7 @@ def test_a_server_that_is_killed_and_comes_back_changes_nothing(artefacts, targe
 
 
 def test_a_signal_ends_a_run_whose_server_is_gone(artefacts, target, stored, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(feature_stream, "GRACE_S", 0.2)
+    monkeypatch.setattr(features, "GRACE_S", 0.2)
     seen = 0
 
     def die(row):

@@ -13,6 +13,7 @@ import torch
 from eagle_trainings import a_module, a_part, config
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
+from trained_runs import validate
 
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.eagle.head import EagleHead
@@ -56,13 +57,13 @@ def test_fine_tuning_starts_at_the_heads_own_loss(artefacts, tmp_path, eagle_run
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["sha256"]["config.json"] = hashlib.sha256((other / "config.json").read_bytes()).hexdigest()
     (other / "manifest.json").write_text(json.dumps(manifest))
-    training = prepare(config(artefacts, tmp_path / "run", init=str(other)))
-    module, part = training.module, a_part(artefacts, training.data.val.indices)
+    module, data = prepare(config(artefacts, tmp_path / "run", init=str(other)))
+    part = a_part(artefacts, data.val.indices)
     loaded = a_module(artefacts, tmp_path)
     loaded.head = load_head(eagle_run / "best")
     fresh = a_module(artefacts, tmp_path)
-    found, wanted = module.validate([part]), loaded.validate([part])
-    assert {name: found[name] for name in wanted} == wanted and found["loss"] < fresh.validate([part])["loss"]
+    found, wanted = validate(module, [part]), validate(loaded, [part])
+    assert {name: found[name] for name in wanted} == wanted and found["loss"] < validate(fresh, [part])["loss"]
     assert all(p.requires_grad for p in module.head.parameters())
 
 
@@ -144,7 +145,7 @@ def test_blocks_of_one_token_do_not_vary(artefacts, tmp_path):
     head = make_head(drafter_config("dspark")(block=1, layers=(0, 1), **settings), target)
     start = str(save_head(tmp_path / "head", head, {}, "card"))
     with pytest.raises(InputError, match="block: found 1, expected 2 or more"):
-        run(drafter_config("dspark")(init=start, vary_block=True, wandb="off", **settings))
+        run(drafter_config("dspark")(init=start, vary_block=True, log=("csv",), **settings))
 
 
 def test_a_head_with_plain_positions_leaves_the_targets_scaling_out(artefacts, tmp_path):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from online_cases import config, stored, texts
-from trained_runs import fake_trainer, micro_batch
+from trained_runs import fake_trainer, micro_batch, validate
 
 from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset
 from draftsmith.modules.finite import NonFinite
@@ -15,26 +15,27 @@ from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, prepare
-from draftsmith.train.acceptance_data import LitAcceptance, MixedText
+from draftsmith.train.acceptance import LitAcceptance, MixedText
 from draftsmith.train.bad_steps import BadSteps
-from draftsmith.train.data_module import MicroBatch, SampleKey
-from draftsmith.train.feature_cache import FeatureCache
-from draftsmith.train.lit_drafter import LitDrafter
+from draftsmith.train.config import TrainAcceptanceConfig
+from draftsmith.train.data import MicroBatch, SampleKey
+from draftsmith.train.features import FeatureCache
+from draftsmith.train.module import LitDrafter
 
 
 def a_module(artefacts, tmp_path) -> LitDrafter:
     settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
-    module = LitDrafter(prepare.make_head(settings, target), target, settings, total_steps=10, feature_std=1.0)
+    module = LitDrafter(prepare.make_head(settings, target), target, settings)
     module.trainer = fake_trainer(texts(artefacts))
     return module
 
 
 def acceptance_module(artefacts, tmp_path) -> LitAcceptance:
     settings = acceptance.with_defaults(
-        acceptance.TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path)
+        TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path)
     )
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), False)
-    module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings, 12)
+    module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings)
     module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
     return module
 
@@ -63,28 +64,30 @@ class Spoiled:
         return states
 
 
-def end_of_step(module) -> tuple[bool, float]:
-    return module.bad_steps.agree(None, lambda index: f"sample {index}")
+def end_of_step(module, part) -> tuple[bool, float]:
+    """Return whether a step of this part is bad."""
+    inputs, states = module.read(part)
+    output = module.loss(inputs, module.train_step(part))
+    module.state.bad_steps.add(output.loss, part.keys, states)
+    return module.state.bad_steps.agree(None, lambda index: f"sample {index}")
 
 
 def named(module, part):
-    """A training step's error, or that of a validation."""
-    module.training_step(part, 0)
+    """A training step's error."""
     with pytest.raises(NonFinite) as caught:
-        end_of_step(module)
+        end_of_step(module, part)
     return caught.value
 
 
 def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts, tmp_path):
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     part = part_of(collate_features([data[i] for i in range(3)]))
-    module.training_step(part, 0)
-    assert end_of_step(module) == (False, 0.0)
-    module.source._target = Spoiled(module.target)
+    assert end_of_step(module, part) == (False, 0.0)
+    module.source.target = Spoiled(module.target)
     error = named(module, part)
     assert error.model == "target" and error.prompt == "sample 0, sample 1, sample 2"
     with pytest.raises(NonFinite, match="hidden states of prompt 0000000, 0000001, 0000002"):
-        module.validate([part])
+        validate(module, [part])
 
 
 def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artefacts, tmp_path):
@@ -121,7 +124,7 @@ def test_a_cache_keeps_no_nan_and_gives_none(tmp_path, dtype, monkeypatch):
     assert cache.put(ids, states)[2].isnan().any()
     cache.flush()
     assert cache.num_rows == 0
-    monkeypatch.setattr("draftsmith.train.feature_cache.first_broken", lambda states: None)
+    monkeypatch.setattr("draftsmith.train.features.first_broken", lambda states: None)
     cache.put(ids, states)
     cache.flush()
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.module import LitHead
 
 
 @pytest.mark.parametrize("lm_head", ["own", "target"])
@@ -28,7 +28,7 @@ def test_what_the_optimiser_holds_is_saved_and_the_target_stays_bit_equal(artefa
 
     def watched_optimizers(self):
         made = optimizers(self)
-        seen["held"] = [weight for group in made["optimizer"].param_groups for weight in group["params"]]
+        seen["held"] = [weight for group in made.param_groups for weight in group["params"]]
         seen["named"] = {weight: name for name, weight in self.head.named_parameters()}
         return made
 

@@ -25,11 +25,11 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 from draftsmith.train.fit import fit
-from draftsmith.train.lit_drafter import FeatureSource
+from draftsmith.train.module import FeatureSource
 from draftsmith.train.prepare import make_head, prepare
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples" / "drafters"
-QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "wandb": "off", "tau_prompts": 1}
+QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "log": ("csv",), "tau_prompts": 1}
 QUICK["tau_max_new_tokens"] = 8
 
 
@@ -92,8 +92,8 @@ def test_its_drafts_are_labelled_and_an_acceptance_head_learns_from_its_states(a
     )
     identity = drafter_identity(trained, load_lm(str(artefacts.target)))
     assert set(identity) > {"bigram"} and Manifest.read(made).identity["draft"] == identity
-    quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "wandb": "off"}
-    best = fit(prepare(TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)))
+    quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "log": ("csv",)}
+    best = fit(*prepare(TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)))
     written = json.loads((best / "config.json").read_text())
     assert (written["drafter"], written["target"]) == ("bigram", identity)
 
@@ -126,5 +126,5 @@ def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefa
     assert torch.equal(stored, torch.cat([plain, 2 * plain], -1))
     target = Captured(load_lm(str(artefacts.target)))
     batch = collate_features([text_dataset(artefacts.responses, str(artefacts.target), target.info.identity)[3]])
-    online = FeatureSource(target, (0, 1))(batch.input_ids, [])[0]
+    online = FeatureSource(target, (0, 1)).compute(batch.input_ids, [])[0]
     torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16

@@ -20,15 +20,15 @@ from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.command import run
-from draftsmith.train.data_module import MicroBatch, Samples
-from draftsmith.train.feature_cache import FeatureCache
-from draftsmith.train.lit_drafter import FeatureSource, LitDrafter
-from draftsmith.train.prepare import feature_std, make_head
+from draftsmith.train.data import MicroBatch, Samples
+from draftsmith.train.features import FeatureCache, FeatureSource, feature_std
+from draftsmith.train.module import LitDrafter
+from draftsmith.train.prepare import make_head
 
 
 def a_module(artefacts, tmp_path) -> LitDrafter:
     settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
-    module = LitDrafter(make_head(settings, target), target, settings, total_steps=10, feature_std=1.0)
+    module = LitDrafter(make_head(settings, target), target, settings)
     module.trainer = fake_trainer(texts(artefacts))
     return module
 
@@ -87,21 +87,22 @@ def test_training_online_is_training_on_a_features_artefact_but_for_its_rounding
         assert len(online) == len(stored) and online == pytest.approx(stored, rel=0.05), name
 
 
-def test_the_noise_unit_is_that_of_the_stored_features(artefacts):
+def test_the_noise_unit_is_that_of_the_stored_features(artefacts, tmp_path):
     target = load_lm(str(artefacts.target))
     samples = Samples(texts(artefacts), range(6))
-    stored = feature_std(Samples(open_dataset(artefacts.features), range(6)), target)
-    assert feature_std(samples, target) == pytest.approx(stored, rel=1e-3)  # bf16
+    stored = feature_std(Samples(open_dataset(artefacts.features), range(6)), FeatureSource(target))
+    assert feature_std(samples, FeatureSource(target)) == pytest.approx(stored, rel=1e-3)  # bf16
     # Alone or in a batch, the sums differ in their order only, and so, rarely, what they round to.
-    assert feature_std(samples, target, stored="bf16") == pytest.approx(stored, rel=1e-5)
-    assert feature_std(samples, target, stored="fp8") == pytest.approx(stored, rel=1e-2)
+    for dtype, rel in (("bf16", 1e-5), ("fp8", 1e-2)):
+        cache = FeatureCache(tmp_path / dtype, target.info.identity, dtype, "float32")
+        assert feature_std(samples, FeatureSource(target, cache=cache)) == pytest.approx(stored, rel=rel)
 
 
 def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_path):
     target, data = load_lm(str(artefacts.target)), texts(artefacts)
     batch = collate_features([data[i] for i in (0, 6)])
     cache = FeatureCache(tmp_path / "cache", target.info.identity, "fp8", "float32")
-    computed = FeatureSource(target, cache=cache)(batch.input_ids, [data.lengths[i] for i in (0, 6)])
+    computed = FeatureSource(target, cache=cache).compute(batch.input_ids, [data.lengths[i] for i in (0, 6)])
     plain = target.features(batch.input_ids)
     for row, i in enumerate((0, 6)):
         length = data.lengths[i]

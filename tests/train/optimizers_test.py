@@ -10,7 +10,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.config import drafter_config
-from draftsmith.train.lit_drafter import LitDrafter
+from draftsmith.train.module import LitDrafter
 from draftsmith.train.optimizers import MuonAdamW, lr_schedule, orthogonalise
 from draftsmith.train.prepare import make_head
 
@@ -79,7 +79,7 @@ def test_muon_moves_matrices_from_states_to_states_alone(kind, options, tmp_path
     target = load_lm(path)
     settings = drafter_config(kind)(data=tmp_path, output=tmp_path, target=path, optimizer="muon", **options)
     head = make_head(settings, target, lambda: torch.arange(target.info.vocab_size))
-    optimizer = LitDrafter(head, target, settings, total_steps=1).configure_optimizers()["optimizer"]
+    optimizer = LitDrafter(head, target, settings).configure_optimizers()
     moved = {p: group["orthogonal"] for group in optimizer.param_groups for p in group["params"]}
     assert set(moved) == {p for p in head.parameters() if p.requires_grad}
     # No other size of these heads is the vocabulary's, 100 or 1.

@@ -28,7 +28,7 @@ COST = "cost/"
 
 def settings(artefacts, output: Path, **changes) -> dict[str, str]:
     base = {"data": artefacts.acceptance, "draft": artefacts.draft, "output": output, "lr": 2e-3, "batch_size": 8}
-    base |= {"val_share": 0.25, "val_every": 100, "save_every": 7, "log_every": 10, "wandb": "off", "num_threads": 1}
+    base |= {"val_share": 0.25, "val_every": 100, "save_every": 7, "log_every": 10, "log": "csv", "num_threads": 1}
     return {name: str(value) for name, value in {**base, "max_steps": STEPS, "accelerator": "cpu", **changes}.items()}
 
 
@@ -41,8 +41,8 @@ def in_process(options: dict[str, str]) -> Path:
     paths = {name: Path(options[name]) for name in ("data", "output")}
     numbers = {name: int(options[name]) for name in ("batch_size", "val_every", "save_every", "log_every", "max_steps")}
     shares = {name: float(options[name]) for name in ("lr", "val_share")}
-    words = {name: options[name] for name in ("draft", "wandb", "accelerator")}
-    return run(TrainAcceptanceConfig(**paths, **numbers, **shares, **words, num_threads=1))
+    words = {name: options[name] for name in ("draft", "accelerator")}
+    return run(TrainAcceptanceConfig(**paths, **numbers, **shares, **words, log=("csv",), num_threads=1))
 
 
 def state(output: Path) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from draftsmith.train.signals import exit_code
+from draftsmith.train.callbacks import exit_code
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.strategies import settled, tensor_cores, trainer_arguments
+from draftsmith.train.strategies import resolve_precision, tensor_cores, trainer_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +34,12 @@ def test_torchrun_sets_the_number_of_ranks(tmp_path, monkeypatch):
 def test_precision_depends_on_the_device(tmp_path, monkeypatch):
     """bf16 on a GPU that has it, with TF32 while it trains; an explicit setting is kept."""
     gpu = TrainConfig(data=tmp_path, output=tmp_path, accelerator="gpu")
-    assert (settled(config(tmp_path)).precision, settled(gpu).precision) == ("32", "bf16")
-    assert settled(config(tmp_path, precision="bf16")).precision == "bf16"
-    assert settled(dataclasses.replace(gpu, precision="32")).precision == "32"
+    assert (resolve_precision(config(tmp_path)).precision, resolve_precision(gpu).precision) == ("32", "bf16")
+    assert resolve_precision(config(tmp_path, precision="bf16")).precision == "bf16"
+    assert resolve_precision(dataclasses.replace(gpu, precision="32")).precision == "32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    assert settled(gpu).precision == "32"
+    assert resolve_precision(gpu).precision == "32"
     before = torch.get_float32_matmul_precision()
     with tensor_cores(config(tmp_path)):
         assert torch.get_float32_matmul_precision() == before

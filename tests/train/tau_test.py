@@ -26,7 +26,7 @@ from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.checkpoints import FOLDER, all_in
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
-from draftsmith.train.data_module import Samples
+from draftsmith.train.data import Samples
 from draftsmith.train.tau import TauProbe, general_prompts, held_out_prompts, probe_prompts
 
 
@@ -45,8 +45,8 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
         first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
         behind += 9 - first
     assert tokens == 30 and behind > 0
-    probe = TauProbe(module, target, prompts, config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10), 1)
-    assert probe() == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
+    probe = TauProbe(target, prompts, config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10), 1)
+    assert probe(module.head, module.device) == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
     assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
 
 
@@ -105,9 +105,14 @@ def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artefacts, t
     # Each group is measured as it is alone.
     module = a_module(artefacts, tmp_path)
     prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
-    held_out, alone = (TauProbe(module, module.target, part, settings, 1)() for part in (prompts, general[:2]))
-    both = TauProbe(module, module.target, prompts, settings, 1, general[:2])
-    assert both() == held_out | {"tau_general": alone["tau"]} and "tau_general on 2 that ship" in both.measured
+    held_out, alone = (
+        TauProbe(module.target, part, settings, 1)(module.head, module.device) for part in (prompts, general[:2])
+    )
+    both = TauProbe(module.target, prompts, settings, 1, general[:2])
+    assert (
+        both(module.head, module.device) == held_out | {"tau_general": alone["tau"]}
+        and "tau_general on 2 that ship" in both.measured
+    )
     # A target without a template has none, which is said.
     (copy / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer_config = json.loads((copy / "tokenizer_config.json").read_text())
@@ -120,7 +125,7 @@ def test_best_is_chosen_by_the_loss_where_no_answer_is_as_long_as_a_draft(artefa
     short = {"prompts": artefacts.prompts, "target": str(artefacts.target), "output": tmp_path / "short"}
     data = make_responses(ResponsesConfig(**short, max_new_tokens=3, num_threads=1))
     settings = {"data": data, "target": str(artefacts.target), "output": tmp_path / "run", "layers": (0, 1)}
-    settings |= {"max_steps": 6, "val_every": 2, "lr": 3e-3, "tau_prompts": 0, "wandb": "off"}
+    settings |= {"max_steps": 6, "val_every": 2, "lr": 3e-3, "tau_prompts": 0, "log": ("csv",)}
     best = run(drafter_config("eagle3")(**settings))
     validated = losses(tmp_path / "run", "val/loss")
     step = json.loads((best / "manifest.json").read_text())["step"]

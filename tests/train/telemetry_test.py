@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from draftsmith.modules.types import FeatureBatch
-from draftsmith.train import telemetry
-from draftsmith.train.data_module import MicroBatch, SampleKey
-from draftsmith.train.telemetry import Telemetry, listed_peak, peak_memory_gb
+from draftsmith.train import tracking
+from draftsmith.train.data import MicroBatch, SampleKey
+from draftsmith.train.tracking import Telemetry, listed_peak, peak_memory_gb
 
 CPU = torch.device("cpu")
 
@@ -25,25 +22,21 @@ class Clock:
 
 
 class Run:
-    """Training on one rank: parts of 2 x 10 slots with 7 + 8 tokens and 600 FLOPs."""
+    """Training on one rank: steps of 2 x 10 slots with 7 + 8 tokens and 600 FLOPs."""
 
     def __init__(self, peak: float | None = 1000.0):
         self.clock = Clock()
         self.telemetry = Telemetry(self.clock, peak)
-        self.module: Any = SimpleNamespace(
-            device=CPU,
-            flops=lambda part: 600.0,
-        )
-        self.telemetry.on_train_start(None, self.module)
+        self.telemetry.start(CPU, "32")
 
-    def part(self, waits: float, works: float, last: bool = True) -> None:
+    def step(self, waits: float, works: float) -> None:
         ids = torch.zeros(2, 10, dtype=torch.int64)
         batch = FeatureBatch(ids, torch.zeros(2, 10, 4), ids.bool(), ids)
-        part = MicroBatch(batch, (SampleKey(0, 0), SampleKey(0, 1)), (7, 8), 5, 5, True, last)
+        part = MicroBatch(batch, (SampleKey(0, 0), SampleKey(0, 1)), (7, 8), 5)
         self.clock.now += waits
-        self.telemetry.on_train_batch_start(None, self.module, part, 0)
+        self.telemetry.begin([part], lambda part: 600.0)
         self.clock.now += works
-        self.telemetry.on_train_batch_end(None, self.module, None, part, 0)
+        self.telemetry.end()
 
     def take(self) -> dict[str, float]:
         metrics = self.telemetry.take(CPU)
@@ -53,8 +46,8 @@ class Run:
 
 def test_a_window_counts_tokens_flops_and_waiting():
     run = Run()
-    run.part(waits=0.5, works=1.5)
-    run.part(waits=0.3, works=1.7)
+    run.step(waits=0.5, works=1.5)
+    run.step(waits=0.3, works=1.7)
     assert run.take() == pytest.approx(
         {
             "steps_per_s": 2 / 4,
@@ -64,7 +57,7 @@ def test_a_window_counts_tokens_flops_and_waiting():
             "mfu": 1200 / 4000,
         }
     )
-    run.part(waits=0.0, works=1.0)  # a window of its own
+    run.step(waits=0.0, works=1.0)  # a window of its own
     assert run.take() == pytest.approx(
         {"steps_per_s": 1, "tokens_per_s": 15, "data_wait": 0, "real_tokens": 0.75, "mfu": 0.6}
     )
@@ -72,10 +65,10 @@ def test_a_window_counts_tokens_flops_and_waiting():
 
 def test_time_between_steps_does_not_count():
     run = Run()
-    run.part(waits=0.5, works=1.5)
+    run.step(waits=0.5, works=1.5)
     run.clock.now += 50  # a validation
     run.telemetry.resume()
-    run.part(waits=0.5, works=1.5)
+    run.step(waits=0.5, works=1.5)
     metrics = run.take()
     assert metrics["steps_per_s"] == pytest.approx(0.5) and metrics["data_wait"] == pytest.approx(0.25)
 
@@ -89,9 +82,9 @@ def test_ranks_add_up_and_the_fullest_memory_counts(monkeypatch):
         return torch.stack([own, other.double()])
 
     run = Run()
-    run.part(0.0, 2.0)
-    run.part(0.0, 2.0)
-    monkeypatch.setattr(telemetry, "gather_rows", two)
+    run.step(0.0, 2.0)
+    run.step(0.0, 2.0)
+    monkeypatch.setattr(tracking, "gather_rows", two)
     metrics = run.telemetry.take(CPU)
     assert metrics.pop("memory_gb") == pytest.approx(peak_memory_gb(CPU) + 5, rel=0.01)
     assert metrics == pytest.approx(

@@ -11,8 +11,7 @@ import pytest
 from draftsmith.modules.types import InputError
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
-from draftsmith.train.optimizers import lr_schedule
-from draftsmith.train.time_limit import TimeLimit
+from draftsmith.train.optimizers import TimeLimit, lr_schedule
 
 
 class Clock:
@@ -79,7 +78,7 @@ def test_a_resumed_training_has_the_rest_of_the_time():
 def test_a_training_by_the_clock_is_validated_saved_and_finished(artefacts, tmp_path):
     config = drafter_config("medusa")(
         data=artefacts.features, target=str(artefacts.target), output=tmp_path / "head", minutes=0.02, batch_size=4,
-        tau_prompts=0, wandb="off", val_share=0.3,
+        tau_prompts=0, log=("csv",), val_share=0.3,
     )  # fmt: skip
     best = run(config)
     finished = json.loads((tmp_path / "head" / "training.json").read_text())

@@ -19,9 +19,9 @@ from draftsmith.data.store.manifest import Manifest, resolved
 from draftsmith.modules.pretrained.provenance import git_commit
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.module import LitHead
 from draftsmith.train.prepare import with_shape
-from draftsmith.train.strategies import settled
+from draftsmith.train.strategies import resolve_precision
 
 STOPPED_AT, STEPS = 23, 50
 
@@ -47,7 +47,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
     shared = {"data": artefacts.features, "target": str(artefacts.target), "output": output, "accelerator": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
-    shared |= {"track": ("wandb", "tensorboard"), "group": "study 1", "wandb": "offline"}
+    shared |= {"log": ("wandb-offline", "tensorboard"), "group": "study 1"}
     learn = LitHead.training_step
 
     def interrupted(module: LitHead, batch, batch_idx):
@@ -95,7 +95,7 @@ def test_all_documented_metrics_are_logged(tracked):
 def test_config_and_inputs_are_logged(tracked, artefacts):
     for session in tracked.sessions:
         logged = session.config
-        assert resolved(settled(with_shape(tracked.config))).items() <= logged.items()
+        assert resolved(resolve_precision(with_shape(tracked.config))).items() <= logged.items()
         made_from = logged["made_from"]
         assert made_from["inputs"] == {"data": Manifest.read(artefacts.features).digest}
         assert made_from["git_commit"] == git_commit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.train.verdict import mismatch, verdict
+from draftsmith.train.callbacks import mismatch, verdict
 
 
 @pytest.mark.parametrize(

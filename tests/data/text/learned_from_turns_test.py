@@ -16,7 +16,7 @@ from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import train_and_val
+from draftsmith.train.data import train_and_val
 from draftsmith.train.plan import training_documents
 
 

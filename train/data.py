@@ -1,20 +1,21 @@
 """Batches of a training: the samples of every step, on every rank, as a function of the seed and the step alone.
 
 A step's batch is global: it has the same samples for any number of devices and micro-batches. A resumed run starts at
-the step it had reached, in the middle of an epoch or not. Lightning sees the whole training as one epoch, because its
-own loops cannot resume in the middle of one.
+the step it had reached, in the middle of an epoch or not. Lightning sees the whole training as one epoch whose batches
+are steps, so its batch index is the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
@@ -44,19 +46,15 @@ class SampleKey:
 class MicroBatch:
     """Samples that one rank computes at once: a part of a step's batch.
 
-    data: dataclass of tensors that the dataset's collate function made. keys, lengths: its samples, and the tokens of
-    each without padding. tokens: tokens that count in its loss, or the sum of their weights. step_tokens: the same of
-    all micro-batches of this step on this rank; None if the loader does not know. first, last: place in the step.
-    logit_rows: positions that the loss makes logits for, if the host has counted them.
+    data: dataclass of tensors that the collate function made. keys, lengths: its samples, and the tokens of each
+    without padding. tokens: tokens that count in its loss, or the sum of their weights. logit_rows: positions that the
+    loss makes logits for, if the host has counted them.
     """
 
     data: Any
     keys: tuple[SampleKey, ...]
     lengths: tuple[int, ...]
     tokens: float = 0
-    step_tokens: float | None = None
-    first: bool = True
-    last: bool = True
     logit_rows: int | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -162,25 +160,23 @@ def rank_keys(
             yield tuple(SampleKey(epoch, i) for i in own) or (SampleKey(epoch, batch[0], filler=True),)
 
 
-class SampleStream(Protocol):
-    """Source of features that has to know the coming samples (train/feature_stream.py)."""
-
-    def ahead(self, samples: Samples, keys: Iterable[tuple[SampleKey, ...]]) -> Iterator[tuple[SampleKey, ...]]:
-        """Yield the keys of micro-batches; their features, and those of later ones, are on their way."""
-
-
 class Samples(Dataset):
     """Some rows of a dataset, numbered 0, 1, ..., as training reads them.
 
-    lengths: tokens of each sample, [N] int64. collate: turns items into a dataclass of tensors. cached: returns the
-    stored features of token ids [T], if there are any (`FeatureCache.item`).
+    lengths: tokens of each sample, [N] int64. collate: turns items, dictionaries with a `loss_mask`, into a dataclass
+    of tensors. count: tokens of such a batch that count in the loss, or the sum of their weights. logit_rows: positions
+    of such a batch that the loss makes logits for. cached: returns the stored features of token ids [T], if there are
+    any (`FeatureCache.item`). stream: prefetcher of features, which is given the keys of coming samples.
     """
+
+    collate: Callable[[list[Any]], Any]
+    count: Callable[[Any], float]
+    logit_rows: Callable[[Any], int] | None = None
+    cached: Callable[[Tensor], dict[str, Tensor]] | None = None
+    stream: Any = None
 
     def __init__(self, dataset: Any, indices: Sequence[int] | np.ndarray):
         self.dataset, self.indices = dataset, np.asarray(indices, dtype=np.int64)
-        self.collate: Callable[[list[Any]], Any] | None = None
-        self.cached: Callable[[Tensor], dict[str, Tensor]] | None = None
-        self.stream: SampleStream | None = None
         self.lengths = np.asarray(dataset.lengths, dtype=np.int64)[self.indices]
 
     def __len__(self) -> int:
@@ -188,12 +184,13 @@ class Samples(Dataset):
 
     def __getitem__(self, keys: tuple[SampleKey, ...]) -> MicroBatch:
         """Read a micro-batch. Keys hold the epoch, so that reader processes need not agree on one."""
-        assert self.collate is not None
         items = []
         for key in keys:
             item = self.item(key.index, key.epoch)
             items.append({**item, "loss_mask": torch.zeros_like(item["loss_mask"])} if key.filler else item)
-        return MicroBatch(self.collate(items), keys, tuple(self.lengths[[key.index for key in keys]].tolist()))
+        data, lengths = self.collate(items), tuple(self.lengths[[key.index for key in keys]].tolist())
+        logit_rows = None if self.logit_rows is None else self.logit_rows(data)
+        return MicroBatch(data, keys, lengths, self.count(data), logit_rows)
 
     def item(self, index: int, epoch: int) -> dict[str, Tensor]:
         item = self.dataset.item(int(self.indices[index]), epoch)
@@ -208,36 +205,47 @@ class Samples(Dataset):
         return self.dataset.name(int(self.indices[index]))
 
 
-class StepLoader:
-    """Micro-batches of a training, each with the tokens that its whole step counts on this rank.
+class ListedRows:
+    """Dataset of rows in memory, `{"input_ids": [T], "loss_mask": [T]}`, each a conversation of its own."""
 
-    The loss is divided by these (summed over ranks) before back-propagation: the gradient is that of the mean over the
-    step's tokens for any accumulation, number of ranks and strategy. A step's micro-batches are in memory together.
-    """
+    def __init__(self, rows: Sequence[dict[str, Tensor]]):
+        self.rows = rows
+        self.lengths = np.array([len(row["input_ids"]) for row in rows], dtype=np.int64)
+        self.conversations = np.arange(len(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def item(self, row: int, epoch: int) -> dict[str, Tensor]:
+        return dict(self.rows[row])
+
+    def name(self, row: int) -> str:
+        return f"row {row}"
+
+    def answer_lengths(self, rows: Iterable[int]) -> np.ndarray:
+        return np.array([int(self.rows[row]["loss_mask"].sum()) for row in rows])
+
+    def whole_texts(self, rows: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for row in rows:
+            yield self.rows[row]["input_ids"].numpy(), self.rows[row]["loss_mask"].numpy()
+
+
+class WholeSteps:
+    """Steps of a training, each a list of this rank's micro-batches: one batch of Lightning's is one step."""
 
     def __init__(self, data: HeadDataModule, trainer: pl.Trainer):
         self._data, self._trainer, self._start = data, trainer, 0
 
     def __len__(self) -> int:
-        """Return all micro-batches of the training, also those before a resumed step, as Lightning counts."""
-        return self._data.total_steps * self._data.config.accumulate
+        """Return all steps, also those before a resumed one, as Lightning counts."""
+        return self._data.total_steps
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
         data, trainer, accumulate = self._data, self._trainer, self._data.config.accumulate
-        rank, num_ranks = trainer.global_rank, trainer.world_size
-        keys = rank_keys(data.order, self._start, data.total_steps, rank, num_ranks, accumulate)
-        batches = iter(data.batches(data.train, keys))
-        while step := list(itertools.islice(batches, accumulate)):
-            counts = [data.count(batch.data) for batch in step]
-            for i, (batch, tokens) in enumerate(zip(step, counts, strict=True)):
-                yield dataclasses.replace(
-                    batch,
-                    tokens=tokens,
-                    step_tokens=sum(counts),
-                    first=i == 0,
-                    last=i == accumulate - 1,
-                    logit_rows=None if data.logit_rows is None else data.logit_rows(batch.data),
-                )
+        place = (trainer.global_rank, trainer.world_size)
+        parts = iter(data.batches(data.train, rank_keys(data.order, self._start, len(self), *place, accumulate)))
+        while step := list(itertools.islice(parts, accumulate)):
+            yield step
 
     def state_dict(self) -> dict[str, int]:
         """Return the state that Lightning stores. Checkpoints are taken between steps only."""
@@ -304,38 +312,55 @@ def train_and_val(
 
 
 class HeadDataModule(pl.LightningDataModule):
-    """Training and validation batches of a head.
+    """Training and validation batches of a head; both read samples in the order of `config.seed`, `batch_size`, ....
 
-    Validation reads samples as they are in epoch 0. collate: turns items, dictionaries with a `loss_mask`, into a
-    dataclass of tensors. count: tokens of such a batch that count in the loss, or the sum of their weights.
-    logit_rows: positions of such a batch that the loss makes logits for.
+    total_steps: steps of the whole training.
     """
 
     def __init__(
         self,
-        train: Samples,
-        val: Samples,
-        collate: Callable[[list[Any]], Any],
-        count: Callable[[Any], float],
+        train: Any,
+        val: Any | None,
         config: TrainConfig,
-        logit_rows: Callable[[Any], int] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        count: Callable[[Any], float] | None = None,
     ):
+        """train, val: `Samples`, an artefact (`draftsmith.open_dataset`), or a sequence of rows, dictionaries of
+        `input_ids` [T] and `loss_mask` [T]. Without val a share of train is held out (`config.val_share`). collate,
+        count: see `Samples`; default: those of the config's drafter.
+
+        Raises:
+            InputError: there are no samples, or one is longer than a step may be.
+        """
         super().__init__()
-        self.train, self.val, self.config = train, val, config
-        train.collate = val.collate = collate
-        self.count, self.logit_rows = count, logit_rows
-        self.order = order_of(config, train.lengths)
+        self.train, self.val, self.config = _samples_of(train), _samples_of([] if val is None else val), config
+        if val is None:
+            longest = int(self.train.lengths.max(initial=1))
+            self.train, self.val = train_and_val(config, self.train.dataset, None, longest)
+        for name, samples in (("train", self.train), ("val", self.val)):
+            if not len(samples):
+                raise InputError(name, "no samples", "at least one", "Give some.")
+            if count is None:
+                drafter = cast(Any, config).drafter
+                samples.collate = pack_features if config.tokens_per_batch else collate_features
+                samples.count = functools.partial(drafter.loss_count, settings=config)
+                samples.logit_rows = functools.partial(drafter.logit_rows, settings=config)
+            else:
+                samples.collate, samples.count = collate or collate_features, count
+        self.order = order_of(config, self.train.lengths)
         self.total_steps = config.num_steps(self.order.steps_per_epoch)
 
-    def train_dataloader(self) -> StepLoader:
+    def train_dataloader(self) -> WholeSteps:
         assert self.trainer is not None
-        return StepLoader(self, self.trainer)
+        return WholeSteps(self, self.trainer)
 
-    def val_batches(self, rank: int, num_ranks: int) -> Iterator[MicroBatch]:
-        """Yield this rank's share of the validation samples, each exactly once over all ranks.
+    def val_dataloader(self) -> UnsizedLoader:
+        """Return this rank's share of the validation samples as they are in epoch 0, each once over all ranks.
 
         The longest come first, so that running out of memory shows at once.
         """
+        assert self.trainer is not None
+        rank, num_ranks = self.trainer.global_rank, self.trainer.world_size
         lengths, shares = self.val.lengths, self.config.accumulate * num_ranks
         order = np.argsort(-lengths, kind="stable")[rank::num_ranks].tolist()
         keys: list[tuple[SampleKey, ...]] = []
@@ -344,18 +369,41 @@ class HeadDataModule(pl.LightningDataModule):
             size = max(1, by_tokens if self.config.tokens_per_batch else self.config.batch_size // shares)
             keys.append(tuple(SampleKey(0, i) for i in order[:size]))
             order = order[size:]
-        for batch in self.batches(self.val, keys):
-            tokens = self.count(batch.data)
-            yield dataclasses.replace(batch, tokens=tokens, step_tokens=tokens)
+        return UnsizedLoader(self.batches(self.val, keys))
 
     def batches(self, samples: Samples, keys: Any) -> DataLoader:
         """Return a loader of one micro-batch for each tuple of keys; for a GPU they are in pinned memory."""
-        if samples.stream is not None:
-            keys = samples.stream.ahead(samples, keys)
         return DataLoader(
             samples,
             batch_size=None,
-            sampler=keys,
+            sampler=keys if samples.stream is None else PrefetchedKeys(samples, keys),
             num_workers=self.config.num_workers,
             pin_memory=device_kind(self.config) == "gpu",
         )
+
+
+class UnsizedLoader:
+    """Loader without a length: of one without batches Lightning would skip the validation, on that rank alone."""
+
+    def __init__(self, loader: DataLoader):
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self._loader)
+
+
+class PrefetchedKeys:
+    """Keys of micro-batches whose features the stream is asked for ahead of time, anew in each iteration."""
+
+    def __init__(self, samples: Samples, keys: Iterable[tuple[SampleKey, ...]]):
+        self._samples, self._keys = samples, keys
+
+    def __iter__(self) -> Iterator[tuple[SampleKey, ...]]:
+        return self._samples.stream.ahead(self._samples, self._keys)
+
+
+def _samples_of(data: Any) -> Samples:
+    if isinstance(data, Samples):
+        return data
+    dataset = data if hasattr(data, "item") else ListedRows(data)
+    return Samples(dataset, range(len(dataset)))

@@ -1,0 +1,475 @@
+"""Training of any head under Lightning: the training step, validation and the optimizer; and that of draft heads.
+
+A step's loss is the mean over all of its tokens, on all ranks and in all micro-batches. The kinds of heads differ in
+what they read and learn: drafters (`LitDrafter`) and acceptance heads (acceptance.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import signal
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from draftsmith.modules.drafters.base import DraftHead, TrainStep
+from draftsmith.modules.engine.cache import any_shape
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.losses import TokenLoss
+from draftsmith.modules.pretrained.heads import starting_weights
+from draftsmith.modules.pretrained.models import saved_identity
+from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
+from draftsmith.train.bad_steps import BadSteps
+from draftsmith.train.checkpoints import TrainState
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
+from draftsmith.train.data import HeadDataModule, MicroBatch
+from draftsmith.train.deepspeed import whole_head
+from draftsmith.train.features import FeatureSource, feature_std
+from draftsmith.train.metrics import Means, sum_over_ranks
+from draftsmith.train.optimizers import lr_schedule, make_optimizer
+from draftsmith.train.strategies import resolve_precision
+from draftsmith.train.tau import TauProbe, tau_probe
+from draftsmith.train.tracking import Telemetry, features_flops, log_metrics
+
+# Signals that stop training after the current step. If ranks received different ones, the first in this list wins.
+# SIGUSR1 is SLURM's warning before the time limit (callbacks.py).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Value of path options that a script gives as Python objects instead.
+IN_PYTHON = "given in Python"
+
+Config = TypeVar("Config", bound=TrainDrafterConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Models and data that a head is made from, for its manifest and to compare when a run is resumed.
+
+    job: kind of the head. inputs: name -> digest of each artefact. read_model: identity of the model whose hidden
+    states the head reads. models: identities of all models concerned. sampling: of the answers, or that labels hold
+    for, if it is known; labels: their kind, as in the head's config.json. of_target: see `DraftHead`.
+    """
+
+    job: str
+    inputs: dict[str, str]
+    read_model: dict[str, str]
+    models: dict[str, Any]
+    sampling: dict[str, Any] | None = None
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)
+    of_target: tuple[str, ...] = ()
+
+
+class LitHead(pl.LightningModule):
+    """A head in training.
+
+    Frozen models are not submodules: they are neither optimized, nor broadcast by DDP, nor written to checkpoints.
+
+    monitor: validation metric that picks best/. larger_is_better: its direction. validates_first: validate before the
+    first step too. feature_std: standard deviation of the features' elements, the unit of noise; None until `setup`
+    has measured it. state: what a resumed training continues with. total_steps: of the data module; 0 before `setup`.
+    """
+
+    monitor: str
+    larger_is_better: bool
+    validates_first = False
+    feature_std: float | None = 1.0
+    # Measures tau at validations, which then picks best/; `fit` sets it.
+    probe: TauProbe | None = None
+
+    def __init__(self, head: nn.Module, config: TrainConfig, frozen: str):
+        """frozen: option that names the frozen model, for errors."""
+        super().__init__()
+        self.automatic_optimization = False
+        self.head, self.config, self.frozen, self.total_steps = head, resolve_precision(config), frozen, 0
+        self.state = TrainState(BadSteps(config.max_bad_steps, frozen))
+        self.telemetry = Telemetry()
+        # Metrics that the last step with `logs` gave.
+        self.logged: dict[str, float] = {}
+        # All ranks skip the running step: something in it was not finite.
+        self.skips_step = False
+        # A training by the clock wants a validation after the running step.
+        self.validates_next = False
+        # Set by this rank's signal handler; then agreed on by all ranks, so that all stop after the same step.
+        self.signal_received = 0
+        self.signal_agreed = 0
+        self._grad_norm = 0.0
+        self._whole = ExitStack()
+
+    def tau_probe(self, data: HeadDataModule) -> TauProbe | None:
+        """Return what measures tau at validations; None for heads that do not draft."""
+        return None
+
+    @abstractmethod
+    def provenance(self, data: HeadDataModule) -> Provenance:
+        """Return the models and data that the head is made from."""
+
+    def digests(self, data: HeadDataModule) -> dict[str, str]:
+        """Return the digests of the artefacts that the data module reads; rows in memory have none."""
+        parts = {"data": data.train} | ({"val": data.val} if self.config.val is not None else {})
+        manifests = {name: getattr(samples.dataset, "manifest", None) for name, samples in parts.items()}
+        return {name: manifest.digest for name, manifest in manifests.items() if manifest is not None}
+
+    @abstractmethod
+    def read(self, batch: MicroBatch, validating: bool = False) -> tuple[Any, Tensor | None]:
+        """Return the head's inputs and the frozen model's hidden states if this call computed them, else None."""
+
+    @abstractmethod
+    def loss(self, inputs: Any, step: TrainStep | None) -> LossOutput:
+        """Return the mean loss over the tokens that count, with sums and counts to log. step: None in validation."""
+
+    @abstractmethod
+    def validation_metrics(self) -> dict[str, float]:
+        """Return the metrics over the validation samples of all ranks, the same on every rank.
+
+        Raises:
+            InputError: there is nothing to measure.
+        """
+
+    @abstractmethod
+    def flops(self, batch: MicroBatch) -> float:
+        """Return the model FLOPs of forward and backward, and of the frozen model where it runs in the step, computed
+        from shapes (no device sync); 0 if the head defines none."""
+
+    def costs(self) -> dict[str, float]:
+        """Return further costs of the steps since the last call; every rank calls it."""
+        return {}
+
+    # -- training
+
+    def setup(self, stage: str) -> None:
+        """Check the Trainer and take the number of steps from its data module.
+
+        Raises:
+            InputError: another data module, or a precision of Lightning's.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, HeadDataModule):
+            remedy = "Pass draftsmith.HeadDataModule(train, val, settings): its batches are whole steps."
+            raise InputError("data", type(data).__name__, "a HeadDataModule", remedy)
+        if self.trainer.precision != "32-true":
+            remedy = "Leave it out, and pass precision='bf16' to draftsmith.settings: weights stay float32."
+            raise InputError("precision", self.trainer.precision, "no precision flag of the Trainer", remedy)
+        self.total_steps = data.total_steps
+
+    def on_train_start(self) -> None:
+        self.state.bad_steps.watch(self.head)
+        self.telemetry.start(self.device, self.config.precision)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a step or a validation batch; Lightning does not move frozen dataclasses."""
+        return batch.to(device) if isinstance(batch, MicroBatch) else [part.to(device) for part in batch]
+
+    def training_step(self, parts: list[MicroBatch], batch_idx: int) -> None:
+        """Take one optimizer step on the mean loss over all of its tokens, on all ranks and in all micro-batches."""
+        self.telemetry.begin(parts, self.flops)
+        optimizer, ranks, done = cast(Any, self.optimizers()), self.trainer.world_size, self.trainer.global_step
+        tokens = self.agree(float(sum(part.tokens for part in parts)))
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_share(done)
+
+        # Forward and backward of each part; gradients are exchanged once, with those of the last.
+        for number, part in enumerate(parts):
+            with optimizer.toggle_model(sync_grad=number == len(parts) - 1):
+                # Autocast is ours under every strategy; weights and optimizer stay float32.
+                with self.autocast():
+                    inputs, frozen_states = self.read(part)
+                    output = self.loss(inputs, self.train_step(part))
+                # Sums on the device: nothing waits for it until the step ends.
+                self.state.bad_steps.add(output.loss, part.keys, frozen_states, begins_step=number == 0)
+                self.state.means.add(output, only_finite=True)
+                # Every strategy takes the mean over ranks: undo it for a sum over ranks and parts.
+                self.manual_backward(output.loss * (part.tokens * ranks / tokens))
+
+        # Clip, and drop the gradient unless everything in it is finite on all ranks. DeepSpeed clips inside its step.
+        if self.trainer.strategy.handles_gradient_accumulation:
+            self.skips_step, _ = self.state.bad_steps.agree(None, self.sample_name)
+        else:
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in params])
+            self.skips_step, self._grad_norm = self.state.bad_steps.agree(norm, self.sample_name)
+            if self.skips_step:
+                optimizer.zero_grad()
+            elif self.config.clip:
+                torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
+
+        optimizer.step()
+        optimizer.zero_grad()
+        self.telemetry.end()
+        if self.logs(done + 1):
+            self.log_step(done + 1)
+
+    def agree(self, tokens: float) -> float:
+        """Return the step's number of tokens over all ranks, 1 for none; agree on the training's planned length, and on
+        whether to stop after this step."""
+        limit, self.signal_agreed = self.state.time_limit, self.signal_received
+        if limit is not None:
+            self.total_steps, self.validates_next = limit.total_steps(self.trainer.global_step), limit.wants_trial()
+        if self.trainer.world_size > 1:
+            # The clock of rank 0 counts.
+            planned = (self.total_steps, self.validates_next) if self.trainer.is_global_zero else (0, 0)
+            flags = [tokens, *planned, *(self.signal_received == number for number in SIGNALS)]
+            counts = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device))
+            tokens, total, validates, *received = counts.tolist()
+            self.total_steps, self.validates_next = int(total), bool(validates)
+            self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
+        # Without a token that counts the loss is zero.
+        return tokens or 1.0
+
+    def train_step(self, batch: MicroBatch) -> TrainStep:
+        """Return the position in the training, for a micro-batch."""
+        done = self.trainer.global_step
+        return TrainStep(
+            number=done,
+            total=self.total_steps,
+            lengths=batch.lengths,
+            seeds=[(self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index for key in batch.keys],
+            feature_std=1.0 if self.feature_std is None else self.feature_std,
+            logged=self.logs(done + 1),
+            logit_rows=batch.logit_rows,
+            loss_count=batch.tokens,
+        )
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Compute in the training's precision, with attention kernels for batches of any shape."""
+        bf16 = self.config.precision == "bf16"
+        with any_shape(self.device), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            yield
+
+    def lr_share(self, step: int) -> float:
+        """Return the share of the peak learning rate that a step takes."""
+        config = self.config
+        return lr_schedule(config.schedule, self.total_steps, config.warmup_share, config.min_lr_share)(step)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.head, self.config)
+
+    def sample_name(self, index: int) -> str:
+        """Return the id that users know a training sample by."""
+        return cast(Any, self.trainer).datamodule.train.name(index)
+
+    @property
+    def grad_norm(self) -> float:
+        """L2 norm of the last step's gradient over all ranks, before clipping; the same under every strategy."""
+        engine = getattr(self.trainer.strategy, "deepspeed_engine", None)
+        return self._grad_norm if engine is None else float(engine.get_global_grad_norm())
+
+    # -- logs
+
+    def logs(self, step: int) -> bool:
+        """Check whether losses are logged after so many steps."""
+        return step % self.config.log_every == 0 or step == self.total_steps
+
+    def log_step(self, step: int) -> None:
+        """Log the losses and costs since the last call, for loggers and callbacks."""
+        # Reading the losses back waits for the device, so the time that telemetry takes afterwards is right.
+        metrics = {f"train/{name}": value for name, value in self.state.means.take().items()}
+        metrics["bad_steps"] = self.state.bad_steps.count
+        metrics["lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        metrics["grad_norm"] = self.grad_norm
+        costs = self.telemetry.take(self.device) | self.costs()
+        self.logged = metrics | {f"cost/{name}": value for name, value in costs.items()}
+        log_metrics(self.trainer, self.logged, step)
+        # For callbacks: our loggers have it.
+        self.log_dict(self.logged, logger=False)
+
+    # -- validation
+
+    def on_validation_start(self) -> None:
+        """Gather partitioned weights, so that ranks may call the head a different number of times."""
+        self._whole.enter_context(whole_head(self.trainer, self))
+
+    def read_validation(self, batch: MicroBatch) -> Any:
+        """Return the head's inputs of a validation batch.
+
+        Raises:
+            NonFinite: a frozen model's states are not finite.
+        """
+        inputs, states = self.read(batch, validating=True)
+        if states is not None and not bool(states.sum(dtype=torch.float32).isfinite()):
+            val = cast(Any, self.trainer).datamodule.val
+            names = [val.name(key.index) for key in batch.keys]
+            raise NonFinite("hidden states", self.frozen, None).of(names)
+        return inputs
+
+    def on_validation_epoch_end(self) -> None:
+        """Measure over all ranks, tau too if it is time for that; log as val/..., for loggers and callbacks."""
+        metrics, step = self.validation_metrics(), self.trainer.global_step
+        last = step == self.total_steps or self.validates_next
+        if self.probe is not None and (last or step % self.probe.every == 0):
+            metrics |= self.probe(cast(DraftHead, self.head), self.device)
+        self.state.latest = metrics
+        self.state.curve.append((step, metrics))
+        named = {f"val/{name}": value for name, value in metrics.items()}
+        log_metrics(self.trainer, named, step)
+        self.log_dict(named, logger=False)
+
+    def on_validation_end(self) -> None:
+        self._whole.close()
+        self.telemetry.resume()
+
+    # -- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["train_state"] = self.state.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.state.load_state_dict(checkpoint["train_state"])
+
+
+class LitDrafter(LitHead):
+    """A draft head in training, by `draftsmith.fit` and `draftsmith train`.
+
+    To learn something else, override `loss`, and `validation` for the metrics.
+    """
+
+    head: DraftHead
+    config: TrainDrafterConfig
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: CausalLM,
+        config: TrainDrafterConfig | None = None,
+        *,
+        source: FeatureSource | None = None,
+    ):
+        """config: options of `train KIND` (`draftsmith.settings`); None takes the defaults. source: of the features of
+        batches that come without any."""
+        if config is None:
+            place = Path(IN_PYTHON)
+            config = drafter_config(head.kind)(data=place, output=place, target=IN_PYTHON)
+        if config.target == IN_PYTHON:
+            config = dataclasses.replace(config, target=target.info.path or IN_PYTHON)
+        super().__init__(head, dataclasses.replace(config, **head.shape(head.config)), frozen="target")
+        # Only noise needs it, and reading samples for it takes seconds.
+        self.feature_std = None if getattr(config, "noise", 0.0) > 0 else 1.0
+        self.target, self.settings = target, with_loss(self.config)
+        self.source = source or FeatureSource(target, head.learns_from(head.config, target.info.num_layers))
+        self.monitor, self.larger_is_better = head.monitor, True
+        self._validation = Means()
+
+    def loss(self, inputs: FeatureBatch, step: TrainStep | None) -> LossOutput:
+        """Return the mean over `DraftHead.loss_count`, with sums and counts to log.
+
+        inputs: with features [B, T, L*H] of the target. step: None in validation.
+        """
+        return self.head.loss(inputs, self.target, self.settings, step)
+
+    def validation(self, inputs: FeatureBatch) -> LossOutput:
+        """Return the sums and counts of what validation reports."""
+        return self.head.loss(inputs, self.target, self.settings, None)
+
+    def read(self, batch: MicroBatch, validating: bool = False) -> tuple[FeatureBatch, Tensor | None]:
+        return self.source.read(batch.data)
+
+    def setup(self, stage: str) -> None:
+        """Measure the unit of noise, from the first training samples."""
+        super().setup(stage)
+        if self.feature_std is None:
+            self.feature_std = feature_std(cast(Any, self.trainer).datamodule.train, self.source)
+        if self.source.stream is not None:
+            self.source.stream.signal_received = lambda: self.signal_received
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation = Means()
+
+    def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
+        with self.autocast():
+            self._validation.add(self.validation(self.read_validation(batch)))
+
+    def validation_metrics(self) -> dict[str, float]:
+        if self.source.cache is not None:
+            self.source.cache.flush()
+        metrics = self._validation.take()
+        if not metrics:
+            raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
+        return metrics
+
+    def flops(self, batch: MicroBatch) -> float:
+        head = self.head
+        step = dataclasses.replace(self.train_step(batch), lengths=batch.real_lengths)
+        target_flops = features_flops(self.target, step.lengths) if batch.data.features is None else 0.0
+        rows = head.logit_rows(batch.data, self.settings) if batch.logit_rows is None else batch.logit_rows
+        head_flops = head.flops(head.config, self.settings, step, rows)
+        return head_flops and target_flops + head_flops
+
+    def tau_probe(self, data: HeadDataModule) -> TauProbe | None:
+        context = min(self.target.info.max_position, cast(Any, self.head.config).max_position)
+        return tau_probe(self.config, self.target, data, context)
+
+    def costs(self) -> dict[str, float]:
+        return {} if self.source.stream is None else self.source.stream.costs(self.device)
+
+    def provenance(self, data: HeadDataModule) -> Provenance:
+        config, manifest = self.config, getattr(data.train.dataset, "manifest", None)
+        inputs = {**self.digests(data), **loss_digest(config)}
+        if config.init != "random":
+            is_model = config.drafter.is_model
+            inputs |= {"init": saved_identity(config.init)["weights"]} if is_model else starting_weights(config.init)
+        identity = self.target.info.identity
+        models = {"target": identity} if manifest is None else manifest.identity
+        sampling = None if manifest is None else manifest.sampling
+        return Provenance(self.head.kind, inputs, identity, models, sampling, of_target=self.head.of_target)
+
+
+# -- a loss of the user's own, `--loss FILE.py:FUNCTION`: draft logits and target probabilities [N, V] -> losses [N]
+
+
+def loss_name(config: TrainDrafterConfig) -> str:
+    """Return FILE.py:FUNCTION of a config, or nothing if its loss is a built-in one."""
+    name = getattr(config, "loss", None)
+    if not isinstance(name, str):
+        return ""
+    # Where the default is none, there are no built-in losses to name.
+    has_built_in = any(field.name == "loss" and field.default is not None for field in dataclasses.fields(config))
+    return "" if has_built_in and ":" not in name else name
+
+
+def loss_digest(config: TrainDrafterConfig) -> Mapping[str, str]:
+    """Return the hash of the user's loss file as `loss`, recorded to detect changes on resume.
+
+    Raises:
+        InputError: a loss that cannot be loaded.
+    """
+    if not (name := loss_name(config)):
+        return {}
+    load_loss(name)
+    return {"loss": file_sha256(Path(name.rpartition(":")[0]))[:16]}
+
+
+def with_loss(config: Config) -> Config:
+    """Return the config with the function in place of its name."""
+    changes: dict[str, Any] = {"loss": load_loss(name)} if (name := loss_name(config)) else {}
+    return dataclasses.replace(config, **changes)
+
+
+@functools.cache
+def load_loss(name: str) -> TokenLoss:
+    """Load FILE.py:FUNCTION.
+
+    Raises:
+        InputError: no such file or function, or a file that fails.
+    """
+    path, _, function = name.rpartition(":")
+    expected = "FILE.py:FUNCTION, of draft logits [N, V] and target probabilities [N, V]"
+    spec = importlib.util.spec_from_file_location(f"loss_{Path(path).stem}", path) if Path(path).is_file() else None
+    if spec is None or spec.loader is None:
+        raise InputError("loss", repr(name), expected, "Name a Python file that exists.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError("loss", f"{path}: {error!r}", "a Python file that runs", "Mend the file.") from error
+    if not callable(loss := getattr(module, function, None)):
+        raise InputError("loss", f"{path} without a function {function!r}", expected, "Check the name.")
+    return loss

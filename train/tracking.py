@@ -1,0 +1,363 @@
+"""What a training logs, and where to: metrics.csv always, Weights & Biases and TensorBoard by Lightning's loggers; and
+the cost of its steps."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.util
+import io
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.wandb import WandbLogger
+from torch import Tensor
+
+from draftsmith.data.store.manifest import MANIFEST, resolved
+from draftsmith.data.tracking import (
+    check_names,
+    data_artifact,
+    finish_wandb,
+    has_wandb_key,
+    head_artifact,
+    start_wandb,
+    use_artifact,
+)
+from draftsmith.modules import flops
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.files import CannotWrite, append, make_directory, write_text
+from draftsmith.modules.pretrained.reading import metric_rows
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data import MicroBatch
+from draftsmith.train.metrics import gather_rows, rank, say_on_rank_zero
+from draftsmith.train.strategies import process_memory
+
+# Metrics whose best value is kept in a run's summary, beside the last value of every other.
+BEST = {f"val/{name}": "max" for name in ("tau", "chain_length", "top1", "accepted", "auc")}
+BEST |= {"val/loss": "min", "val/kl": "min"}
+
+
+class CsvLogger(Logger):
+    """Rows of metrics, appended to `path`; a new metric adds a column.
+
+    Rows after `resumed_step` of an earlier run are dropped: the resumed run writes them again. (Lightning's own CSV
+    logger deletes the whole file when a run is resumed.)
+    """
+
+    def __init__(self, path: Path, resumed_step: int = 0):
+        super().__init__()
+        self.path = path
+        self._rows: list[dict[str, str]] = []
+        self._columns = ["step"]
+        # The file holds all rows.
+        self._complete = False
+        if resumed_step and path.exists():
+            self._rows = [row for row in metric_rows(path) if int(row["step"]) <= resumed_step]
+            self._columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["step"]
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: config.yaml lies beside the CSV file."""
+
+    def logged(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield (step, metrics) of every row so far."""
+        for row in self._rows:
+            yield int(row["step"]), {k: float(v) for k, v in row.items() if k and k != "step" and v}
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        row = {"step": str(step), **{name: f"{value:.8g}" for name, value in metrics.items()}}
+        # A CSV file has one header: a new column means writing it anew.
+        new_columns = [name for name in row if name not in self._columns]
+        self._rows.append(row)
+        self._columns += new_columns
+        # A full disk may cut the file short: it is incomplete until the write has succeeded.
+        appends, self._complete = self._complete and not new_columns, False
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="")
+        if appends:
+            writer.writerow(row)
+            append(self.path, text.getvalue())
+        else:
+            writer.writeheader()
+            writer.writerows(self._rows)
+            write_text(self.path, text.getvalue())
+        self._complete = True
+
+
+class TrackedRun(WandbLogger):
+    """Lightning's logger over a Weights & Biases run that ends with the training. (Lightning leaves its run open, and
+    the next training of the process would log into it.)"""
+
+    def __init__(self, run: Any, log: Callable[[str], None]):
+        super().__init__(experiment=run)
+        self.run, self._log, self._open = run, log, True
+        for name, best in BEST.items():
+            run.define_metric(name, step_metric="trainer/global_step", summary=best)
+
+    def log_head(self, directory: Path) -> None:
+        """Log a head directory as the next version of the artifact `JOB-RUN`."""
+        import wandb
+
+        card = Path(self.run.dir).resolve().parent / "head-card.md"
+        artifact = head_artifact(wandb, self.run.name, directory, card)
+        self.run.log_artifact(artifact, aliases=["best", f"step-{artifact.metadata['step']}"])
+
+    def finalize(self, status: str) -> None:
+        if self._open:
+            self._open = False
+            finish_wandb(self.run, self._log, exit_code=0 if status == "success" else 1)
+
+
+def wandb_mode(config: TrainConfig, log: Callable[[str], None] = lambda text: None) -> str:
+    """Return online or offline, or an empty string if Weights & Biases is off: not asked for, without a key, or by its
+    own variable."""
+    mode = os.environ.get("WANDB_MODE", "")
+    if not {"wandb", "wandb-offline"} & set(config.log) or mode == "disabled":
+        return ""
+    if "wandb-offline" in config.log or mode in ("offline", "dryrun"):
+        return "offline"
+    if has_wandb_key():
+        return "online"
+    log("Weights & Biases: off, no key was found (`wandb login` logs online, --log wandb-offline into files)")
+    return ""
+
+
+def check_loggers(config: TrainConfig) -> None:
+    """Raise InputError if a logger that is asked for is not installed, or Weights & Biases refuses a name."""
+    if "tensorboard" in config.log and importlib.util.find_spec("tensorboard") is None:
+        found = "tensorboard, which is not installed"
+        raise InputError("log", found, "installed loggers", "Run: pip install 'draftsmith[tensorboard]'")
+    if wandb_mode(config):
+        import wandb
+
+        check_names(wandb, config.project)
+
+
+def start_run(
+    config: TrainConfig, job: str, table: CsvLogger, resumed: bool, log: Callable[[str], None], about: dict[str, Any]
+) -> TrackedRun | None:
+    """Start a Weights & Biases run, offline too if online does not start. Return None if it is off (`wandb_mode`).
+
+    The files lie in output/wandb; `wandb sync` uploads an offline run later. A resumed training keeps the run's id. If
+    the server does not bring back what was logged before, `table` is logged again: uploading a second offline directory
+    of one run replaces the first, so the last one has to hold everything.
+    """
+    mode = wandb_mode(config, log)
+    if not mode:
+        return None
+    import wandb
+
+    id_file = config.output / "wandb_id.txt"
+    # A new training is a new run.
+    if not resumed or not id_file.exists():
+        write_text(id_file, uuid.uuid4().hex[:12] + "\n")
+    options: dict[str, Any] = {
+        "project": config.project,
+        "name": f"{job} {config.output.name}",
+        "job_type": job,
+        "group": config.group,
+        "dir": str(config.output),
+        "config": about,
+        "id": id_file.read_text().strip(),
+        "resume": "allow" if resumed else None,
+    }
+    run = start_wandb(wandb, mode == "offline", options, log)
+    logger = TrackedRun(run, log)
+    # Data artefacts are inputs of the run, in the lineage of its head.
+    for path in (config.data, config.val):
+        if path is not None and (path / MANIFEST).is_file():
+            try:
+                use_artifact(run, data_artifact(wandb, path))
+            except Exception as error:
+                # An error of the network or the server: the training does not need it.
+                log(f"Weights & Biases: {path} is not in the head's lineage ({type(error).__name__})")
+    # An offline run starts empty.
+    if resumed and not run.resumed:
+        for step, metrics in table.logged():
+            logger.log_metrics(metrics, step)
+    return logger
+
+
+def make_loggers(
+    config: TrainConfig,
+    job: str,
+    resumed_step: int,
+    log: Callable[[str], None],
+    made_from: Mapping[str, Any] | None = None,
+) -> list[Logger]:
+    """Return the loggers of a training, the CSV file first so that no other logger's error costs it; none on ranks
+    above 0.
+
+    made_from: logged beside the config: hashes of inputs and models, packages, git commit.
+
+    Raises:
+        InputError: as `check_loggers`.
+    """
+    check_loggers(config)
+    if rank():
+        return []
+    make_directory(config.output)
+    about = {**resolved(config), "made_from": dict(made_from or {})}
+    table = CsvLogger(config.output / "metrics.csv", resumed_step)
+    loggers: list[Logger] = [table]
+    if "tensorboard" in config.log:
+        # A resumed run adds a file that hides what follows its checkpoint.
+        purge: Any = resumed_step + 1 if resumed_step else None
+        board = TensorBoardLogger(
+            config.output, name="", version="tensorboard", default_hp_metric=False, purge_step=purge
+        )
+        # TensorBoard renders Markdown: four spaces make a code block.
+        lines = yaml.safe_dump(about, sort_keys=False).splitlines()
+        board.experiment.add_text("config", "\n".join("    " + line for line in lines), resumed_step)
+        loggers.append(board)
+    run = start_run(config, job, table, bool(resumed_step), log, about)
+    return loggers + ([run] if run is not None else [])
+
+
+def log_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+    """Log to every logger, without the per-step bookkeeping of `self.log`. A full disk does not end the run."""
+    for logger in trainer.loggers:
+        try:
+            logger.log_metrics(metrics, step)
+        except (OSError, CannotWrite) as error:
+            say_on_rank_zero(f"warning: could not write the metrics of step {step} ({error})")
+
+
+# -- cost of training steps
+
+
+def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
+    """Return the FLOPs of a frozen model's forward over documents of these lengths, without logits."""
+    config = getattr(model, "config", None)
+    if isinstance(config, LlamaConfig):
+        return flops.layers_forward(config, lengths)
+    # A transformers model (targets/hf.py).
+    base = cast(Any, model).model.base_model
+    embeddings = base.get_input_embeddings().weight.numel()
+    # Each parameter once for each token, without attention.
+    return 2.0 * (sum(p.numel() for p in base.parameters()) - embeddings) * sum(lengths)
+
+
+def listed_peak(name: str, precision: str, tf32: bool) -> float | None:
+    """Return the peak FLOP/s of a GPU by its name; None if it is unlisted, a slice (MIG) or a laptop form."""
+    # Their peak is below that of the full card.
+    if {"MIG", "Laptop"} & set(name.split()):
+        return None
+    for known, (in_bf16, in_tf32, in_float32) in flops.PEAK_TFLOPS.items():
+        if re.search(rf"\b{re.escape(known)}\b", name):
+            return 1e12 * (in_bf16 if precision == "bf16" else in_tf32 if tf32 else in_float32)
+    return None
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Return the peak memory so far in 1e9 bytes: torch's on a GPU, else that of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return process_memory() / 1e9
+
+
+@dataclass
+class StepWindow:
+    """Work of one rank since the last log. slots: tokens of its batches, padding included. waited_s: the part of
+    worked_s without a batch to work on."""
+
+    steps: int = 0
+    tokens: int = 0
+    slots: int = 0
+    flops: float = 0.0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+
+
+class Telemetry:
+    """Work and time of a rank's steps: tokens and FLOPs from shapes, time from the host, without validation and saving.
+
+    Nothing here waits for a device. The time of a window is right on a GPU too: the losses are read back when a window
+    ends, and that waits for everything before. peak: FLOP/s of the device; FLOPs are counted if it is known.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, peak: float | None = None):
+        self._clock, self._peak = clock, peak
+        self._window, self._mark = StepWindow(), 0.0
+
+    def start(self, device: torch.device, precision: str) -> None:
+        """Start the clock, and look the device's peak up if it is not given."""
+        if self._peak is None and device.type == "cuda":
+            tf32 = torch.get_float32_matmul_precision() != "highest"
+            self._peak = listed_peak(torch.cuda.get_device_name(device), precision, tf32)
+        self.resume()
+
+    def begin(self, parts: Sequence[MicroBatch], flops: Callable[[MicroBatch], float]) -> None:
+        """Begin a step; flops: returns those of a part."""
+        window = self._window
+        # The time since the last step was spent waiting for this one's batch.
+        window.waited_s += self._pass()
+        for part in parts:
+            window.tokens += sum(part.real_lengths)
+            # With padding: the size of the first tensor, the ids.
+            window.slots += next(v.numel() for v in vars(part.data).values() if isinstance(v, Tensor))
+            window.flops += flops(part) if self._peak else 0.0
+
+    def end(self) -> None:
+        self._pass()
+        self._window.steps += 1
+
+    def resume(self) -> None:
+        """Start to count time again, after the work between steps."""
+        self._mark = self._clock()
+
+    def take(self, device: torch.device) -> dict[str, float]:
+        """Return the numbers of all ranks since the last call. Every rank must call it, after reading the losses back.
+
+        steps_per_s, tokens_per_s (without padding, all ranks together), data_wait (share of the time), real_tokens
+        (share of slots without padding), memory_gb (largest of any rank so far), and mfu (model FLOPs utilisation:
+        FLOPs over the peak of all ranks' devices).
+        """
+        self._pass()
+        window, self._window = self._window, StepWindow()
+        # One gather for all numbers.
+        numbers = [*dataclasses.astuple(window), peak_memory_gb(device), self._peak or 0.0]
+        rows = gather_rows(torch.tensor([numbers], dtype=torch.float64, device=device))  # [ranks, 8]
+        steps, tokens, slots, total_flops, waited, worked, _, peak = rows.sum(0).tolist()
+        if not worked or not slots:
+            return {}
+        # Ranks work at the same time: times are averaged, work is summed.
+        ranks = len(rows)
+        metrics = {
+            "steps_per_s": steps / worked,
+            "tokens_per_s": tokens * ranks / worked,
+            "data_wait": waited / worked,
+            "real_tokens": tokens / slots,
+            "memory_gb": float(rows[:, 6].max()),
+        }
+        # FLOPs are 0 for a head that does not count them.
+        if total_flops and (rows[:, 7] > 0).all():
+            metrics["mfu"] = total_flops * ranks / (worked * peak)
+        return metrics
+
+    def _pass(self) -> float:
+        """Count the time since the last event as work, and return it in seconds."""
+        now = self._clock()
+        passed, self._mark = now - self._mark, now
+        self._window.worked_s += passed
+        return passed
