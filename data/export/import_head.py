@@ -17,7 +17,6 @@ from draftsmith.data.export.directory import package_directory, read_package, we
 from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.modules.drafters import head_class
 from draftsmith.modules.formats import format_names
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
@@ -161,5 +160,5 @@ def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHe
     if format.predicts:
         models, method = f"--target TARGET --draft {path} --acceptance {out}", "specdec++:h=0.7"
     else:
-        models, method = f"--target {path} --draft {out}", head_class(format.kind).card({}).method
+        models, method = f"--target {path} --draft {out}", f"{format.kind}:k=5"
     print_text(f"  draftsmith eval bench {models} --methods {method} --prompts FILE")

@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import yaml
 
 from draftsmith.data.console import markdown_lines
 from draftsmith.modules.drafters import head_class, learned
-from draftsmith.modules.drafters.base import DraftHead, HeadCard
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.formats import GGUF, formats_of
 from draftsmith.modules.pretrained.files import write_json, write_text
 from draftsmith.modules.pretrained.heads import (
+    MODEL,
     class_of,
     config_from_json,
     head_config,
@@ -38,6 +40,13 @@ ACCEPTANCE_HEAD = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
     "2024). It stops drafts that are likely to fail."
 )
+TITLES = {
+    "draft": "Draft model",
+    "eagle": "EAGLE head",
+    "eagle3": "EAGLE-3 head",
+    "hydra": "Hydra heads",
+    "medusa": "Medusa heads",
+}
 METRICS = {
     "kl": "binary KL from the acceptance probability, nats a token, without w_acc and w_rej, calibrated output",
     "brier": "mean squared distance from the acceptance probability, calibrated output",
@@ -50,6 +59,9 @@ METRICS = {
     "token_loss": "soft cross-entropy against the target's distribution, nats a token",
     "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
     "top3": "share where the target's choice is among the head's first three",
+    "accepted": "probability that the target accepts the first drawn token, at temperature 1",
+    "chain_length": "tokens per round of its drafts, at temperature 1",
+    "chain_length_greedy": "tokens per round of its drafts, greedy",
     "tau": "emitted tokens per target call, greedy chains, end tokens ignored",
     "tau_behind_end": "share of those tokens that come behind an end token: the target serves no such text",
 }
@@ -61,6 +73,21 @@ the prefill is one of the target's calls. Over prompts it is a ratio of sums, ne
 tokens per second of {clock}, over autoregressive decoding by the same engine in the same run.
 
 Measured {date} on {count} prompts of {source}, {batch_size} at a time, in {dtype} on {machine}."""
+
+
+@dataclass(frozen=True)
+class HeadCard:
+    """Part of a model card that depends on the kind of head.
+
+    title, what: name, and description in a sentence or two. tag: for the model hub. method: for `decode` to try it.
+    shape: lines on its sizes.
+    """
+
+    title: str
+    what: str
+    tag: str
+    method: str
+    shape: tuple[str, ...] = ()
 
 
 def model_card(
@@ -88,7 +115,7 @@ def model_card(
     target = config.get("target") or imported.get("target") or (measured or {}).get("settings", {}).get("target")
     draft = config.get("draft") or imported.get("draft")
     reads = target if drafts else draft
-    about = head_class(kind).card(head) if drafts else _acceptance_card(head, drafter)
+    about = _drafter_card(kind, head) if drafts else _acceptance_card(head, drafter)
 
     facts = list(about.shape)
     if imported:
@@ -98,7 +125,7 @@ def model_card(
         facts.append(f"- weights in {export['weights']}, of a head of sha256 `{export['head']['sha256']}`")
         facts += [f"- {note}" for note in export.get("notes", ())]
 
-    model = "target" if drafts else head_class(drafter).card({}).title if drafter else "draft"
+    model = "target" if drafts else _drafter_card(drafter, {}).title if drafter else "draft"
     is_model = drafts and head_class(kind).is_model
     read = "whose distributions it learned" if is_model else "whose hidden states it reads"
     models = {f"{model}, {read}": reads}
@@ -120,7 +147,7 @@ def model_card(
         "Target": f"{_bullets(models)}\n\n{bound}",
         "Data": _data_section(manifest) or unknown,
         "Training": unknown,
-        "Measured on held-out samples": _metrics_section(metrics, about) or unknown,
+        "Measured on held-out samples": _metrics_section(metrics) or unknown,
         "tau by task": _tau_section(measured) or f"Not measured yet. This measures it:\n\n{_fenced(bench)}",
     }
     if manifest.get("step"):
@@ -169,7 +196,7 @@ def _page(
         **({"license": licence} if licence else {"license": "other", "license_name": "not-stated"}),
         "library_name": "transformers" if is_model else format or "draftsmith",
         "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "draftsmith", *about.tags],
+        "tags": ["speculative-decoding", "draftsmith", about.tag],
     }
     base = (base_model or "").partition("@")[0]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():
@@ -188,12 +215,23 @@ def _page(
     return f"---\n{yaml.safe_dump(matter, sort_keys=False)}---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
 
 
+def _drafter_card(kind: str, head: Mapping[str, Any]) -> HeadCard:
+    what = " ".join((head_class(kind).__doc__ or "").split("\n\n")[0].split())
+    tag, method = ("assisted-generation", "spec:k=5") if kind == MODEL else (kind, f"{kind}:k=5")
+    return HeadCard(TITLES.get(kind, f"{kind} head"), what, tag, method, _settings(head))
+
+
 def _acceptance_card(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
-    """Describe an acceptance head as drafters describe themselves in `DraftHead.card`."""
-    state, shape = head.get("state", "after"), tuple(f"- {name}: {_code(value)}" for name, value in head.items())
     option = f":drafter={drafter}" if drafter else ""
-    method = f"specdec++:h=0.7{option}" if state == "after" else f"online:head=on{option}"
-    return HeadCard("Acceptance head", ACCEPTANCE_HEAD, ("specdec++",), method, shape=shape)
+    method = f"specdec++:h=0.7{option}" if head.get("state", "after") == "after" else f"online:head=on{option}"
+    return HeadCard("Acceptance head", ACCEPTANCE_HEAD, "specdec++", method, _settings(head))
+
+
+def _settings(head: Mapping[str, Any]) -> tuple[str, ...]:
+    """List a head's settings; those of its decoder layers, `llama`, stand on the last line."""
+    lines = [f"- {name}: {_code(value)}" for name, value in head.items() if name != "llama"]
+    layers = ", ".join(f"{name} {_code(value)}" for name, value in head.get("llama", {}).items())
+    return (*lines, f"- decoder layers: {layers}") if layers else tuple(lines)
 
 
 def _data_section(manifest: Mapping[str, Any]) -> str:
@@ -213,10 +251,12 @@ def _data_section(manifest: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _metrics_section(metrics: Mapping[str, float], about: HeadCard) -> str:
+def _metrics_section(metrics: Mapping[str, float]) -> str:
     rows = []
     for name, value in sorted(metrics.items()):
-        meaning = about.metrics.get(name) or METRICS.get(name, "")
+        meaning = METRICS.get(name, "")
+        if name.startswith("top1_"):
+            meaning = f"the same of the head for token {name.removeprefix('top1_')} of a draft"
         if name.startswith("agreement_"):
             meaning = AGREEMENT.format(name.removeprefix("agreement_"))
         rows.append((name, f"{value:.4g}", meaning))

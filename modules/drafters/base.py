@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
@@ -75,22 +75,6 @@ class TargetWeights(Protocol):
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
-
-
-@dataclass(frozen=True)
-class HeadCard:
-    """Part of a model card that depends on the kind of head.
-
-    title, what: name, and description in a sentence or two. tags: for the model hub. method: for `decode` to try it.
-    shape: lines on its sizes. metrics: meaning of its own validation metrics.
-    """
-
-    title: str
-    what: str
-    tags: tuple[str, ...]
-    method: str
-    shape: tuple[str, ...] = ()
-    metrics: Mapping[str, str] = field(default_factory=dict)
 
 
 class DraftHead(nn.Module, ABC):
@@ -261,16 +245,3 @@ class DraftHead(nn.Module, ABC):
         if precision != "dtype" and not hasattr(self, "lm_head"):
             like = torch.empty(target.info.hidden_size, dtype=target.dtype, device=target.device)
             self.output = copy_of(target.lm_head, like, precision)
-
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        """Return its part of the model card. head: its `Config` as JSON values; empty if unknown."""
-        what = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-        return HeadCard(f"{cls.kind} head", what, (cls.kind,), f"{cls.kind}:k=5")
-
-
-def layer_shape(llama: Mapping[str, Any]) -> str:
-    """Describe a head's decoder layer on its card. llama: its `LlamaConfig` as JSON values."""
-    heads = f"{llama['num_heads']} heads of {llama['head_dim']} ({llama['num_kv_heads']} of keys and values)"
-    rope = f"rotary base {llama['rope_theta']:g}, scaling {llama['rope_scaling']['kind']}"
-    return f"width {llama['hidden_size']}, {heads}, MLP of {llama['intermediate_size']}; {rope}"

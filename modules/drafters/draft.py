@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep, layer_shape
+from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
 from draftsmith.modules.engine.low_precision import Precision
@@ -188,16 +187,6 @@ class DraftModelHead(DraftHead):
     def draft_in(self, precision: Precision, target: CausalLM) -> None:
         # Its lm_head is its own.
         self.precision = precision
-
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        shape = []
-        if llama := head.get("llama"):
-            layers = f"began as layers {', '.join(map(str, head['kept']))} of `{head['source']}`"
-            shape = [f"- {llama['num_layers']} layers, {layer_shape(llama)}", f"- {layers}"]
-        metrics = {"accepted": "probability that a drawn token is accepted, at temperature 1, teacher-forced"}
-        what = " ".join((cls.__doc__ or "").split())
-        return HeadCard("Draft model", what, ("assisted-generation",), "spec:k=5", tuple(shape), metrics)
 
 
 # Alignment. Row t has read x_t, as the target's state f_t has, and both predict x_{t+1}. It counts if x_{t+1} is of an

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
 from draftsmith.modules.decoding.tree import MAX_NODES, Typical
-from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.net import DraftNet, RowState, TreeDrafter
@@ -202,18 +202,6 @@ class MedusaHead(DraftHead):
 
     def net(self, target: CausalLM) -> DraftNet:
         return MedusaNet(self, target)
-
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        shape = []
-        if head:
-            whose = "an lm_head of its own" if head.get("own_lm_head") else "the target's lm_head"
-            shape = [f"- {head['num_heads']} heads of {head['num_layers']} layer(s) and {whose}"]
-            if head.get("llama", {}).get("num_layers"):
-                shape.append("- a decoder layer over the target's states, whose outputs the heads read")
-        metrics = {f"top1_{i}": f"the same of the head for the {i}. token" for i in range(2, 10)}
-        title, card = f"{cls.kind.title()} heads", super().card(head)
-        return replace(card, title=title, method=cls.kind, shape=tuple(shape), metrics=metrics)
 
 
 def lm_head_passes(config: Any, settings: MedusaSettings) -> int:

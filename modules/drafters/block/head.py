@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block.drafter import SlotNet
 from draftsmith.modules.drafters.block.loss import Predictions, compare, reach_weights, sampled_columns
 from draftsmith.modules.drafters.block.net import (
@@ -400,26 +398,6 @@ class BlockHead(BlockNet):
 
     def net(self, target: CausalLM) -> SlotNet:
         return SlotNet(self, target)
-
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        card, shape = super().card(head), list[str]()
-        if llama := head.get("llama"):
-            layers = ", ".join(map(str, head["capture"]))
-            markov = f"a {head['markov_type']} Markov head of rank {head['markov_rank']}"
-            shape = [
-                f"- {llama['num_layers']} layers over blocks of {head['block_size']} slots, {head['layout']}",
-                f"- {markov if head['markov_rank'] else 'no Markov head'}, "
-                f"{'a' if head['confidence'] else 'no'} confidence head; mask token {head['mask_token']}",
-                f"- reads the inputs of layers {layers}; {layer_shape(llama)}",
-            ]
-        metrics = {
-            "top1": "how often its first choice of the first token is the target's",
-            "accepted": "probability that its first drawn token is accepted, at temperature 1",
-            "chain_length": "tokens a round that its blocks would emit at temperature 1",
-            "chain_length_greedy": "the same of greedy decoding",
-        }
-        return dataclasses.replace(card, shape=tuple(shape), metrics=metrics)
 
 
 class DFlashHead(BlockHead):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope, rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -237,12 +236,6 @@ class EagleHead(EagleNet, FeatureHead):
     def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, logit_rows: int) -> float:
         rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
         return eagle_training(config.llama, rows, logit_rows, settings.num_passes(step))
-
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        llama = head.get("llama")
-        shape = (f"- {llama['num_layers']} decoder layer(s), {layer_shape(llama)}",) if llama else ()
-        return dataclasses.replace(super().card(head), title="EAGLE head", shape=shape)
 
 
 def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:

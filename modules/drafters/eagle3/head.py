@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep, layer_shape
+from draftsmith.modules.drafters.base import TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope, rope_of
 from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
@@ -327,21 +326,6 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         whole = settings.unknown == "drop" or step.logged
         target = flops.linear(size, llama.vocab_size if whole else config.draft_vocab_size, logit_rows)
         return passes * flops.TRAINED * layer + fused + head + target
-
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        card, shape = super().card(head), list[str]()
-        if llama := head.get("llama"):
-            layers = ", ".join(map(str, head["capture"]))
-            vocabulary = f"drafts {head['draft_vocab_size']:,} of {llama['vocab_size']:,} tokens"
-            shape = [f"- reads the inputs of layers {layers}; {vocabulary}; {layer_shape(llama)}"]
-        metrics = {
-            "top1": "how often its first choice is the target's, tokens that it cannot draft among the misses",
-            "accepted": "probability that its first drawn token is accepted, at temperature 1",
-            "chain_length": "tokens a round that drafts of so many passes would emit at temperature 1",
-            "chain_length_greedy": "the same of greedy decoding",
-        }
-        return dataclasses.replace(card, title="EAGLE-3 head", shape=tuple(shape), metrics=metrics)
 
 
 def layers_of(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
