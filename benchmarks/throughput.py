@@ -206,7 +206,7 @@ class BareLoop:
             (hidden,) = self.unroll(embeds, features, 1, pair.position_ids, pair.documents)
             loss = eagle_loss(
                 [hidden], pair.target_features, [pair.loss_mask], self.work.target.lm_head,
-                config.feature_weight, config.token_weight,
+                self.head.config.vocab_size, config.feature_weight, config.token_weight,
             ).loss  # fmt: skip
         loss.backward()
         if config.clip:

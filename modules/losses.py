@@ -1,32 +1,471 @@
 """Training losses, computed a chunk of logits at a time.
 
-Each returns its mean, and sums and counts that make a mean over ranks or batches exact.
+`chunked` sums any loss over chunks of rows, and `compare` compares q with p. The losses of all heads are made of these
+two. They give sums; with counts these make means over ranks or batches exact.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
-from draftsmith.modules.transfer import true_places
+from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 
 # Logits that exist at once: 128 MiB in float32, which is small beside a model. At a vocabulary of 128k these are 256
 # rows, enough that reading lm_head's weight does not dominate.
 CHUNK_ELEMENTS = 2**25
-# Rows at once on a CPU, so that a chunk of a small vocabulary stays in its caches (1.1 to 1.2 times as fast at 2,048
-# tokens, docs/performance.md).
-CPU_ROWS = 256
+# On a CPU: rows at once, so that a chunk of a small vocabulary stays in its caches, and logits at once, because glibc
+# maps larger tensors anew each time, which takes longer than a softmax.
+CPU_ROWS, CPU_ELEMENTS = 256, 2**23
 
 LmHead = Callable[[Tensor], Tensor]
 # Draft logits [N, V] and the target's probabilities [N, V] -> the loss of each token, [N].
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
+# Distance of q from the target's p (DistillSpec, Zhou et al. 2023, table 1): KL(p|q) up to p's entropy; total
+# variation, 1 - sum_v min(p_v, q_v); or one of the user's own.
+Divergence = Literal["forward", "tvd"] | TokenLoss
+
+
+# -- any loss, chunk by chunk
+
+
+def chunked(
+    loss: Callable[..., Iterator[Tensor]], vocab_size: int, rows: Sequence[Tensor], weights: Sequence[Tensor] = ()
+) -> Tensor:
+    """Sum a loss over N rows, a chunk of them at a time: logits [N, V] never exist.
+
+    The gradient is computed with the value, because of a chunk it needs [C, H] only, in place of [C, V]; backward
+    scales it. Nothing is computed twice.
+
+    loss: yields terms (scalars) of a chunk, given (*rows, *weights). The gradient of a term is taken before the next
+        one is asked for, so that the logits of one term exist at a time.
+    vocab_size: width of its widest logits.
+    rows: [N, ..] each; the first one's device counts.
+    weights: what `loss` reads whole, such as an lm_head [V, H].
+    """
+    if not torch.is_grad_enabled():
+        rows, weights = [row.detach() for row in rows], [weight.detach() for weight in weights]
+    return _Chunked.apply(loss, vocab_size, len(rows), *rows, *weights)
+
+
+class _Chunked(torch.autograd.Function):
+    """Sum of a loss whose gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Callable[..., Iterator[Tensor]], vocab_size: int, num_rows: int, *tensors: Tensor
+    ) -> Tensor:
+        needs, rows = ctx.needs_input_grad[3:], tensors[:num_rows]
+        # Leaves: autograd adds up their gradients over terms and chunks.
+        weights = [
+            _in_autocast_dtype(weight).detach().requires_grad_(need)
+            for weight, need in zip(tensors[num_rows:], needs[num_rows:], strict=True)
+        ]
+        grads = [torch.zeros_like(row) if need else None for row, need in zip(rows, needs, strict=False)]
+        total: Any = 0.0
+        for part in row_chunks(len(rows[0]), vocab_size, rows[0].device):
+            chunk = [row[part].detach().requires_grad_(need) for row, need in zip(rows, needs, strict=False)]
+            trained = [leaf for leaf in (*chunk, *weights) if leaf.requires_grad]
+            with torch.enable_grad():
+                for term in loss(*chunk, *weights):
+                    total = total + term.detach()
+                    if trained:
+                        term.backward(inputs=trained)
+            for grad, leaf in zip(grads, chunk, strict=True):
+                if grad is not None and leaf.grad is not None:
+                    grad[part] = leaf.grad
+        ctx.save_for_backward(*grads, *(weight.grad for weight in weights))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> Any:
+        # In place: the gradient of an lm_head is as large as a model.
+        return None, None, None, *(grad if grad is None else grad.mul_(outer) for grad in ctx.saved_tensors)
+
+
+def row_chunks(count: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
+    """Yield slices of `count` rows whose logits are made together: at most CHUNK_ELEMENTS numbers, at least a row.
+
+    They are of like sizes, because each reads the whole lm_head. No rows are one slice, which is empty.
+    """
+    most = CHUNK_ELEMENTS // vocab_size
+    most = min(most, CPU_ROWS, CPU_ELEMENTS // vocab_size) if device.type == "cpu" else most
+    number = max(1, math.ceil(count / max(most, 1)))
+    for i in range(number):
+        yield slice(i * count // number, (i + 1) * count // number)
+
+
+def _in_autocast_dtype(weight: Tensor) -> Tensor:
+    """Convert a frozen weight once; autocast would do it for every chunk. It does those that are trained once."""
+    kind = weight.device.type
+    if weight.requires_grad or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return weight
+    return weight.to(torch.get_autocast_dtype(kind))
+
+
+def wide(logits: Tensor) -> Tensor:
+    """Return logits in float32, or in their own type if that is wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def softmax_(logits: Tensor) -> Tensor:
+    """Return softmax(logits) in their memory."""
+    logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+    return logits.div_(logits.sum(-1, keepdim=True))
+
+
+# -- q and p
+
+
+class Compared(NamedTuple):
+    """Comparison of C predictions q with p.
+
+    entropy: [C], -sum_v p_v log q_v. l1: [C], sum_v |q_v - p_v|; zeros if it is not asked for. q: [C, V], without a
+    gradient; valid until the gradient of the others is computed, which takes its memory.
+    """
+
+    entropy: Tensor
+    l1: Tensor
+    q: Tensor
+
+
+def compare(logits: Tensor, p: Tensor | None, labels: Tensor | None = None, l1: bool = False) -> Compared:
+    """Compare q = softmax(logits), which takes the memory of `logits`, with p [C, V].
+
+    labels: [C], which take the place of p in the entropy.
+    """
+    return Compared(*_Compare.apply(logits, p, labels, l1))
+
+
+class _Compare(torch.autograd.Function):
+    """`compare` in place, because a chunk of logits costs more to allocate than to compute. With s = sign(q - p):
+
+    d entropy / d logits = q - p            d l1 / d logits = q (s - <q, s>)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, p: Any, labels: Tensor | None, l1: bool) -> tuple[Tensor, ...]:
+        q = logits.detach()
+        q -= q.amax(-1, keepdim=True)
+        expected = torch.linalg.vecdot(p, q) if labels is None else q.gather(1, labels[:, None])[:, 0]
+        norm = q.exp_().sum(-1, keepdim=True)
+        q /= norm
+        excess = q - p if l1 else None
+        apart = torch.zeros_like(expected) if excess is None else excess.abs().sum(-1)
+        ctx.save_for_backward(q, p, labels, excess)
+        ctx.mark_non_differentiable(q)
+        return norm[:, 0].log() - expected, apart, q
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_entropy: Tensor, by_l1: Tensor, _: Tensor) -> Any:
+        q, p, labels, excess = ctx.saved_tensors
+        factor = by_entropy = by_entropy[:, None]
+        if excess is not None:
+            sign = excess.sign_()
+            factor = sign.sub_(torch.linalg.vecdot(q, sign)[:, None]).mul_(by_l1[:, None]).add_(by_entropy)
+        grad = q.mul_(factor)
+        if labels is None:
+            grad.addcmul_(p, by_entropy, value=-1)
+        else:
+            grad.scatter_add_(1, labels[:, None], -by_entropy)
+        return grad, None, None, None
+
+
+def divergence_of(divergence: Divergence, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the divergence [C] of q = softmax(logits) from p, and q [C, V] without a gradient (`Compared`).
+
+    Raises:
+        InputError: a user's loss is not one number for each token.
+    """
+    if not callable(divergence):
+        compared = compare(logits, p, l1=divergence == "tvd")
+        return compared.entropy if divergence == "forward" else compared.l1 / 2, compared.q
+    values = divergence(logits, p)
+    if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
+        found = f"{tuple(values.shape)} numbers" if isinstance(values, Tensor) else repr(values)
+        remedy = "Return the loss of each token, without a mean."
+        raise InputError("loss", f"{found} of {len(logits)} tokens", f"a tensor [{len(logits)}]", remedy)
+    return values, logits.detach().softmax(-1)
+
+
+# -- EAGLE-1
+
+
+def soft_cross_entropy(
+    lm_head: LmHead,
+    vocab_size: int,
+    wanted: Tensor,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    measured: bool = True,
+    own_loss: TokenLoss | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum w -sum_v p_v log q_v over P predictions h of N tokens: p = softmax(lm_head(wanted)), q = softmax(lm_head(h)).
+
+    Returns the sum, with a gradient; that of the first prediction alone; and hits [2], how often the target's likeliest
+    token is the first prediction's, or among its first three.
+
+    lm_head: frozen. wanted: [N, H]. hidden, weights: [N, H] and [N] of each prediction. measured: count the hits, which
+    costs half as much again, without the matrix products. own_loss: takes the cross-entropy's place.
+    """
+    hits = torch.zeros(2, dtype=torch.int64, device=wanted.device)
+    first: Tensor = torch.zeros((), device=wanted.device)
+
+    def loss(*rows: Tensor) -> Iterator[Tensor]:
+        states, own_weights, wanted = rows[: len(hidden)], rows[len(hidden) : -1], rows[-1]
+        with torch.no_grad():
+            target_logits = wide(lm_head(wanted.to(states[0].dtype)))  # [C, V]
+            choice = target_logits.argmax(-1, keepdim=True) if measured else None  # [C, 1]
+            p = softmax_(target_logits)
+        for i, (h, weight) in enumerate(zip(states, own_weights, strict=True)):
+            logits = wide(lm_head(h))  # [C, V]
+            if i == 0 and choice is not None:
+                is_choice = logits.detach().topk(min(3, logits.shape[-1])).indices == choice  # [C, 3]
+                hits.add_(torch.stack([is_choice[:, 0].sum(), is_choice.sum()]))
+            total = (divergence_of(own_loss or "forward", logits, p)[0] * weight).sum()
+            if i == 0:
+                first.add_(total.detach())
+            yield total
+
+    return chunked(loss, vocab_size, [*hidden, *weights, wanted]), first, hits
+
+
+# -- EAGLE-3, and draft models
+
+
+class Distances(NamedTuple):
+    """Comparison of P predictions of N tokens each with the target.
+
+    total: weighted sum of the divergence of q from p renormalised over the draft vocabulary, with a gradient.
+    accepted: [N, P], sum_v min(p_v, q_v) of the whole p, the probability that a drawn token is accepted at temperature
+    1. right: [N, P] bool, q's first choice is p's. known: [N] bool, p's first choice can be drafted. The three are
+    empty if they are not measured.
+    """
+
+    total: Tensor
+    accepted: Tensor
+    right: Tensor
+    known: Tensor
+
+
+def distances(
+    target_lm_head: LmHead,
+    vocab_size: int,
+    wanted: Tensor,
+    lm_head: Tensor,
+    d2t: Tensor | None,
+    hidden: Sequence[Tensor],
+    weights: Tensor,
+    drop_unknown: bool = True,
+    measured: bool = True,
+    divergence: Divergence = "forward",
+) -> Distances:
+    """Compare P predictions of N tokens with the target.
+
+    target_lm_head: gives the target's logits [N, V] for the states `wanted` [N, H]; neither gets a gradient. lm_head:
+    [draft vocabulary, H], with a gradient if it requires one. d2t: [draft vocabulary], the target's ids; None if the
+    vocabulary is whole. hidden: [N, H] of each prediction, normed. weights: [N, P]. drop_unknown: ignore tokens where
+    the target's first choice cannot be drafted: greedily none is accepted there. measured: compute more than `total`,
+    which costs half as much again, without the matrix products.
+    """
+    measures = [(weights.new_empty(0), weights.new_empty(0), weights.new_empty(0))]
+
+    def loss(*given: Tensor) -> Iterator[Tensor]:
+        *states, weights, wanted, lm_head = given
+        with torch.no_grad():
+            p, share, first, known = _draftable(wide(target_lm_head(wanted)), d2t)  # [C, draft vocabulary], [C, 1], [C]
+        counted = weights * known[:, None] if drop_unknown else weights  # [C, P]
+        accepted, right = [], []
+        for h, weight in zip(states, counted.unbind(-1), strict=True):
+            logits = wide(F.linear(h, lm_head))  # [C, draft vocabulary]
+            choice = logits.argmax(-1) if measured else first
+            distance, q = divergence_of(divergence, logits, p)
+            if measured:
+                accepted.append(torch.minimum(p if d2t is None else p * share, q).sum(-1))
+                right.append(known & ((choice if d2t is None else d2t[choice]) == first))
+            yield (distance * weight).sum()
+        if measured:
+            measures.append((torch.stack(accepted, -1), torch.stack(right, -1), known))
+
+    total = chunked(loss, vocab_size, [*hidden, weights, wanted], [lm_head])
+    return Distances(total, *(torch.cat(parts) for parts in zip(*measures, strict=True)))
+
+
+def _draftable(target_logits: Tensor, d2t: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return p over the tokens that can be drafted, their share of the whole p, its first choice, and if they have it.
+
+    target_logits: [C, V], which are overwritten. Returns [C, draft vocabulary], [C, 1], [C] and [C] bool.
+    """
+    first = target_logits.argmax(-1)
+    if d2t is None:
+        return softmax_(target_logits), first.new_ones(len(first), 1), first, torch.ones_like(first, dtype=torch.bool)
+    # A look-up, because `isin` waits for the device.
+    known = first.new_zeros(target_logits.shape[-1], dtype=torch.bool).index_fill_(0, d2t, True)[first]
+    drafted = target_logits[:, d2t]
+    share = (drafted.logsumexp(-1, keepdim=True) - target_logits.logsumexp(-1, keepdim=True)).exp()
+    return softmax_(drafted), share, first, known
+
+
+# -- DFlash, DSpark
+
+
+class Comparison(NamedTuple):
+    """Comparison of N predictions q with the target's distributions p.
+
+    total: sum of w (ce * -log q(label) + l1 * sum_v |p_v - q_v|), with a gradient. accepted: [N], sum_v min(p_v, q_v),
+    the probability that a drawn token is accepted at temperature 1. right: [N] bool, q's first choice is p's.
+    label_prob: [N], q(label).
+    """
+
+    total: Tensor
+    accepted: Tensor
+    right: Tensor
+    label_prob: Tensor
+
+
+def compare_blocks(
+    lm_head: LmHead,
+    vocab_size: int,
+    wanted: Tensor,
+    hidden: Tensor,
+    position: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    markov: tuple[Tensor, Tensor] | None,
+    ce: float,
+    l1: float,
+    log_counts: Tensor | None = None,
+    own_loss: TokenLoss | None = None,
+) -> Comparison:
+    """Compare N predictions with the target's distributions at P positions of the text.
+
+    lm_head: the target's, frozen; gives the target's logits for the states `wanted` [P, H] and the draft's for `hidden`
+    [N, H]. position: [N] int64 on the host, the number of each prediction's position, ascending from 0 without gaps:
+    blocks overlap, and p is computed once for a position. labels: [N], the text's tokens there. weights: [N]. markov:
+    z [N, r] and W2 [V, r], which add W2 z to the draft's logits. ce, l1: weights of the two terms. log_counts: of
+    `Columns`, if lm_head, W2 and labels cover these only. own_loss: takes the place of both terms.
+    """
+    measures: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def loss(hidden: Tensor, position: Tensor, labels: Tensor, weights: Tensor, *markov: Tensor) -> Iterator[Tensor]:
+        begin, end = int(position[0]), int(position[-1]) + 1
+        own = to_device(position - begin, hidden.device)  # [C]
+        with torch.no_grad():
+            target_logits = wide(lm_head(wanted[begin:end]))
+            first = target_logits.argmax(-1)[own]  # [C]
+            p = softmax_(target_logits if log_counts is None else target_logits + log_counts)[own]  # [C, V]
+        logits = wide(lm_head(hidden.to(wanted.dtype)))  # [C, V]
+        if markov:
+            logits += F.linear(*markov)
+        right = logits.argmax(-1) == first
+        if log_counts is not None:
+            logits = logits + log_counts
+        if own_loss is None:
+            entropy, apart, q = compare(logits, p, labels, l1=True)
+            values = ce * entropy + l1 * apart
+        else:
+            values, q = divergence_of(own_loss, logits, p)
+            apart = (q - p).abs().sum(-1)
+        measures.append((1 - apart.detach() / 2, right, q.gather(1, labels[:, None])[:, 0]))
+        yield (values * weights).sum()
+
+    z, w2 = ([markov[0]], [markov[1]]) if markov else ([], [])
+    total = chunked(loss, vocab_size, [hidden, position, labels, weights, *z], w2)
+    return Comparison(total, *(torch.cat(parts) for parts in zip(*measures, strict=True)))
+
+
+def reach_weights(label_prob: Tensor, block: Tensor, token: Tensor, counted: Tensor) -> Tensor:
+    """Return weights [N] of predictions by how much each one adds to its block's accepted length (D-PACE).
+
+    With q' = (1 + q(label)) / 2, so that an unlearned token does not hide those behind it, a token's weight is the sum
+    over its own and all later places of the products of q' up to there; a block's weights add up to 1.
+
+    label_prob: [N]. block, token: [N], where each prediction stands in counted [M, n].
+    """
+    chance = torch.zeros(counted.shape, dtype=label_prob.dtype, device=counted.device)
+    chance[block, token] = (1 + label_prob) / 2
+    gained = chance.cumprod(1).flip(1).cumsum(1).flip(1)
+    return (gained / gained.sum(1, keepdim=True))[block, token]
+
+
+class Columns(NamedTuple):
+    """Tokens [S] of the vocabulary over which a loss is computed, and the logarithm of how many each stands for, [S].
+
+    Adding that to the logits makes sums over the columns unbiased estimates of those over the vocabulary (sampled
+    softmax: Jean et al. 2015).
+    """
+
+    tokens: Tensor
+    log_counts: Tensor
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """Return the columns of tokens that are among them."""
+        return torch.searchsorted(self.tokens, tokens)
+
+
+def sampled_columns(lm_head: LmHead, wanted: Tensor, labels: Tensor, size: int, rng: torch.Generator) -> Columns:
+    """Return the labels and the tokens that the target finds likeliest, half of `size`, and as many random others.
+
+    A token is likely by the sum of its probabilities over the P positions. Of more positions than half of `size`, whose
+    labels might not fit, as many tokens are kept as there are positions.
+
+    lm_head, wanted [P, H]: give the target's logits. labels: one for each position, repeated or not.
+    """
+    mass = torch.zeros(lm_head(wanted[:1]).shape[-1], device=wanted.device)
+    for part in row_chunks(len(wanted), len(mass), wanted.device):
+        mass += lm_head(wanted[part]).float().softmax(-1).sum(0)
+    mass[labels] = torch.inf
+    num_kept = min(max(size // 2, len(wanted)), len(mass))
+    num_drawn = min(max(size // 2, 1), len(mass) - num_kept)
+    kept = mass.topk(num_kept).indices
+    order = to_device(torch.rand(len(mass), generator=rng), wanted.device).index_fill_(0, kept, -1.0)
+    tokens, places = torch.cat([kept, order.topk(num_drawn).indices]).sort()
+    log_count = math.log((len(mass) - num_kept) / num_drawn) if num_drawn else 0.0
+    return Columns(tokens, torch.where(places < num_kept, 0.0, log_count))
+
+
+# -- Medusa, Hydra
+
+
+def token_loss(
+    lm_head: Callable[..., Tensor],
+    vocab_size: int,
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Sequence[Tensor] = (),
+    teacher: tuple[LmHead, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum the cross-entropies of lm_head(hidden [N, H], *weights) with labels [N], and count the labels it ranks first.
+
+    weights: get a gradient if they require one. teacher: an lm_head and its states [N, H'], whose distribution takes
+    the labels' place in the cross-entropy.
+    """
+    hits = torch.zeros((), dtype=torch.int64, device=labels.device)
+    rows = [hidden, labels] if teacher is None else [hidden, labels, teacher[1]]
+
+    def loss(hidden: Tensor, labels: Tensor, *given: Tensor) -> Iterator[Tensor]:
+        logits = wide(lm_head(hidden, *given[len(rows) - 2 :]))  # [C, V]
+        hits.add_((logits.argmax(-1) == labels).sum())
+        if teacher is None:
+            yield compare(logits, None, labels).entropy.sum()
+        else:
+            with torch.no_grad():
+                p = softmax_(wide(teacher[0](given[0])))  # [C, V]
+            yield compare(logits, p).entropy.sum()
+
+    return chunked(loss, vocab_size, rows, weights), hits
+
+
+# -- the acceptance head
 
 
 def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w_rej: float = 6.0) -> LossOutput:
@@ -45,153 +484,3 @@ def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w
     count = weight.sum()
     sums = {"loss": total.detach(), "kl": kl.detach()}
     return LossOutput(total / count.clamp_min(1e-6), sums, dict.fromkeys(sums, count))
-
-
-def with_gradient(loss: TokenLoss, logits: Tensor, target_prob: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a loss of tokens [N] and the gradient of its sum with respect to the logits [N, V].
-
-    Raises:
-        InputError: the loss is not one number for each token.
-    """
-    with torch.enable_grad():
-        leaf = logits.detach().clone().requires_grad_()
-        values = loss(leaf, target_prob)
-        if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
-            found = f"{tuple(values.shape)} numbers" if isinstance(values, Tensor) else repr(values)
-            remedy = "Return the loss of each token, without a mean."
-            raise InputError("loss", f"{found} of {len(logits)} tokens", f"a tensor [{len(logits)}]", remedy)
-        (grad,) = torch.autograd.grad(values.sum(), leaf)
-    return values.detach(), grad
-
-
-def soft_cross_entropy(
-    lm_head: LmHead,
-    wanted: Tensor,
-    kept: Sequence[Tensor],
-    hidden: Sequence[Tensor],
-    ranked: bool = True,
-    loss: TokenLoss | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sum -sum_v p_v log q_v over N tokens, for each of P predictions h of them: totals [P], hits [2].
-
-    p = softmax(lm_head(wanted)), q = softmax(lm_head(h)). hits count how often p's argmax is the first, or among the
-    first three, of the first prediction's logits.
-
-    wanted: [N, H]. kept: [N] weights for each prediction. hidden: [N, H] each; only they get a gradient, because
-    lm_head is frozen. ranked: count the hits, which takes as long as half of the rest beside the products; else 0.
-    loss: takes the cross-entropy's place.
-    """
-    return _SoftCrossEntropy.apply(lm_head, wanted, kept, ranked, loss, *hidden)
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """`soft_cross_entropy` chunk by chunk, all predictions together, so that p is computed once.
-
-    The gradient is computed with the value: with a frozen lm_head, backward needs no more of a chunk than its gradient
-    with respect to `hidden`, [C, H] in place of [C, V]. Nothing is computed twice, and about three chunks of
-    CHUNK_ELEMENTS exist at a time.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        lm_head: LmHead,
-        wanted: Tensor,
-        kept: Sequence[Tensor],
-        ranked: bool,
-        loss: TokenLoss | None,
-        *hidden: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        grads = [torch.empty_like(h) if ctx.needs_input_grad[5 + i] else None for i, h in enumerate(hidden)]
-        totals = torch.zeros(len(hidden), device=wanted.device)
-        hits = torch.zeros(2, dtype=torch.int64, device=wanted.device)
-        vocabulary = lm_head(wanted[:1].to(hidden[0].dtype)).shape[-1] if len(wanted) else 1
-        for part in row_chunks(len(wanted), vocabulary, wanted.device):
-            target_logits = _wide(lm_head(wanted[part].to(hidden[0].dtype)))  # [C, V]
-            choice = target_logits.argmax(-1, keepdim=True) if ranked else None
-            # The softmax, in place of the logits.
-            target_prob = target_logits.sub_(target_logits.amax(-1, keepdim=True)).exp_()
-            target_prob /= target_prob.sum(-1, keepdim=True)
-            for i, (states, keep, grad) in enumerate(zip(hidden, kept, grads, strict=True)):
-                logits, pull = with_pull(lm_head, states[part], grad is not None)
-                if i == 0 and choice is not None:
-                    is_choice = logits.topk(min(3, logits.shape[-1]), dim=-1).indices == choice  # [C, 3]
-                    hits += torch.stack([is_choice[:, 0].sum(), is_choice.sum()])
-                if loss is not None:
-                    distance, by_logits = with_gradient(loss, logits, target_prob)
-                else:
-                    logits -= logits.amax(-1, keepdim=True)
-                    expected = torch.linalg.vecdot(target_prob, logits)
-                    norm = logits.exp_().sum(-1, keepdim=True)
-                    # The gradient is q - p, in place of the logits.
-                    distance, by_logits = norm[:, 0].log() - expected, logits.div_(norm).sub_(target_prob)
-                totals[i] += (distance * keep[part]).sum()
-                if grad is not None:
-                    grad[part] = pull(by_logits) * keep[part, None].to(states.dtype)
-        ctx.grads = grads
-        ctx.mark_non_differentiable(hits)
-        return totals, hits
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, outer: Tensor, _: Tensor) -> Any:
-        grads = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.grads)]
-        return None, None, None, None, None, *grads
-
-
-def token_loss(
-    hidden: Tensor, labels: Tensor, lm_head: LmHead, vocab_size: int, teacher: tuple[Tensor, LmHead] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sum the cross-entropies of lm_head(hidden [N, H]) with labels [N], and count how often the label is the argmax.
-
-    teacher: states [N, H'] and their lm_head, whose distribution takes the labels' place in the cross-entropy. Logits
-    are computed a chunk at a time, and again for the gradient.
-    """
-
-    def chunk(states: Tensor, label: Tensor, teacher_states: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = _wide(lm_head(states))  # [C, V]
-        wanted = label
-        if teacher is not None and teacher_states is not None:
-            with torch.no_grad():
-                wanted = _wide(teacher[1](teacher_states)).softmax(-1)  # [C, V]
-        return F.cross_entropy(logits, wanted, reduction="sum"), (logits.argmax(-1) == label).sum()
-
-    rows = max(1, CHUNK_ELEMENTS // vocab_size)
-    entropies, hits = list[Tensor](), list[Tensor]()
-    states = hidden.split(rows)
-    teacher_states = [None] * len(states) if teacher is None else teacher[0].split(rows)
-    for parts in zip(states, labels.split(rows), teacher_states, strict=True):
-        entropy, right = checkpoint(chunk, *parts, use_reentrant=False, preserve_rng_state=False)
-        entropies.append(entropy)
-        hits.append(right)
-    return torch.stack(entropies).sum(), torch.stack(hits).sum()
-
-
-def row_chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of `count` rows whose logits are made together: at most CHUNK_ELEMENTS numbers, at least a row."""
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
-    rows = min(rows, CPU_ROWS) if device.type == "cpu" else rows
-    for start in range(0, count, rows):
-        yield slice(start, start + rows)
-
-
-def with_pull(lm_head: LmHead, hidden: Tensor, needs_grad: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return logits [C, V] of hidden [C, H] in float32 or wider, and the map of their gradient to hidden's [C, H].
-
-    The logits may be overwritten.
-    """
-    if not needs_grad:
-        return _wide(lm_head(hidden)), lambda grad: grad
-    with torch.enable_grad():
-        leaf = hidden.detach().requires_grad_()
-        logits = lm_head(leaf)
-
-    def pull(grad: Tensor) -> Tensor:
-        return torch.autograd.grad(logits, leaf, grad.to(logits.dtype))[0]
-
-    # A linear map's backward needs its weight only, so its output may be overwritten.
-    return _wide(logits.detach()), pull
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

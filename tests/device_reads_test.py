@@ -14,7 +14,6 @@ FILES = [
     *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain", "growth")),
     *(f"modules/drafters/{name}.py" for name in ("net", "draft_model", "feature_heads")),
     *(f"modules/drafters/{name}.py" for name in ("eagle/head", "eagle/net", "eagle3/head", "eagle3/net")),
-    "modules/drafters/eagle3/loss.py",
     *(f"train/{name}.py" for name in ("module", "bad_steps", "features", "metrics", "tracking")),
 ]
 HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"

@@ -44,7 +44,8 @@ def quick_eagle_head(
     for step in range(steps):
         inputs, embeds = batches[step % len(batches)]
         hidden = head(embeds, inputs.features, inputs.position_ids)
-        loss = eagle_loss([hidden], inputs.target_features, [inputs.loss_mask], target.lm_head, 0.2, 1.0).loss
+        counted, vocab_size = [inputs.loss_mask], target.info.vocab_size
+        loss = eagle_loss([hidden], inputs.target_features, counted, target.lm_head, vocab_size, 0.2, 1.0).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

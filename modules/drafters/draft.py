@@ -14,9 +14,9 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.draft_model import DraftModelNet
-from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
 from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.losses import Divergence, distances
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
@@ -155,12 +155,12 @@ class DraftModelHead(DraftHead):
         rows = true_places(counted(batch), None if step is None else step.logit_rows)  # [N]
         measured = step is None or step.logged
         own, wanted = (each.flatten(0, 1).index_select(0, rows) for each in (hidden, states))  # [N, H] each
-        weights = torch.ones(1, len(rows), dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
+        weights = torch.ones(len(rows), 1, dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
         compared = distances(
-            target.lm_head, wanted.to(target.dtype), self.model.lm_head.weight, None, [own], weights,
-            measured=measured, divergence=cast(Divergence, settings.loss),
+            target.lm_head, self.config.vocab_size, wanted.to(target.dtype), self.model.lm_head.weight, None, [own],
+            weights, measured=measured, divergence=cast(Divergence, settings.loss),
         )  # fmt: skip
-        total, sums = compared.totals[0], {"loss": compared.totals[0].detach()}
+        total, sums = compared.total, {"loss": compared.total.detach()}
         if measured:
             sums |= {"top1": compared.right.sum(), "accepted": compared.accepted.sum()}
         count = torch.full((), len(rows), device=own.device)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules import flops
@@ -102,6 +103,7 @@ class MedusaHead(DraftHead):
     # Section 3.3 of the paper.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}
     lookahead = AHEAD
+    whole_weights = True  # of lm_heads of its own
     # Whether lm_heads of their own have a bias.
     lm_head_bias: ClassVar[bool] = False
 
@@ -160,22 +162,23 @@ class MedusaHead(DraftHead):
 
         It is the cross-entropy with the tokens of the text, or with the target's distributions there.
         """
-        states = self.read(batch)  # [B, T, H]
+        states, own_lm_head = self.read(batch), self.config.own_lm_head  # [B, T, H]
         loss, sums, counts = states.new_zeros(()), {}, {}
 
         def target_lm_head(hidden: Tensor) -> Tensor:
             return target.lm_head(hidden.to(target.dtype))
 
-        for i, (head, lm_head) in enumerate(zip(self.heads, self.outputs(target_lm_head), strict=True)):
+        for i, head in enumerate(self.heads):
             counted = pairs(batch, i)  # [B, T - 2 - i]
             labels = batch.input_ids[:, AHEAD + i :][counted]  # [N]
             teacher = None
             if settings.loss == "soft":
                 assert batch.features is not None
                 # State t + 1 + i gives the target's distribution of token t + 2 + i.
-                teacher = batch.features[:, AHEAD - 1 + i : -1][counted].detach(), target_lm_head
+                teacher = target_lm_head, batch.features[:, AHEAD - 1 + i : -1][counted].detach()
             hidden = head(self.inputs(i, states, counted, batch, target))  # [N, H]
-            entropy, hits = token_loss(hidden, labels, lm_head, self.config.vocab_size, teacher)
+            lm_head, own = (F.linear, [*self.lm_heads[i].parameters()]) if own_lm_head else (target_lm_head, [])
+            entropy, hits = token_loss(lm_head, self.config.vocab_size, hidden, labels, own, teacher)
             loss = loss + settings.head_decay**i * entropy
             name = "top1" if i == 0 else f"top1_{i + 1}"
             sums[name], counts[name] = hits, counted.sum()

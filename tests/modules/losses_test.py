@@ -1,18 +1,30 @@
-"""The losses against their formulas, written out in float64, and what masks must keep out."""
+"""Values and gradients of the losses against their formulas, written out in float64, and what masks must keep out."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from draftsmith.modules import losses
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle.head import eagle_loss
-from draftsmith.modules.losses import acceptance_loss
+from draftsmith.modules.losses import (
+    acceptance_loss,
+    chunked,
+    compare_blocks,
+    distances,
+    reach_weights,
+    sampled_columns,
+    soft_cross_entropy,
+    token_loss,
+)
 from draftsmith.modules.types import AcceptanceBatch, InputError
 
 # The losses are taken in float32 and summed over tens of tokens.
@@ -66,7 +78,7 @@ def test_losses_of_an_empty_mask_are_zero():
     nothing = torch.zeros_like(batch.loss_mask)
     assert acceptance_loss(logit, AcceptanceBatch(batch.hidden, batch.accept_prob, nothing)).loss == 0
     hidden = torch.randn(3, 9, 4)
-    assert eagle_loss([hidden], hidden, [nothing], torch.nn.Linear(4, 7)).loss == 0
+    assert eagle_loss([hidden], hidden, [nothing], torch.nn.Linear(4, 7), 7).loss == 0
 
 
 def eagle_case(seed: int = 0):
@@ -94,7 +106,7 @@ def test_eagle_loss_is_the_papers(feature_weight, token_weight):
         top1, top3 = top1 + (rank < 1), top3 + (rank < 3)
     count = int(mask.sum())
     defaults = () if (feature_weight, token_weight) == (1.0, 0.1) else (feature_weight, token_weight)
-    output = eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T, *defaults)
+    output = eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T, 11, *defaults)
     assert output.loss.item() == pytest.approx((feature_weight * feature + token_weight * token) / count, rel=TOLERANCE)
     assert output.sums["feature_loss"].item() == pytest.approx(feature, rel=TOLERANCE)
     assert output.sums["token_loss"].item() == pytest.approx(token, rel=TOLERANCE)
@@ -107,7 +119,7 @@ def test_without_the_first_choices_the_losses_and_gradients_are_the_same():
     grads, outputs = [], []
     for step in (None, TrainStep(0, 1, (), (), logged=False)):
         states = hidden.clone().requires_grad_()
-        outputs.append(eagle_loss([states], wanted, [mask], lambda x: x @ weight.T, step=step))
+        outputs.append(eagle_loss([states], wanted, [mask], lambda x: x @ weight.T, 11, step=step))
         grads.append(*torch.autograd.grad(outputs[-1].loss, states))
     assert outputs[0].loss.equal(outputs[1].loss) and grads[0].equal(grads[1])
     assert outputs[0].sums.keys() - outputs[1].sums.keys() == {"top1", "top3"}
@@ -117,7 +129,7 @@ def test_eagle_loss_does_not_train_the_target_and_ignores_hidden_rows():
     hidden, wanted, mask, weight = eagle_case()
     hidden.requires_grad_()
     wanted.requires_grad_()
-    eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T, 0.0, 1.0).loss.backward()
+    eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T, 11, 0.0, 1.0).loss.backward()
     assert wanted.grad is None or not wanted.grad.any()
     assert hidden.grad[mask].any(-1).all() and not hidden.grad[~mask].any()
 
@@ -132,11 +144,11 @@ def test_a_loss_of_the_users_own_takes_the_cross_entropys_place():
     found = []
     for own in (None, same):
         states = hidden.clone().requires_grad_()
-        output = eagle_loss([states, states], wanted, [mask, mask], lambda x: x @ weight.T, 0.5, 2.0, own_loss=own)
+        output = eagle_loss([states, states], wanted, [mask, mask], lambda x: x @ weight.T, 11, 0.5, 2.0, own_loss=own)
         found.append((output.loss, torch.autograd.grad(output.loss, states)[0]))
     torch.testing.assert_close(found[0], found[1])
     with pytest.raises(InputError, match=r"the loss of each token"):
-        eagle_loss([hidden], wanted, [mask], torch.nn.Linear(6, 11), own_loss=lambda *given: same(*given).mean())
+        eagle_loss([hidden], wanted, [mask], torch.nn.Linear(6, 11), 11, own_loss=lambda *given: same(*given).mean())
 
 
 def plain_eagle_loss(passes, wanted, masks, weight, decay):
@@ -157,7 +169,7 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_all_logits_at_once(monke
     later = mask.clone()
     later[:, 1] = False
     ours, theirs = ([h.clone().requires_grad_() for h in (first, second)] for _ in range(2))
-    loss = eagle_loss(ours, wanted, [mask, later], lambda x: x @ weight.T, 1.0, 0.1, decay=0.8).loss
+    loss = eagle_loss(ours, wanted, [mask, later], lambda x: x @ weight.T, 11, 1.0, 0.1, decay=0.8).loss
     oracle = plain_eagle_loss(theirs, wanted, [mask, later], weight, 0.8)
     assert loss.item() == pytest.approx(oracle.item(), rel=TOLERANCE)
     (3 * loss).backward()  # a factor, as training applies one
@@ -169,15 +181,263 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_all_logits_at_once(monke
 def test_a_huge_logit_makes_no_nan():
     hidden, wanted, mask, weight = eagle_case()
     hidden = (1e4 * hidden).requires_grad_()
-    output = eagle_loss([hidden], 1e4 * wanted, [mask], lambda x: x @ weight.T)
+    output = eagle_loss([hidden], 1e4 * wanted, [mask], lambda x: x @ weight.T, 11)
     output.loss.backward()
     assert output.loss.isfinite() and hidden.grad.isfinite().all()
 
 
+# -- every loss of draft heads
+
+N, V, H, R = 13, 11, 5, 3
+D2T = torch.tensor([0, 2, 3, 7, 8, 10])
+PLACES = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4, 4, 5, 5, 6, 6])
+KEPT = torch.rand(N, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+KEPT[:2, 1] = 0
+LABELS = torch.randint(V, (N,), generator=torch.Generator().manual_seed(3))
+LOG_COUNTS = torch.rand(V, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+class Leaves:
+    """What a loss may be trained through, and the target: [N, H] of three predictions, lm_heads and a Markov head."""
+
+    def __init__(self) -> None:
+        rng = torch.Generator().manual_seed(1)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+        self.target, self.wanted = 2 * draw(V, H), draw(N, H)
+        self.hidden = [draw(N, H).requires_grad_() for _ in range(3)]
+        self.lm_head, self.reduced = draw(V, H).requires_grad_(), draw(len(D2T), H).requires_grad_()
+        self.bias, self.z, self.w2 = draw(V).requires_grad_(), draw(N, R).requires_grad_(), draw(V, R).requires_grad_()
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states @ self.target.T
+
+    def p(self) -> Tensor:
+        return self.logits(self.wanted).softmax(-1)
+
+    def trained(self) -> list[Tensor]:
+        return [*self.hidden, self.lm_head, self.reduced, self.bias, self.z, self.w2]
+
+
+def reverse(logits: Tensor, p: Tensor) -> Tensor:
+    """A loss of the user's own: KL(q|p)."""
+    q = logits.softmax(-1)
+    return (q * (q.log() - p.log())).sum(-1)
+
+
+def plain_distance(logits: Tensor, p: Tensor, divergence: str | Callable[..., Tensor]) -> Tensor:
+    """Cross-entropy or total variation as DistillSpec's table 1 has them."""
+    if callable(divergence):
+        return divergence(logits, p)
+    q = logits.softmax(-1)
+    return -(p * q.log()).sum(-1) if divergence == "forward" else (q - p).abs().sum(-1) / 2
+
+
+def eagle(x: Leaves, own: Callable[..., Tensor] | None) -> tuple[Tensor, Tensor]:
+    ours = soft_cross_entropy(x.logits, V, x.wanted, x.hidden, [*KEPT.unbind(-1)], own_loss=own)[0]
+    pairs = zip(x.hidden, KEPT.unbind(-1), strict=True)
+    return ours, sum((plain_distance(x.logits(h), x.p(), own or "forward") * weight).sum() for h, weight in pairs)
+
+
+def whole(x: Leaves, divergence: str | Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    ours = distances(x.logits, V, x.wanted, x.lm_head, None, x.hidden, KEPT, divergence=divergence).total
+    pairs = zip(x.hidden, KEPT.unbind(-1), strict=True)
+    return ours, sum((plain_distance(h @ x.lm_head.T, x.p(), divergence) * weight).sum() for h, weight in pairs)
+
+
+def reduced(x: Leaves, drop: bool) -> tuple[Tensor, Tensor]:
+    """Over a draft vocabulary, with p renormalised over it, and what is measured beside the loss."""
+    ours, p = distances(x.logits, V, x.wanted, x.reduced, D2T, x.hidden, KEPT, drop), x.p()
+    known, share = torch.isin(p.argmax(-1), D2T), p[:, D2T].sum(-1, keepdim=True)
+    assert torch.equal(ours.known, known) and not known.all()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (h, weight) in enumerate(zip(x.hidden, KEPT.unbind(-1), strict=True)):
+        logits = h @ x.reduced.T
+        distance = plain_distance(logits, p[:, D2T] / share, "forward")
+        total = total + (distance * weight * (known if drop else 1)).sum()
+        accepted = torch.minimum(p[:, D2T], logits.softmax(-1)).sum(-1)
+        assert (ours.accepted[:, i] - accepted).abs().max() < 1e-10
+        assert torch.equal(ours.right[:, i], D2T[logits.argmax(-1)] == p.argmax(-1))
+    return ours.total, total
+
+
+def blocks(x: Leaves, markov: bool, sampled: bool, own: Callable[..., Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Several predictions of a position share the target's p. Sampled columns stand for exp(LOG_COUNTS) tokens each."""
+    counts, weight = LOG_COUNTS if sampled else torch.zeros(V), KEPT[:, 0]
+    ours = compare_blocks(
+        x.logits, V, x.wanted[:7], x.hidden[0], PLACES, LABELS, weight, (x.z, x.w2) if markov else None, 0.3, 0.6,
+        LOG_COUNTS if sampled else None, own,
+    )  # fmt: skip
+    bare = x.logits(x.hidden[0]) + (x.z @ x.w2.T if markov else 0)
+    logits, target_logits = bare + counts, x.logits(x.wanted)[PLACES]
+    q, p = logits.softmax(-1), (target_logits + counts).softmax(-1)
+    label_prob, apart = q[torch.arange(N), LABELS], (q - p).abs().sum(-1)
+    assert (ours.label_prob - label_prob).abs().max() < 1e-10 and (ours.accepted - 1 + apart / 2).abs().max() < 1e-10
+    assert torch.equal(ours.right, bare.argmax(-1) == target_logits.argmax(-1))
+    values = 0.6 * apart - 0.3 * label_prob.log() if own is None else own(logits, p)
+    return ours.total, (values * weight).sum()
+
+
+def medusa(x: Leaves, own: bool, soft: bool) -> tuple[Tensor, Tensor]:
+    lm_head, weights = (F.linear, [x.lm_head, x.bias]) if own else (x.logits, [])
+    ours, hits = token_loss(lm_head, V, x.hidden[0], LABELS, weights, (x.logits, x.wanted) if soft else None)
+    log_q = (x.hidden[0] @ x.lm_head.T + x.bias if own else x.logits(x.hidden[0])).log_softmax(-1)
+    assert int(hits) == int((log_q.argmax(-1) == LABELS).sum())
+    return ours, -(x.p() * log_q).sum() if soft else -log_q[torch.arange(N), LABELS].sum()
+
+
+LOSSES = {
+    "eagle": lambda x: eagle(x, None),
+    "eagle, own loss": lambda x: eagle(x, reverse),
+    "eagle3, drop unknown": lambda x: reduced(x, True),
+    "eagle3, keep unknown": lambda x: reduced(x, False),
+    "draft": lambda x: whole(x, "forward"),
+    "draft, total variation": lambda x: whole(x, "tvd"),
+    "draft, own loss": lambda x: whole(x, reverse),
+    "dflash": lambda x: blocks(x, markov=False, sampled=False),
+    "dspark": lambda x: blocks(x, markov=True, sampled=False),
+    "dspark, sampled": lambda x: blocks(x, markov=True, sampled=True),
+    "dspark, own loss": lambda x: blocks(x, markov=True, sampled=True, own=reverse),
+    "medusa": lambda x: medusa(x, own=False, soft=False),
+    "medusa, soft": lambda x: medusa(x, own=False, soft=True),
+    "medusa, own lm_head": lambda x: medusa(x, own=True, soft=False),
+    "hydra, own lm_head": lambda x: medusa(x, own=True, soft=True),
+}
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 4, 100])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_and_its_gradient_are_its_formula_in_float64(monkeypatch, name, rows_at_once):
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", rows_at_once * V + 5)
+    x = Leaves()
+    before = [tensor.clone() for tensor in (*x.trained(), x.target, x.wanted)]
+    ours, formula = LOSSES[name](x)
+    # A sum of some dozen float64 numbers. A factor, as training applies one.
+    assert abs((ours - formula).item()) < 1e-10
+    found, expected = (torch.autograd.grad(3 * loss, x.trained(), allow_unused=True) for loss in (ours, formula))
+    assert any(grad is not None for grad in expected)
+    for own, grad in zip(found, expected, strict=True):
+        assert (own is None) == (grad is None)
+        assert own is None or (own - grad).abs().max() < 1e-10
+    # Logits are overwritten, nothing else is.
+    assert all(torch.equal(a, b) for a, b in zip(before, (*x.trained(), x.target, x.wanted), strict=True))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_gradients_a_loss_has_the_same_value_and_trains_nothing(name):
+    x = Leaves()
+    with torch.no_grad():
+        ours, formula = LOSSES[name](x)
+    assert abs((ours - formula).item()) < 1e-10 and not ours.requires_grad
+
+
+def test_totals_and_gradients_are_the_same_where_nothing_is_measured():
+    outcomes = []
+    for measured in (True, False):
+        x = Leaves()
+        found = distances(x.logits, V, x.wanted, x.reduced, D2T, x.hidden, KEPT, measured=measured)
+        outcomes.append([found.total, *torch.autograd.grad(found.total, [x.reduced, *x.hidden])])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert not found.right.numel() and not found.accepted.numel() and not found.known.numel()
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss():
+    """In float32, where exp(100) is infinite, and where the draft vocabulary has next to nothing of p."""
+    x = Leaves()
+    states, lm_head = (40 * x.wanted).float(), (60 * x.reduced.detach()).float()
+    hidden, target = [h.detach().float() for h in x.hidden], x.target.float()
+    ours = distances(
+        lambda states: states @ target.T, V, states, lm_head, D2T, hidden, KEPT.float(), drop_unknown=False
+    )
+    log_q = torch.stack([(h.double() @ lm_head.double().T).log_softmax(-1) for h in hidden], 1)  # [N, 3, draft vocab.]
+    p = (states.double() @ target.double().T)[:, D2T].softmax(-1)[:, None]
+    wanted = -((p * log_q).sum(-1) * KEPT).sum()
+    assert ours.total.item() == pytest.approx(float(wanted), rel=TOLERANCE)
+
+
+def test_a_frozen_lm_head_and_no_tokens():
+    x = Leaves()
+    frozen = x.reduced.detach()
+    distances(x.logits, V, x.wanted, frozen, D2T, x.hidden, KEPT).total.backward()
+    assert x.reduced.grad is None and all(h.grad is not None for h in x.hidden)
+    nothing = distances(x.logits, V, x.wanted[:0], frozen, D2T, [h[:0] for h in x.hidden], KEPT[:0])
+    assert nothing.total == 0 and nothing.accepted.shape == (0, 3)
+
+
+def test_a_gradient_is_taken_once():
+    """It is scaled in place: a second time it would be scaled twice."""
+    x = Leaves()
+    total, _ = token_loss(x.logits, V, x.hidden[0], LABELS)
+    torch.autograd.grad(2 * total, x.hidden[0], retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(total, x.hidden[0])
+
+
+def test_terms_are_differentiated_one_after_the_other():
+    """So that the logits of one exist at a time."""
+    order = []
+    x = torch.ones(5, 2, requires_grad=True)
+
+    def loss(rows: Tensor):
+        for factor in (1.0, 2.0):
+            term = factor * rows
+            term.register_hook(lambda grad, factor=factor: order.append(-factor))
+            order.append(factor)
+            yield term.sum()
+
+    chunked(loss, 1, [x]).backward()
+    assert order == [1, -1, 2, -2] and x.grad.eq(3).all()
+
+
+def test_weights_by_reach_are_what_a_token_adds_to_the_accepted_length():
+    """D-PACE: products of q' = (1 + q) / 2 up to a place, summed over it and all later ones."""
+    label_prob = torch.tensor([0.9, 0.3, 0.6, 0.5], dtype=torch.float64)
+    block, token, counted = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 0]), torch.ones(2, 3, dtype=torch.bool)
+    counted[1, 1:] = False
+    reached = [0.95, 0.95 * 0.65, 0.95 * 0.65 * 0.8]
+    gained = [sum(reached[i:]) for i in range(3)]
+    wanted = torch.tensor([*(own / sum(gained) for own in gained), 1.0], dtype=torch.float64)
+    torch.testing.assert_close(reach_weights(label_prob, block, token, counted), wanted)
+
+
+def columns_case() -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    torch.manual_seed(0)
+    lm_head = torch.randn(300, 8, dtype=torch.float64)
+    return lambda states: states @ lm_head.T, torch.randn(7, 8, dtype=torch.float64)
+
+
+def test_columns_of_a_sampled_loss_stand_for_the_whole_vocabulary():
+    """They have the labels and what the target finds likeliest; sums over them are right in the mean of many draws."""
+    (lm_head, wanted), labels, values = columns_case(), torch.arange(20, 27), torch.rand(300)
+    likely = lm_head(wanted).softmax(-1).sum(0).topk(20).indices
+    rng, sums = torch.Generator().manual_seed(1), []
+    for _ in range(400):
+        tokens, log_counts = columns = sampled_columns(lm_head, wanted, labels, 60, rng)
+        assert len(tokens.unique()) == 60 and torch.equal(tokens[columns.places(labels)], labels)
+        assert torch.isin(likely, tokens[log_counts == 0]).all() and log_counts.exp().sum() == pytest.approx(300)
+        sums.append(float((values[tokens] * log_counts.exp()).sum()))
+    assert np.mean(sums) == pytest.approx(float(values.sum()), abs=4 * np.std(sums) / 20)
+    # Half of 1 would be none, and nothing would stand for the other tokens.
+    columns = sampled_columns(lm_head, wanted, labels, 1, rng)
+    assert len(columns.tokens) == 8 and columns.log_counts.exp().sum() == pytest.approx(300)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 299, 300, 301])
+def test_some_column_stands_for_the_tokens_that_have_none(size):
+    lm_head, wanted = columns_case()
+    columns = sampled_columns(lm_head, wanted[:4], torch.arange(20, 24), size, torch.Generator().manual_seed(1))
+    assert columns.log_counts.exp().sum() == pytest.approx(300)
+
+
 @pytest.mark.parametrize(("device", "rows"), [("cpu", losses.CPU_ROWS), ("meta", 2**15)])
 def test_rows_whose_logits_are_made_at_a_time(device, rows):
-    """Small blocks where there are caches to stay in, and of many tokens of vocabulary no more than are to exist."""
-    parts = list(losses.row_chunks(2**16 + 1, 2**10, torch.device(device)))
-    assert [part.start for part in parts] == list(range(0, 2**16 + 1, rows))
+    """Small blocks where there are caches to stay in, of many tokens of vocabulary no more than are to exist, and of
+    like sizes."""
+    count = 2**16 + 1
+    sizes = [len(range(count)[part]) for part in losses.row_chunks(count, 2**10, torch.device(device))]
+    assert sum(sizes) == count and len(sizes) == math.ceil(count / rows)
+    assert max(sizes) <= rows and max(sizes) - min(sizes) <= 1
     assert len(list(losses.row_chunks(7, 2**26, torch.device(device)))) == 7
-    assert not list(losses.row_chunks(0, 1, torch.device(device)))
+    assert len(list(losses.row_chunks(0, 1, torch.device(device)))) == 1  # and it has no row

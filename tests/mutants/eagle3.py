@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
-HEAD, NET, LOSS = (f"modules/drafters/eagle3/{name}.py" for name in ("head", "net", "loss"))
+HEAD, NET, LOSS = "modules/drafters/eagle3/head.py", "modules/drafters/eagle3/net.py", "modules/losses.py"
 DIAGONAL, LEAN, PAIRS = "modules/diagonal.py", "modules/engine/lean.py", "modules/drafters/feature_heads.py"
-TRAINING, NET_TEST, LOSS_TEST = (
-    f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net", "loss")
-)
+TRAINING, NET_TEST = (f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net"))
+LOSS_TEST = "tests/modules/losses_test.py"
 DIAGONAL_TEST = "tests/modules/diagonal_test.py"
 LLAMA, FOREIGN, SYSTEMS = (f"modules/formats/{name}.py" for name in ("llama", "foreign", "systems"))
 INTEROP_TEST = "tests/modules/formats/eagle3_test.py"
@@ -39,16 +38,15 @@ MUTANTS = [
            "state", (NET_TEST,)),
     Mutant("eagle3-draft-ids-taken-for-the-targets", NET, "index_copy_(-1, self.d2t, logits)",
            "index_copy_(-1, torch.arange(logits.shape[-1]), logits)", (TRAINING,)),
-    Mutant("eagle3-acceptance-of-renormed-p", LOSS, "p if share is None else p * share", "p", (LOSS_TEST,)),
-    Mutant("eagle3-gradient-of-what-is-no-distribution", LOSS, "q, entropy = logits.div_(norm),",
-           "q, entropy = logits,", (LOSS_TEST,)),
-    Mutant("eagle3-logits-not-shifted", LOSS, "logits -= logits.amax(-1, keepdim=True)\n", "pass\n", (LOSS_TEST,)),
-    Mutant("eagle3-gradient-of-lm-head-unweighted", LOSS, "states[part] * counted[i][:, None].to(states.dtype)",
-           "states[part]", (LOSS_TEST,)),
+    Mutant("eagle3-acceptance-of-renormed-p", LOSS, "p if d2t is None else p * share", "p", (LOSS_TEST,)),
+    Mutant("loss-gradient-of-what-is-no-distribution", LOSS, "        q /= norm\n", "", (LOSS_TEST,)),
+    Mutant("loss-logits-not-shifted", LOSS, "q -= q.amax(-1, keepdim=True)\n", "pass\n", (LOSS_TEST,)),
+    Mutant("loss-gradient-of-the-last-chunk-only", LOSS, "grad[part] = leaf.grad", "grad[:] = 0; grad[part] = leaf.grad",
+           (LOSS_TEST,)),
     Mutant("eagle3-measures-in-every-step", HEAD, "step is None or step.logged\n", "True\n",
            (TRAINING,)),
-    Mutant("eagle3-unknown-tokens-count", LOSS, "weights[:, part] * known[part] if drop_unknown else",
-           "weights[:, part] if drop_unknown else", (LOSS_TEST,)),
+    Mutant("eagle3-unknown-tokens-count", LOSS, "weights * known[:, None] if drop_unknown else",
+           "weights if drop_unknown else", (LOSS_TEST,)),
 
               Mutant("diagonal-own-entries-in-a-softmax-of-their-own", DIAGONAL,
            "            total = torch.logaddexp(norm, scores.logsumexp(-1))\n",

@@ -77,6 +77,6 @@ MUTANTS = [
            (f"{BLOCK_TEST}::test_every_node_of_a_drawn_tree_has_the_plain_distribution_of_its_path",)),
     Mutant("blocks-begin-at-a-texts-first-token", BLOCK_HEAD, "return place[place > 0]", "return place",
            (f"{BLOCK_TEST}::test_no_block_begins_at_a_texts_first_token",)),
-    Mutant("block-loss-without-the-other-tokens", "modules/drafters/block/loss.py", "max(size // 2, 1)", "size // 2",
-           (f"{BLOCK_TEST}::test_columns_of_a_sampled_loss_stand_for_the_whole_vocabulary",)),
+    Mutant("block-loss-without-the-other-tokens", "modules/losses.py", "max(size // 2, 1)", "size // 2",
+           ("tests/modules/losses_test.py::test_columns_of_a_sampled_loss_stand_for_the_whole_vocabulary",)),
 ]  # fmt: skip

@@ -104,8 +104,9 @@ def test_unrolled_training_is_the_weighted_mean_of_the_drafts_steps_and_reports_
     both = step_loss(module, batch)
     pair, target, settings = shift(batch.data), module.target, module.settings
     hidden = module.head.unroll(target.embed(pair.next_ids), pair.features.float(), 2)[1:]
+    weights, vocab_size = (settings.feature_weight, settings.token_weight), module.head.config.vocab_size
     second = eagle_loss(
-        hidden, pair.target_features, [pair.loss_mask], target.lm_head, settings.feature_weight, settings.token_weight
+        hidden, pair.target_features, [pair.loss_mask], target.lm_head, vocab_size, *weights
     )  # no loss before the second row: prompts are longer
     torch.testing.assert_close(both.loss, (first.loss + 0.5 * second.loss) / 1.5)
     assert both.sums["loss"] == first.sums["loss"]

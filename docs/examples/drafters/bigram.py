@@ -82,12 +82,11 @@ class BigramHead(FeatureHead):
         embeds = target.embed(batch.input_ids[:, 1:-1][rows])  # [N, H]
         dtype = self.mix.weight.dtype
         hidden = self.fuse(embeds.to(dtype), batch.features[:, :-2][rows].to(dtype))  # [N, H]
-        weights = torch.ones(len(hidden), device=hidden.device)
-        totals, hits = soft_cross_entropy(target.lm_head, batch.features[:, 1:-1][rows], [weights], [hidden])
-        sums = {"loss": totals[0].detach(), "top1": hits[0]}
-        return LossOutput(
-            settings.scale * totals[0] / weights.sum().clamp_min(1), sums, dict.fromkeys(sums, weights.sum())
-        )
+        wanted, weights = batch.features[:, 1:-1][rows].to(hidden.dtype), torch.ones_like(hidden[:, 0])
+        vocab_size = self.config.vocab_size
+        total, _, hits = soft_cross_entropy(target.lm_head, vocab_size, wanted, [hidden], [weights])
+        sums = {"loss": total.detach(), "top1": hits[0]}
+        return LossOutput(settings.scale * total / weights.sum().clamp_min(1), sums, dict.fromkeys(sums, weights.sum()))
 
 
 @dataclass(frozen=True)

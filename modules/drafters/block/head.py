@@ -14,7 +14,6 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block.drafter import SlotNet
-from draftsmith.modules.drafters.block.loss import Predictions, compare, reach_weights, sampled_columns
 from draftsmith.modules.drafters.block.net import (
     BlockConfig,
     BlockNet,
@@ -26,7 +25,7 @@ from draftsmith.modules.drafters.block.net import (
 )
 from draftsmith.modules.drafters.eagle3.head import layers_of
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import TokenLoss
+from draftsmith.modules.losses import TokenLoss, compare_blocks, reach_weights, sampled_columns
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
@@ -315,6 +314,7 @@ class BlockHead(BlockNet):
         decay = torch.exp(-torch.arange(drafts, device=device, dtype=wide) / settings.decay)
         weights = (decay / decay.sum())[token]
         rows, labels, lm_head, log_counts = hidden[block, token], ids[places + 1], target.lm_head, None
+        vocab_size = config.vocab_size
         w2 = None if self.markov_head is None else self.markov_head.markov_w2.weight
         wanted = features[positions, -size:].to(target.dtype)
         sampled = 0 < settings.loss_vocab < target.info.vocab_size and not settings.only_confidence
@@ -323,13 +323,16 @@ class BlockHead(BlockNet):
             columns = sampled_columns(lm_head, wanted, labels, settings.loss_vocab, rng)
             lm_head = partial(F.linear, weight=target.lm_head_weight()[columns.tokens])
             labels, log_counts = columns.places(labels), columns.log_counts
+            vocab_size = len(columns.tokens)
             w2 = None if w2 is None else w2[columns.tokens]
-        biases = None if biases is None else biases[block, token]
-        predictions = Predictions(rows, biases, position, labels, weights)
         against = partial(
-            compare,
+            compare_blocks,
             lm_head,
+            vocab_size,
             wanted,
+            position=position,
+            labels=labels,
+            markov=None if biases is None or w2 is None else (biases[block, token], w2),
             ce=settings.ce_weight,
             l1=settings.l1_weight,
             log_counts=log_counts,
@@ -337,10 +340,9 @@ class BlockHead(BlockNet):
         )
         if settings.token_weights == "reach":
             with torch.no_grad():
-                label_prob = against(predictions._replace(hidden=rows.detach()), w2).label_prob
+                label_prob = against(hidden=rows, weights=weights).label_prob
             weights = reach_weights(label_prob, block, token, counted)
-            predictions = predictions._replace(weights=weights)
-        compared = against(predictions, w2)
+        compared = against(hidden=rows, weights=weights)
         total = compared.total
         sums, counts = dict[str, Tensor](), dict[str, Tensor]()
         if self.confidence_head is not None:

@@ -135,6 +135,7 @@ def eagle_loss(
     target_features: Tensor,
     masks: Sequence[Tensor],
     lm_head: LmHead,
+    vocab_size: int,
     feature_weight: float = 1.0,
     token_weight: float = 0.1,
     decay: float = 1.0,
@@ -150,28 +151,29 @@ def eagle_loss(
 
     passes: hidden states [B, T, H] of each draft step, aligned with target_features [B, T, H].
     masks: [B, T] bool, the tokens that count in each draft step; those of later ones are among those of the first.
-    lm_head: frozen. decay: weight of a draft step relative to the one before. own_loss: in place of the cross-entropy.
+    lm_head: frozen, gives logits of vocab_size tokens. decay: weight of a draft step relative to the one before.
+    own_loss: in place of the cross-entropy.
     """
     ranked = step is None or step.logged
     chosen = true_places(masks[0], None if step is None else step.logit_rows)  # [N]
     wanted, *predicted = (part.flatten(0, 1).index_select(0, chosen) for part in (target_features, *passes))  # [N, H]
     kept = [mask.flatten().index_select(0, chosen).float() for mask in masks]  # [N] each
     distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
-    feature_totals = torch.stack([(d * keep).sum() for d, keep in zip(distance, kept, strict=True)])
-    token_totals, hits = soft_cross_entropy(lm_head, wanted, kept, predicted, ranked, own_loss)
-    weights = to_device(torch.tensor([decay**i for i in range(len(passes))]), wanted.device)
-    totals = feature_weight * feature_totals + token_weight * token_totals
+    decays = [decay**i for i in range(len(passes))]
+    weights = [keep * factor for keep, factor in zip(kept, decays, strict=True)]  # [N] each
+    features = [(d * weight).sum() for d, weight in zip(distance, weights, strict=True)]
+    tokens, first, hits = soft_cross_entropy(lm_head, vocab_size, wanted, predicted, weights, ranked, own_loss)
     # Every draft step's sum is divided by the tokens of the first, so that micro-batches add up exactly.
     number = torch.full((), len(wanted), device=wanted.device)
+    total = feature_weight * torch.stack(features).sum() + token_weight * tokens
     sums = {
-        "loss": totals[0].detach(),
-        "feature_loss": feature_totals[0].detach(),
-        "token_loss": token_totals[0].detach(),
+        "loss": feature_weight * features[0].detach() + token_weight * first,
+        "feature_loss": features[0].detach(),
+        "token_loss": first,
     }
     if ranked:
         sums |= {"top1": hits[0], "top3": hits[1]}
-    loss = (weights * totals).sum() / weights.sum() / number.clamp_min(1)
-    return LossOutput(loss, sums, dict.fromkeys(sums, number))
+    return LossOutput(total / sum(decays) / number.clamp_min(1), sums, dict.fromkeys(sums, number))
 
 
 class EagleHead(EagleNet, FeatureHead):
@@ -225,6 +227,7 @@ class EagleHead(EagleNet, FeatureHead):
             # No draft reaches a later step at a document's first rows.
             [pairs.loss_mask & (pairs.position_ids >= number) for number in range(num_passes)],
             lambda hidden: target.lm_head(hidden.to(target.dtype)),
+            self.config.vocab_size,
             settings.feature_weight,
             settings.token_weight,
             settings.unroll_decay,

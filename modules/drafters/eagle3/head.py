@@ -15,11 +15,11 @@ from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope, rope_of
-from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import Divergence, distances
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -267,17 +267,22 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             own_rows, exists = pairs.rows(number)  # [N], [N]
             predictions.append(self.logits_input(states[pairs.sequence, own_rows]))  # [N, H]
             inside.append(exists)
-        weights = torch.stack(inside).to(torch.promote_types(dtype, torch.float32))  # [passes, N]
+        weights = torch.stack(inside, -1).to(torch.promote_types(dtype, torch.float32))  # [N, passes]
         if settings.normalizer == "sequence":
             # `bincount` would wait for the device.
             sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
-            weights = weights / sizes.index_add_(0, pairs.owner, torch.ones_like(weights[0]))[pairs.owner]
-        lm_head, d2t = target.lm_head, self.d2t if self.config.reduced else None
+            sizes = sizes.index_add_(0, pairs.owner, torch.ones_like(weights[:, 0]))
+            weights = weights / sizes[pairs.owner, None]
+        decay = torch.tensor([settings.pass_decay**i for i in range(passes)], dtype=weights.dtype)
+        scale = to_device(decay, ids.device)
+        weights = weights * (scale / scale.sum() if settings.pass_weights == "mean" else scale)
+        lm_head, vocab_size, d2t = target.lm_head, self.config.vocab_size, self.d2t if self.config.reduced else None
         if d2t is not None and settings.unknown == "keep" and not measured:
             # The loss alone compares distributions over the draft vocabulary.
-            lm_head, d2t = partial(F.linear, weight=target.lm_head_weight()[d2t]), None
+            lm_head, vocab_size, d2t = partial(F.linear, weight=target.lm_head_weight()[d2t]), len(d2t), None
         compared = distances(
             lm_head,
+            vocab_size,
             pairs.wanted.to(target.dtype),
             self.lm_head.weight,
             d2t,
@@ -288,20 +293,15 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             cast(Divergence, settings.loss or "forward"),
         )
 
-        totals = compared.totals
-        decay = torch.tensor([settings.pass_decay**i for i in range(passes)], dtype=totals.dtype)
-        scale = to_device(decay, totals.device)
-        if settings.pass_weights == "mean":
-            scale = scale / scale.sum()
-        total = (scale * totals).sum()
+        total = compared.total
         sums = {"loss": total.detach()}
         if measured:
-            sums |= {"top1": compared.right[0].sum(), "accepted": compared.accepted[0].sum()}
+            sums |= {"top1": compared.right[:, 0].sum(), "accepted": compared.accepted[:, 0].sum()}
             if self.config.reduced:
                 sums["known"] = compared.known.sum()
-        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=totals.device))
+        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=ids.device))
         count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
-        counts["loss"] = torch.full((), int(count), device=totals.device)
+        counts["loss"] = torch.full((), int(count), device=ids.device)
         if step is None:
             for name, values in {"accept": compared.accepted, "agreement": compared.right.float()}.items():
                 draft_sums, draft_counts = along_drafts(pairs, values, batch.input_ids.shape)
@@ -358,13 +358,13 @@ def along_drafts(pairs: Eagle3Inputs, values: Tensor, shape: torch.Size) -> tupl
     The last entry is that of the tokens that a round emits, over drafts that lie wholly in what counts. Drafts read the
     tokens of the data: greedily, a draft that is right so far is what would be drafted.
 
-    values: [P, N], chance of each prediction.
+    values: [N, P], chance of each prediction.
     """
     sums, counts = [], []
     reached: Tensor | None = None
     inside: Tensor | None = None
     length = torch.ones(shape, device=values.device)
-    for number, chances in enumerate(values):
+    for number, chances in enumerate(values.unbind(-1)):
         rows, exists = pairs.rows(number)
         chance, counts_here = (torch.zeros(shape, device=values.device) for _ in range(2))  # [B, T]
         chance[pairs.sequence[exists], rows[exists]] = chances[exists].float()

@@ -19,10 +19,10 @@ from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
 from draftsmith.modules.drafters.block.head import Blocks
-from draftsmith.modules.drafters.block.loss import sampled_columns
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import sampled_columns
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
@@ -178,30 +178,6 @@ def test_a_loss_of_the_users_own_takes_the_place_of_both_distances(head, target)
         output.loss.backward()
         found.append((output.loss, [weight.grad.clone() for weight in head.parameters()]))
     torch.testing.assert_close(found[0], found[1])
-
-
-def test_columns_of_a_sampled_loss_stand_for_the_whole_vocabulary(target):
-    """They have the labels and what the target finds likeliest; sums over them are right in the mean of many draws."""
-    torch.manual_seed(0)
-    wanted, labels, values = torch.randn(7, target.config.hidden_size).double(), torch.arange(20, 27), torch.rand(300)
-    likely = target.lm_head(wanted).softmax(-1).sum(0).topk(20).indices
-    rng, sums = torch.Generator().manual_seed(1), []
-    for _ in range(400):
-        tokens, log_counts = columns = sampled_columns(target.lm_head, wanted, labels, 60, rng)
-        assert len(tokens.unique()) == 60 and torch.equal(tokens[columns.places(labels)], labels)
-        assert torch.isin(likely, tokens[log_counts == 0]).all() and log_counts.exp().sum() == pytest.approx(300)
-        sums.append(float((values[tokens] * log_counts.exp()).sum()))
-    assert np.mean(sums) == pytest.approx(float(values.sum()), abs=4 * np.std(sums) / 20)
-    # Half of 1 would be none, and nothing would stand for the other tokens.
-    columns = sampled_columns(target.lm_head, wanted, labels, 1, rng)
-    assert len(columns.tokens) == 8 and columns.log_counts.exp().sum() == pytest.approx(300)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 299, 300, 301])
-def test_some_column_stands_for_the_tokens_that_have_none(target, size):
-    wanted, labels = torch.randn(4, target.config.hidden_size).double(), torch.arange(20, 24)
-    columns = sampled_columns(target.lm_head, wanted, labels, size, torch.Generator().manual_seed(1))
-    assert columns.log_counts.exp().sum() == pytest.approx(300)
 
 
 def forced(oracle: PlainBlock, tokens: list[int], states: torch.Tensor, place: int) -> tuple[torch.Tensor, Any]:
