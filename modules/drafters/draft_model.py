@@ -60,9 +60,8 @@ class DraftModelNet(DraftNet):
         places = torch.tensor([max(count, 1) - 1 for count in counts], device=states.device)
         return Level(states[torch.arange(len(counts), device=states.device), places][:, None], scores.logits)
 
-    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
-        logits, states = self._session.step(tokens)
-        return Level(states[:, None], logits[:, None])
+    def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return self._session.step(tokens)
 
     def finish(self, accepted: Sequence[int]) -> None:
         self._read = [read + more for read, more in zip(self._read, accepted, strict=True)]

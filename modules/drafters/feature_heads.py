@@ -118,11 +118,13 @@ class PairNet(DraftNet):
         self._kept, self._states = self.cache.lengths, hidden
         return Level(hidden, logits)
 
+    def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        states = self._states[:, 0] if depth == 1 else self._states
+        logits, self._states = self.cache.step(tokens, states)
+        return logits, self._states
+
     def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
-        if parents is None:
-            logits, states = self.cache.step(tokens, self._states[:, 0])
-            self._states = states[:, None]
-            return Level(self._states, logits[:, None])
+        assert parents is not None, "chains are read by `step`"
         if depth == 1:
             self._seen = self._states.new_zeros(len(tokens), 1, 0)
         above, count = parents[..., None], tokens.shape[1]

@@ -95,6 +95,11 @@ class DraftNet(ABC):
         hidden = self.read(tokens, parents, depth)
         return Level(hidden, self.logits(hidden, depth))
 
+    def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Expand chains: return logits [B, V] and states [B, H]."""
+        hidden, logits = self.expand(tokens, None, depth)
+        return logits[:, 0], hidden[:, 0]
+
     def finish(self, accepted: Sequence[int]) -> None:  # noqa: B027
         """Drop the draft from the cache. accepted: read tokens of each row's draft that the text now has; may stay."""
 
@@ -250,8 +255,7 @@ class ChainDrafter(RowDrafter):
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
             nonlocal depth
             depth += 1
-            level = net.expand(tokens, None, depth)
-            return level.logits[:, 0], level.hidden[:, 0]
+            return net.step(tokens, depth)
 
         logits, hidden, sampler = root.logits[:, 0], root.hidden[:, 0], Sampler(params, sources)
         return draft_chains(logits, hidden, step, stops, limits, sampler, texts, self.end_ids, self.on_token)
