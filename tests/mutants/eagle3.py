@@ -24,7 +24,7 @@ MUTANTS = [
            (TRAINING,)),
     Mutant("eagle3-rare-tokens-first", HEAD, "wanted.sort(descending=True", "wanted.sort(descending=False",
            (TRAINING,)),
-    Mutant("eagle3-reach-forgets-what-came-before", HEAD, "reached = reached * chance", "reached = chance",
+    Mutant("eagle3-reach-forgets-what-came-before", LOSS, "(chance * counted).cumprod(1)", "(chance * counted)",
            (TRAINING,)),
     Mutant("eagle3-rope-stays-at-the-first-pass", NET, "at = (position_ids + j)", "at = position_ids", (NET_TEST,)),
     Mutant("eagle3-embeddings-stay-at-the-first-pass", NET, "normed[:, j : j + rows]", "normed[:, :rows]", (NET_TEST,)),

@@ -25,7 +25,7 @@ from draftsmith.modules.drafters.block.net import (
 )
 from draftsmith.modules.drafters.eagle3.head import layers_of
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import TokenLoss, compare_blocks, reach_weights, sampled_columns
+from draftsmith.modules.losses import TokenLoss, along_drafts, compare_blocks, reach_weights, sampled_columns
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
@@ -180,6 +180,19 @@ class Blocks:
             return cls((), none, none.bool()[:, None].expand(0, drafts))
         return cls(tuple(documents), torch.cat(anchors), torch.cat(counted))
 
+    def predictions(self, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """List the N tokens that count in the order of the text, of so many tokens. All is on the host.
+
+        Returns: block and token [N] of each in `counted`; behind [M, n], the flat place of the token before each one;
+        the P different places at which they are predicted, and position [N], which of these is each one's.
+        """
+        # Tokens that leave the batch do not count.
+        behind = (self.anchors[:, None] + torch.arange(self.counted.shape[1])).clamp_max(length - 1)
+        block, token = self.counted.nonzero().unbind(1)
+        order = behind[block, token].argsort(stable=True)
+        block, token = block[order], token[order]
+        return block, token, behind, *behind[block, token].unique_consecutive(return_inverse=True)
+
 
 def drafts_of(settings: BlockSettings, config: BlockConfig, step: TrainStep | None) -> int:
     """Return the tokens of this step's blocks, the same on every rank and in every part of the step."""
@@ -281,98 +294,82 @@ class BlockHead(BlockNet):
         By `decay`, a block that the end of the answer cuts short counts for what is left of it.
         """
         assert batch.features is not None, "the target reads the batch first"
-        config, dtype = self.config, self.fc.weight.dtype
+        config, dtype, wide = (
+            self.config,
+            self.fc.weight.dtype,
+            torch.promote_types(self.fc.weight.dtype, torch.float32),
+        )
         blocks = Blocks.of(batch, settings, config, step)
         count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
         if not blocks.documents:
             nothing = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0.0
             zero = torch.zeros((), device=batch.input_ids.device)
             return LossOutput(nothing, {"loss": zero}, {"loss": zero})
-        ids, features = batch.input_ids.flatten(), batch.features.flatten(0, 1)
-        drafts, size, device = blocks.counted.shape[1], config.hidden_size, ids.device
+        ids, features = batch.input_ids.flatten(), batch.features.flatten(0, 1)  # [T], [T, n H + H]
+        size, device = config.hidden_size, ids.device
 
-        # Predictions in the order of the text, because blocks overlap. `behind` is the flat place of token j - 1; those
-        # that leave the batch do not count.
-        behind = (blocks.anchors[:, None] + torch.arange(drafts)).clamp_max(len(ids) - 1)  # [M, n]
-        block, token = blocks.counted.nonzero().unbind(1)  # [N]
-        order = behind[block, token].argsort(stable=True)
-        block, token = block[order], token[order]
-        positions, position = behind[block, token].unique_consecutive(return_inverse=True)
-        anchors, behind, block, token, positions, counted = (
-            to_device(part, device) for part in (blocks.anchors, behind, block, token, positions, blocks.counted)
+        # 1. N predictions of M blocks of n tokens, in the order of the text, because blocks overlap.
+        block, token, behind, positions, position = blocks.predictions(len(ids))
+        anchors, block, token, behind, positions, counted = (
+            to_device(part, device) for part in (blocks.anchors, block, token, behind, positions, blocks.counted)
         )
+        places = behind[block, token]  # [N]
+        labels, previous = ids[places + 1], ids[places]  # [N] each
 
-        # One pass over all blocks.
-        slots = ids.new_full((len(anchors), config.slots(drafts)), config.mask_token)
+        # 2. One pass over all blocks.
+        slots = ids.new_full((len(anchors), config.slots(counted.shape[1])), config.mask_token)
         slots[:, 0] = ids[anchors]
         hidden = self(target.embed(slots).to(dtype), features[:, :-size].to(dtype), blocks.documents)
         hidden = hidden[:, config.first_slot :]  # [M, n, H]
-        biases = None if self.markov_head is None else self.markov_head(hidden, ids[behind])  # [M, n, r]
+        rows = hidden[block, token]  # [N, H]
+        markov = None
+        if self.markov_head is not None:
+            z = self.markov_head(hidden, ids[behind])  # [M, n, r]
+            markov = z[block, token], self.markov_head.markov_w2.weight  # [N, r], [V, r]
 
-        places = behind[block, token]
-        wide = torch.promote_types(dtype, torch.float32)
-        decay = torch.exp(-torch.arange(drafts, device=device, dtype=wide) / settings.decay)
-        weights = (decay / decay.sum())[token]
-        rows, labels, lm_head, log_counts = hidden[block, token], ids[places + 1], target.lm_head, None
-        vocab_size = config.vocab_size
-        w2 = None if self.markov_head is None else self.markov_head.markov_w2.weight
-        wanted = features[positions, -size:].to(target.dtype)
+        # 3. The target's distributions of the tokens, over the whole vocabulary or sampled columns.
+        wanted = features[positions, -size:].to(target.dtype)  # [P, H]
+        lm_head, vocab_size, log_counts = target.lm_head, config.vocab_size, None
         sampled = 0 < settings.loss_vocab < target.info.vocab_size and not settings.only_confidence
         if sampled and step is not None:
             rng = torch.Generator().manual_seed(step.seeds[0])
             columns = sampled_columns(lm_head, wanted, labels, settings.loss_vocab, rng)
             lm_head = partial(F.linear, weight=target.lm_head_weight()[columns.tokens])
-            labels, log_counts = columns.places(labels), columns.log_counts
-            vocab_size = len(columns.tokens)
-            w2 = None if w2 is None else w2[columns.tokens]
-        against = partial(
-            compare_blocks,
-            lm_head,
-            vocab_size,
-            wanted,
-            position=position,
-            labels=labels,
-            markov=None if biases is None or w2 is None else (biases[block, token], w2),
-            ce=settings.ce_weight,
-            l1=settings.l1_weight,
-            log_counts=log_counts,
-            own_loss=cast("TokenLoss | None", settings.loss),
-        )
+            labels, log_counts, vocab_size = columns.places(labels), columns.log_counts, len(columns.tokens)
+            markov = None if markov is None else (markov[0], markov[1][columns.tokens])
+
+        # 4. The loss, weighted by a token's place in its block or by what it adds to the accepted length.
+        compare = partial(
+            compare_blocks, lm_head, vocab_size, wanted, rows, position, labels, markov=markov, ce=settings.ce_weight,
+            l1=settings.l1_weight, log_counts=log_counts, own_loss=cast("TokenLoss | None", settings.loss),
+        )  # fmt: skip
+        decay = torch.exp(-torch.arange(counted.shape[1], device=device, dtype=wide) / settings.decay)
+        weights = (decay / decay.sum())[token]  # [N]
         if settings.token_weights == "reach":
             with torch.no_grad():
-                label_prob = against(hidden=rows, weights=weights).label_prob
-            weights = reach_weights(label_prob, block, token, counted)
-        compared = against(hidden=rows, weights=weights)
-        total = compared.total
-        sums, counts = dict[str, Tensor](), dict[str, Tensor]()
+                weights = reach_weights(compare(weights).label_prob, block, token, counted)
+        compared = compare(weights)
+        total, sums = compared.total, dict[str, Tensor]()
+
+        # 5. The confidence head learns from the outcome.
         if self.confidence_head is not None:
-            logit = self.confidence(rows, ids[places]).to(wide)
+            logit = self.confidence(rows, previous).to(wide)  # [N]
             label = compared.accepted if settings.confidence_label == "overlap" else compared.right.to(wide)
             entropy = (weights * F.binary_cross_entropy_with_logits(logit, label, reduction="none")).sum()
             total = total + settings.confidence_weight * entropy
             sums["confidence_loss"] = entropy.detach()
 
+        # 6. What is logged: of first tokens, and in validation of whole blocks.
+        sums["loss"] = total.detach()
+        counts = dict.fromkeys(sums, torch.full((), float(count), device=device))
         first = token == 0
-        sums |= {
-            "loss": total.detach(),
-            "top1": (compared.right & first).sum(),
-            "accepted": (compared.accepted * first).sum(),
-        }
-        counts |= dict.fromkeys(sums, torch.full((), float(count), device=device))
+        sums |= {"top1": (compared.right & first).sum(), "accepted": (compared.accepted * first).sum()}
         counts |= dict.fromkeys(("top1", "accepted"), first.sum())
         if step is None:
-            values = {"accept": compared.accepted, "agreement": compared.right.to(wide)}
-            for name, chances in values.items():
-                along = torch.zeros(counted.shape, dtype=wide, device=device)
-                along[block, token] = chances
-                reached = along.cumprod(1)
-                before = F.pad(reached[:, :-1], (1, 0), value=1.0) * counted
-                names = [f"{name}_{j + 1}" for j in range(drafts)]
-                sums |= dict(zip(names, (reached * counted).sum(0).unbind(), strict=True))
-                counts |= dict(zip(names, before.sum(0).unbind(), strict=True))
-                whole = counted.all(1)
-                length = "chain_length" if name == "accept" else "chain_length_greedy"
-                sums[length], counts[length] = ((1 + reached.sum(1)) * whole).sum(), whole.sum()
+            accepted, right = torch.zeros(2, *counted.shape, dtype=wide, device=device)  # [M, n] each
+            accepted[block, token], right[block, token] = compared.accepted, compared.right.to(wide)
+            along = along_drafts(accepted, right, counted)
+            sums, counts = sums | along[0], counts | along[1]
         return LossOutput(total / max(count, 1), sums, counts)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, defa
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import Divergence, distances
+from draftsmith.modules.losses import Divergence, along_drafts, distances
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -136,6 +136,14 @@ class Eagle3Inputs:
         Drafts begin inside their sequence.
         """
         return (self.position - 1 - number).clamp_min(0), self.place > number
+
+    def by_draft(self, values: Tensor) -> Tensor:
+        """Lay values [N, P] of predictions out by the row that their draft begins at, [B * T, P]; 0 without one."""
+        laid = values.new_zeros(self.next_ids.numel(), values.shape[1])
+        for number, column in enumerate(values.unbind(1)):
+            rows, exists = self.rows(number)
+            laid[(self.sequence * self.next_ids.shape[1] + rows)[exists], number] = column[exists]
+        return laid
 
 
 def counted(batch: FeatureBatch, mask: Mask) -> Tensor:
@@ -303,12 +311,9 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
         counts["loss"] = torch.full((), int(count), device=ids.device)
         if step is None:
-            for name, values in {"accept": compared.accepted, "agreement": compared.right.float()}.items():
-                draft_sums, draft_counts = along_drafts(pairs, values, batch.input_ids.shape)
-                names = [f"{name}_{j + 1}" for j in range(passes)]
-                names.append("chain_length" if name == "accept" else "chain_length_greedy")
-                sums.update(zip(names, draft_sums, strict=True))
-                counts.update(zip(names, draft_counts, strict=True))
+            values = compared.accepted, compared.right, torch.ones_like(compared.right)
+            along = along_drafts(*(pairs.by_draft(each) for each in values))
+            sums, counts = sums | along[0], counts | along[1]
         return LossOutput(total / counts["loss"].clamp_min(1), sums, counts)
 
     @classmethod
@@ -350,33 +355,6 @@ def draft_vocabulary(counts: Tensor, size: int, always: Sequence[int] = ()) -> T
     wanted = counts.clone()
     wanted[list(always)] = wanted.max() + 1
     return wanted.sort(descending=True, stable=True).indices[:size].sort().values
-
-
-def along_drafts(pairs: Eagle3Inputs, values: Tensor, shape: torch.Size) -> tuple[list[Tensor], list[Tensor]]:
-    """Return sums and counts of each draft token's chance of acceptance, where those before it were accepted.
-
-    The last entry is that of the tokens that a round emits, over drafts that lie wholly in what counts. Drafts read the
-    tokens of the data: greedily, a draft that is right so far is what would be drafted.
-
-    values: [N, P], chance of each prediction.
-    """
-    sums, counts = [], []
-    reached: Tensor | None = None
-    inside: Tensor | None = None
-    length = torch.ones(shape, device=values.device)
-    for number, chances in enumerate(values.unbind(-1)):
-        rows, exists = pairs.rows(number)
-        chance, counts_here = (torch.zeros(shape, device=values.device) for _ in range(2))  # [B, T]
-        chance[pairs.sequence[exists], rows[exists]] = chances[exists].float()
-        counts_here[pairs.sequence[exists], rows[exists]] = 1.0
-        inside = counts_here if inside is None else inside * counts_here
-        reached = inside if reached is None else reached * counts_here
-        counts.append(reached.sum())
-        reached = reached * chance
-        sums.append(reached.sum())
-        length = length + reached
-    assert inside is not None
-    return [*sums, (length * inside).sum()], [*counts, inside.sum()]
 
 
 @dataclass(frozen=True)
