@@ -30,9 +30,9 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import drafters
+from draftsmith.modules.attention import Documents, group_by_length
 from draftsmith.modules.finite import NonFinite, broken_row, name_nonfinite
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.packing import Documents, group_by_length
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import llama_shape, load_info, load_lm, target_shape, vocabulary_size

@@ -69,7 +69,7 @@ class SamplingParams:
 class FeatureBatch:
     """Target features of whole sequences, unshifted: row t holds token x_t and the target's feature f_t.
 
-    lengths: of documents packed end to end in one row [1, N] (modules/packing.py); None: one sequence in each row.
+    lengths: of documents packed end to end in one row [1, N] (modules/attention.py); None: one sequence in each row.
     """
 
     input_ids: Tensor  #: [B, T] int64

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 READS = {"item", "tolist", "cpu", "nonzero", "unique", "bincount", "masked_select", "isin", "argwhere"}
 FILES = [
     *(f"modules/engine/{name}.py" for name in ("lean", "rows", "cache", "graphs")),
-    *(f"modules/{name}.py" for name in ("sampling", "losses", "packing", "diagonal", "transfer")),
+    *(f"modules/{name}.py" for name in ("sampling", "losses", "attention", "transfer")),
     *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain", "growth")),
     *(f"modules/drafters/{name}.py" for name in ("net", "draft_model", "feature_heads")),
     *(f"modules/drafters/{name}.py" for name in ("eagle/head", "eagle/net", "eagle3/head", "eagle3/net")),

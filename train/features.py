@@ -23,8 +23,8 @@ from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles, decoded, rounded
 from draftsmith.data.store.spool import row_name
+from draftsmith.modules.attention import Documents
 from draftsmith.modules.finite import NonFinite, first_broken
-from draftsmith.modules.packing import Documents
 from draftsmith.modules.pretrained.files import CannotWrite, is_temporary, make_directory, write_json, write_tensors
 from draftsmith.modules.pretrained.provenance import changes
 from draftsmith.modules.pretrained.reading import read_object

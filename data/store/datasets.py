@@ -308,7 +308,7 @@ def collate_features(items: Sequence[Item]) -> FeatureBatch:
 
 
 def pack_features(items: Sequence[Item]) -> FeatureBatch:
-    """Lay rows end to end without padding, [1, N] (modules/packing.py). Features as of `collate_features`."""
+    """Lay rows end to end without padding, [1, N] (modules/attention.py). Features as of `collate_features`."""
     lengths = tuple(len(item["input_ids"]) for item in items)
     names = [name for name in items[0] if all(name in item for item in items)]
     fields: dict[str, Any] = {"features": None} | {name: torch.cat([i[name] for i in items])[None] for name in names}

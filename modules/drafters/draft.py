@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
+from draftsmith.modules.attention import Documents
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import Divergence, distances
-from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.transfer import true_places

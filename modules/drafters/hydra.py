@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
+from draftsmith.modules.attention import Documents
 from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
@@ -30,7 +31,6 @@ from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.engine.lean import LeanStack, Taps
 from draftsmith.modules.engine.rows import cached_rows, picked_of
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
-from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, check_config
 

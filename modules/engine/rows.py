@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.modules.attention import group_by_length
 from draftsmith.modules.engine.cache import ALIGNMENT, KVCache, RowsCache, any_shape, as_bias, tree_mask
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.engine.lean import LeanStack, Taps
-from draftsmith.modules.packing import group_by_length
 from draftsmith.modules.transfer import to_device, to_device_together
 
 # With static shapes the slots that are read are this many times a power of two.

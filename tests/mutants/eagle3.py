@@ -5,10 +5,10 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 HEAD, NET, LOSS = "modules/drafters/eagle3/head.py", "modules/drafters/eagle3/net.py", "modules/losses.py"
-DIAGONAL, LEAN, PAIRS = "modules/diagonal.py", "modules/engine/lean.py", "modules/drafters/feature_heads.py"
+DIAGONAL, LEAN, PAIRS = "modules/attention.py", "modules/engine/lean.py", "modules/drafters/feature_heads.py"
 TRAINING, NET_TEST = (f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net"))
 LOSS_TEST = "tests/modules/losses_test.py"
-DIAGONAL_TEST = "tests/modules/diagonal_test.py"
+DIAGONAL_TEST = "tests/modules/attention_test.py"
 LLAMA, FOREIGN, SYSTEMS = (f"modules/formats/{name}.py" for name in ("llama", "foreign", "systems"))
 INTEROP_TEST = "tests/modules/formats/eagle3_test.py"
 

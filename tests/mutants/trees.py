@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant("eagle-flat-rows-one-early", EAGLE, "return rows + offset", "return rows + max(offset - 1, 0)", (EAGLE_TEST,)),
     Mutant("eagle-steps-lose-a-row", EAGLE, "pairs.position_ids >= number", "pairs.position_ids > number",
            ("tests/train/eagle_test.py",)),
-    Mutant("eagle-rows-see-the-newer-pass-only", "modules/diagonal.py", "entries[0], entries[1:])", "entries[0], entries[-1:])",
+    Mutant("eagle-rows-see-the-newer-pass-only", "modules/attention.py", "entries[0], entries[1:])", "entries[0], entries[-1:])",
            (EAGLE_TEST,)),
     Mutant("eagle-passes-stay-at-the-first-position", NET, "at = (position_ids + j)", "at = position_ids",
            (EAGLE_TEST,)),

@@ -294,11 +294,8 @@ class BlockHead(BlockNet):
         By `decay`, a block that the end of the answer cuts short counts for what is left of it.
         """
         assert batch.features is not None, "the target reads the batch first"
-        config, dtype, wide = (
-            self.config,
-            self.fc.weight.dtype,
-            torch.promote_types(self.fc.weight.dtype, torch.float32),
-        )
+        config, dtype = self.config, self.fc.weight.dtype
+        wide = torch.promote_types(dtype, torch.float32)
         blocks = Blocks.of(batch, settings, config, step)
         count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
         if not blocks.documents:

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules.diagonal import Entry, attend_pass
+from draftsmith.modules.attention import Documents, Entry, attend_pass
 from draftsmith.modules.layers import MOST_LAYERS, ROPE_KINDS, DecoderLayer, LlamaConfig, RopeScaling, rope_table
-from draftsmith.modules.packing import Documents
 from draftsmith.modules.types import InputError, check_config, whole_number
 
 Rope = Literal["target", "plain"]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
+from draftsmith.modules.attention import Documents
 from draftsmith.modules.drafters.base import TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope, rope_of
@@ -20,7 +21,6 @@ from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import Divergence, along_drafts, distances
-from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.diagonal import Entry, attend_pass
+from draftsmith.modules.attention import Documents, Entry, attend_pass
 from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.layers import MOST_LAYERS, LlamaConfig, PairLayer, RMSNorm, RopeScaling, rope_table
-from draftsmith.modules.packing import Documents
 from draftsmith.modules.types import InputError, check_config, whole_number
 
 

@@ -11,9 +11,9 @@ from broken_models import small_lm
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
+from draftsmith.modules.attention import group_by_length
 from draftsmith.modules.decoding.loop import ROUNDS_TOGETHER, DecodeOptions, RowAnswer, RowPool
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.packing import group_by_length
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource, draw_rows
 from draftsmith.modules.types import SamplingParams

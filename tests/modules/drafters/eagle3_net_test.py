@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.modules.attention import Documents
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, layer_like
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rotate
-from draftsmith.modules.packing import Documents
 
 LLAMA = LlamaConfig(
     vocab_size=23, hidden_size=12, intermediate_size=20, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=4,

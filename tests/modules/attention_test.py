@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.modules.diagonal import diagonal_attention
+from draftsmith.modules.attention import diagonal_attention
 
 
 def explicit(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

@@ -1,18 +1,28 @@
-"""Attention of drafts that begin at every row of a text at once: training-time test without a [T, K*T] mask.
+"""Attention while training: texts of a flat row, and drafts that begin at every row of a text at once.
 
-A draft that begins at row t reads the text up to t in its first pass, and in each later pass one token more, its own.
-So the rows of pass j see the keys of the first pass causally and, of every later pass, the one of their own row
-(EAGLE-3, section 3.2; SafeAILab/EAGLE eagle/traineagle3/cnets.py computes the same):
+Documents lie end to end in one row, without padding, and none attends to another. Everything that works on single
+tokens (projections, MLP, lm_head, losses) runs on the flat row [1, N, ...]. Attention alone lays the documents side by
+side, [D, L] padded at the right, where a plain causal mask suffices. With documents of similar length that padding is
+small.
 
-    row t of pass 2 sees   pass 0: keys 0 .. t     pass 1: key t     pass 2: key t
+A draft that begins at row t reads the text up to t in its first pass, and in each later pass one token more, its own
+(training-time test: EAGLE-3, section 3.2; SafeAILab/EAGLE eagle/traineagle3/cnets.py computes the same). So the rows of
+a pass see the keys of pass 0 causally, and of every later pass the one of their own row; the mask [T, K T] grows by a
+diagonal with each pass:
 
-The causal part runs on a fused kernel; the few entries beside it are merged by log-sum-exp, so that nothing of size
-T x T is stored.
+              keys of pass 0    of pass 1    of pass 2
+    row 0       x . . .          x . . .      x . . .
+    row 1       x x . .          . x . .      . x . .
+    row 2       x x x .          . . x .      . . x .
+    row 3       x x x x          . . . x      . . . x
+
+That mask never exists: the causal part runs on a fused kernel, and the few entries beside it are merged by log-sum-exp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +31,53 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftsmith.modules.layers import Attention
-from draftsmith.modules.packing import Documents
+from draftsmith.modules.transfer import to_device, true_places
+
+
+@dataclass(frozen=True)
+class Documents:
+    """D documents of a flat row of N tokens, the longest of length L.
+
+    lengths: of each document, at least 1. rows: [D, L] int64, index in the flat row of each token; 0 on padding.
+    flat: [N] int64, index in the D * L padded tokens of each token of the flat row.
+    """
+
+    lengths: tuple[int, ...]
+    rows: Tensor
+    flat: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Documents:
+        # On the host, so that no device is waited for.
+        sizes = torch.tensor(list(lengths), dtype=torch.int64)  # [D]
+        columns = torch.arange(max(lengths, default=0))  # [L]
+        real = columns < sizes[:, None]  # [D, L]
+        rows = torch.where(real, (sizes.cumsum(0) - sizes)[:, None] + columns, 0)
+        return cls(tuple(lengths), to_device(rows, device), to_device(true_places(real), device))
+
+    def side_by_side(self, flat: Tensor) -> Tensor:
+        """Lay [1, N, ...] out as [D, L, ...]; padding is arbitrary."""
+        return flat[0].index_select(0, self.rows.flatten()).view(*self.rows.shape, *flat.shape[2:])
+
+    def end_to_end(self, padded: Tensor) -> Tensor:
+        """Lay [D, L, ...] out as [1, N, ...]."""
+        return padded.flatten(0, 1).index_select(0, self.flat)[None]
+
+
+def group_by_length(lengths: Sequence[int], most_tokens: int, most_padding: float = 1.0) -> list[list[int]]:
+    """Group sequences of like lengths to be read side by side. Returns their numbers, the longest sequences first.
+
+    most_tokens: of a group of several, padding included. most_padding: share of a sequence's place that may be padding.
+    """
+    groups: list[list[int]] = []
+    # Sequences of equal length keep their order, so that every run makes the same groups.
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        widest = lengths[groups[-1][0]] if groups else 0
+        if not groups or (len(groups[-1]) + 1) * widest > most_tokens or lengths[i] < (1 - most_padding) * widest:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
 
 aten = torch.ops.aten
 # Keys and values of a pass, [B, kv_heads, T, D] each.
@@ -90,6 +146,8 @@ class _Diagonal(torch.autograd.Function):
         to_query, to_key, to_value = _causal_backward(grad, query, key, value, attended, norm, state)
         scale, common = query.shape[-1] ** -0.5, (grad * attended).sum(-1)
         to_keys, to_values = [], []
+        # With out = sum_i w_i v_i and g = d loss / d out:
+        # d loss / d v_i = w_i g,  d loss / d score_i = w_i (<g, v_i> - <g, out>)
         for i, (own_key, own_value) in enumerate(zip(keys, values, strict=True)):
             weight = weights[..., i].to(query.dtype)
             to_score = (weight * ((grad * _spread(own_value, grad)).sum(-1) - common) * scale)[..., None]
