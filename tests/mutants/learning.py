@@ -18,7 +18,7 @@ LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
 )
 STORED = "train/acceptance.py"
 FITTING = "train/acceptance_fitting.py"
-START_TEST = "tests/train/acceptance_data_test.py"
+START_TEST = "tests/train/acceptance_test.py"
 REPETITION = "data/text/repetition.py"
 REPETITION_TEST = "tests/data/text/repetition_test.py"
 
@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant("mixing-the-same-in-every-row", DATASETS, 'row_uniforms(f"mix/{self._seed}", epoch, row, ',
            'row_uniforms(f"mix/{self._seed}", epoch, 0, ', (DATASET_TEST,)),
     Mutant("fp8-without-its-scale", "train/features.py", "features=decoded(data.features, data.scale), scale",
-           "features=decoded(data.features, data.scale * 0 + 1), scale", ("tests/train/feature_cache_test.py",)),
+           "features=decoded(data.features, data.scale * 0 + 1), scale", ("tests/train/features_test.py",)),
     Mutant("shards-last-write-unheard", "data/store/shards.py",
            "        for write in writing:\n            write.result()\n", "",
            ("tests/data/interruption_test.py",)),

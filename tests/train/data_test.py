@@ -1,4 +1,4 @@
-"""A step's samples depend on the seed and the step, not on ranks, accumulation, or where a run was resumed."""
+"""Batches of a training: the same samples for any ranks, parts and resumption; and artefacts by their directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftsmith.modules.types import FeatureBatch
+import draftsmith
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.rows import Rows
+from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples, held_out, rank_keys
 
@@ -149,3 +152,24 @@ def test_held_out_samples_stay_when_data_is_added():
     assert sorted([*train, *val]) == list(range(1000)) and 70 < len(val) < 130  # 100 +- 3 standard deviations of 9.5
     _, more = held_out(2000, 0.1)
     assert [i for i in more if i < 1000] == val.tolist()
+
+
+@pytest.mark.parametrize("name", ["prompts", "responses", "features", "acceptance", "rollouts"])
+def test_rows_and_columns_of_an_artefact(artefacts, rollouts, name):
+    directory = {"rollouts": rollouts, "prompts": artefacts.responses.parent / "prompts"}.get(name)
+    data = draftsmith.open_dataset(directory or getattr(artefacts, name))
+    columns = Rows(data.directory, data.manifest).table().to_pylist()
+    assert len(columns) == len(data) > 0
+    item = data[len(data) - 1]
+    ids = "prompt_ids" if name == "prompts" else "input_ids"
+    if name != "acceptance":  # whose tokens are mixed
+        assert torch.equal(item["input_ids"], torch.tensor(columns[-1][ids]))
+    assert ("loss_mask" in item) == (name != "prompts")
+
+
+def test_another_kind_is_refused(tmp_path):
+    Manifest("results").write(tmp_path)
+    with pytest.raises(InputError, match="kind results"):
+        draftsmith.open_dataset(tmp_path)
+    with pytest.raises(InputError):
+        draftsmith.open_dataset(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""`--features cache`: what the first epoch writes is read afterwards, and training does not see the difference."""
+"""Features of the target in a training, computed in the step or read from a cache: the head learns the same."""
 
 from __future__ import annotations
 
@@ -15,20 +15,130 @@ import pytest
 import torch
 from devices import DEVICES
 from online_cases import config, curve, stored, texts
-from trained_runs import micro_batch
+from trained_runs import fake_trainer, micro_batch, step_loss
+from transformers import AutoModelForCausalLM
 
+from draftsmith.data import prompts
+from draftsmith.data.features import text_dataset
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import collate_features, pack_features
+from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.rows import Rows
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError
-from draftsmith.train import features as feature_cache
+from draftsmith.modules.types import FeatureBatch, InputError
+from draftsmith.train import features as train_features
 from draftsmith.train.command import run
-from draftsmith.train.data import SampleKey, Samples
-from draftsmith.train.features import FeatureCache
+from draftsmith.train.data import MicroBatch, SampleKey, Samples
+from draftsmith.train.features import FeatureCache, FeatureSource, feature_std
 from draftsmith.train.module import LitDrafter
-from draftsmith.train.prepare import feature_source
+from draftsmith.train.prepare import feature_source, make_head
+
+
+def a_module(artefacts, tmp_path) -> LitDrafter:
+    settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
+    module = LitDrafter(make_head(settings, target), target, settings)
+    module.trainer = fake_trainer(texts(artefacts))
+    return module
+
+
+def part_of(batch: FeatureBatch) -> MicroBatch:
+    return micro_batch(batch, EagleHead.loss_count(batch, None))
+
+
+def test_supervised_prompts_are_texts_with_masks_of_their_own(artefacts, tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "def add(first, second):", "answer": "return first + second"}\n' * 3)
+    made = prompts.PromptsConfig(str(source), str(artefacts.target), tmp_path / "prompts", supervised=True)
+    directory = prompts.run(made)
+    data = text_dataset(directory, str(artefacts.target), {})
+    expected = Rows(directory, Manifest.read(directory)).read(0, 3)
+    for name in ("loss_mask", "input_ids"):
+        assert [data[i][name].tolist() for i in range(len(data))] == [row[name] for row in expected]
+
+
+def test_features_are_transformers_states_packed_or_padded(artefacts, tmp_path):
+    """Without gradient, and in float32 under autocast too."""
+    oracle = AutoModelForCausalLM.from_pretrained(artefacts.target, dtype=torch.float32).eval()
+    data, module, rows = texts(artefacts), a_module(artefacts, tmp_path), (0, 5, 6)
+    padded, flat = (collate([data[i] for i in rows]) for collate in (collate_features, pack_features))
+    with torch.autocast("cpu", torch.bfloat16):
+        features, packed = (module.read(part_of(batch))[0].features for batch in (padded, flat))
+    assert features.dtype == torch.float32 and not features.requires_grad
+    assert packed.shape[:2] == flat.input_ids.shape == (1, sum(flat.lengths))
+    for row, i in enumerate(rows):
+        with torch.no_grad():
+            expected = oracle.model(data[i]["input_ids"][None]).last_hidden_state[0]
+        # float32 sums in another order, through two layers with states of about 1.
+        torch.testing.assert_close(features[row, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(packed[0], features[padded.attention_mask], rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artefacts, tmp_path):
+    data, module = texts(artefacts), a_module(artefacts, tmp_path)
+    batch = collate_features([data[i] for i in range(4)])
+    brought = dataclasses.replace(batch, features=module.target.features(batch.input_ids))
+    online, stored = (step_loss(module, part_of(b)) for b in (batch, brought))
+    assert online.loss == stored.loss and online.sums == stored.sums
+    online.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.head.parameters())
+
+
+def test_training_online_is_training_on_a_features_artefact_but_for_its_rounding(artefacts, tmp_path):
+    run(config(artefacts, tmp_path / "online"))
+    run(config(artefacts, tmp_path / "stored", data=artefacts.features))
+    # bf16 keeps 8 bits of the features' mantissas: losses differ by far less than 2^-8 of theirs, as rounding averages.
+    assert curve(tmp_path / "online") == pytest.approx(curve(tmp_path / "stored"), rel=4e-3)
+    assert curve(tmp_path / "online") != curve(tmp_path / "stored")
+    for name in ("val/loss", "val/top1", "val/tau"):
+        # top1 and tau are counts over few tokens: a near tie that falls the other way is one of them.
+        online, stored = curve(tmp_path / "online", name), curve(tmp_path / "stored", name)
+        assert len(online) == len(stored) and online == pytest.approx(stored, rel=0.05), name
+
+
+def test_the_noise_unit_is_that_of_the_stored_features(artefacts, tmp_path):
+    target = load_lm(str(artefacts.target))
+    samples = Samples(texts(artefacts), range(6))
+    stored = feature_std(Samples(open_dataset(artefacts.features), range(6)), FeatureSource(target))
+    assert feature_std(samples, FeatureSource(target)) == pytest.approx(stored, rel=1e-3)  # bf16
+    # Alone or in a batch, the sums differ in their order only, and so, rarely, what they round to.
+    for dtype, rel in (("bf16", 1e-5), ("fp8", 1e-2)):
+        cache = FeatureCache(tmp_path / dtype, target.info.identity, dtype, "float32")
+        assert feature_std(samples, FeatureSource(target, cache=cache)) == pytest.approx(stored, rel=rel)
+
+
+def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_path):
+    target, data = load_lm(str(artefacts.target)), texts(artefacts)
+    batch = collate_features([data[i] for i in (0, 6)])
+    cache = FeatureCache(tmp_path / "cache", target.info.identity, "fp8", "float32")
+    computed = FeatureSource(target, cache=cache).compute(batch.input_ids, [data.lengths[i] for i in (0, 6)])
+    plain = target.features(batch.input_ids)
+    for row, i in enumerate((0, 6)):
+        length = data.lengths[i]
+        assert torch.equal(computed[row, :length], feature_codec.rounded(plain[row, :length], "fp8"))
+        assert torch.equal(stored(cache, data[i]["input_ids"]), computed[row, :length])
+
+
+def test_data_that_no_head_can_be_trained_on_is_named(artefacts, tmp_path):
+    def refused(words: str, **changes) -> None:
+        with pytest.raises(InputError, match=words):
+            run(config(artefacts, tmp_path / "run", **changes))
+
+    refused(r"made with another target\.config", target=str(artefacts.draft))
+    refused("expected kind responses or prompts or features", data=artefacts.acceptance)
+    refused("expected responses to compute them of", data=artefacts.features, features="cache")
+    refused("data: found prompts without answers", data=artefacts.responses.parent / "prompts")
+
+
+def test_the_universal_engine_trains_the_same_head(artefacts, tmp_path):
+    short = {"max_steps": 4, "val_every": 4}
+    run(config(artefacts, tmp_path / "lean", **short))
+    run(config(artefacts, tmp_path / "hf", engine="hf", **short))
+    for name in ("train/loss", "val/loss", "val/tau"):
+        # Two implementations of one float32 forward.
+        assert curve(tmp_path / "hf", name) == pytest.approx(curve(tmp_path / "lean", name), rel=1e-4), name
+
 
 IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
 
@@ -59,7 +169,7 @@ def test_a_row_reads_the_same_before_it_is_written_and_after_and_in_another_proc
 
 
 def test_a_rank_reads_what_another_wrote_after_it_began(tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_cache, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(train_features, "LOOK_EVERY_S", 0.0)
     first, second, (ids, features) = a_cache(tmp_path), a_cache(tmp_path), a_row(1)
     first.put(ids, features)
     assert stored(second, ids) is None
@@ -95,7 +205,7 @@ def test_a_killed_run_leaves_whole_shards_only(tmp_path, monkeypatch):
     cache.put(*a_row(2))
     cache.flush()
     assert stored(a_cache(tmp_path), a_row(2)[0]) is not None
-    monkeypatch.setattr(feature_cache, "LEFTOVER_S", -1.0)
+    monkeypatch.setattr(train_features, "LEFTOVER_S", -1.0)
     (tmp_path / "notes.tmp").touch()  # somebody else's
     a_cache(tmp_path)
     assert [path.name for path in tmp_path.glob("*.tmp*")] == ["notes.tmp"]

@@ -1,0 +1,84 @@
+"""How a run ends: its exit code after a signal, and its verdict."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from draftsmith.train.callbacks import exit_code, mismatch, verdict
+
+
+@pytest.mark.parametrize(
+    ("values", "larger", "begins"),
+    [
+        ([1.4, 1.7, 1.8, 1.94, 1.98], True, "still learning: tau 1.75 after half of the steps, 1.98 at the end"),
+        ([1.4, 1.95, 1.97, 1.98, 1.98], True, "settled: tau 1.96 after half of the steps, 1.98 at the end"),
+        ([1.4, 1.7, 1.98, 1.9, 1.8], True, "overfits: tau went from 1.98 at step 300 to 1.8, and best/ is of step 300"),
+        # A dip within the noise of a few prompts is no overfitting.
+        ([1.4, 1.7, 1.9, 1.98, 1.96], True, "still learning"),
+        ([0.9, 0.5, 0.4, 0.5, 0.6], False, "overfits: tau went from 0.4 at step 300 to 0.6"),
+        ([0.9, 0.5, 0.45, 0.4, 0.3], False, "still learning"),
+    ],
+)
+def test_verdict(values, larger, begins):
+    curve = [(100 * (i + 1), value) for i, value in enumerate(values)]
+    assert verdict("tau", curve, larger).startswith(begins)
+    # The validation before the first step is no part of the trend.
+    assert verdict("tau", [(0, 1.0), *curve], larger) == verdict("tau", curve, larger)
+
+
+def test_two_validations_show_no_trend():
+    assert verdict("tau", [(0, 1.0), (100, 1.4), (200, float("nan")), (300, 1.5)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "warns"),
+    [
+        ({"tau": 2.0, "tau_general": 1.6}, True),
+        ({"tau": 2.0, "tau_general": 1.9}, False),
+        ({"tau": 1.6, "tau_general": 2.0}, False),
+        # Not measured: prompts to be served are given, or the models are those that ship.
+        ({"tau": 2.0}, False),
+        ({}, False),
+    ],
+)
+def test_text_unlike_the_training_is_named(metrics, warns):
+    assert mismatch(metrics)[:22] == ("warning: tau is 2.00 o" if warns else "")
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Replace SLURM's program; return a function that lists its calls. STUB_CODE: its exit code."""
+    program, record = tmp_path / "scontrol", tmp_path / "calls"
+    program.write_text(f'#!/bin/sh\necho "$@" >>{record}\necho "scontrol: not allowed" >&2\nexit "$STUB_CODE"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("STUB_CODE", "0")
+    return lambda: record.read_text().splitlines() if record.exists() else []
+
+
+def test_sigusr1_requeues_the_job_once(scontrol, monkeypatch, capsys):
+    assert exit_code(signal.SIGUSR1) == 0
+    assert scontrol() == ["requeue 42"] and "to requeue job 42" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert exit_code(signal.SIGUSR1) == 0
+    assert len(scontrol()) == 1
+
+
+def test_a_job_that_cannot_be_requeued_fails_with_the_reason(scontrol, monkeypatch, capsys):
+    monkeypatch.setenv("STUB_CODE", "1")
+    assert exit_code(signal.SIGUSR1) == 128 + signal.SIGUSR1
+    assert "job 42 cannot be requeued: scontrol: not allowed" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert exit_code(signal.SIGUSR1) == 128 + signal.SIGUSR1
+    assert "scontrol" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_other_signals_the_job_is_not_requeued(scontrol, number):
+    assert exit_code(number) == 128 + number
+    assert scontrol() == []
