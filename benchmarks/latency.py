@@ -277,7 +277,7 @@ class ForwardCosts:
 
         @torch.inference_mode()
         def read() -> None:
-            network.logits(stack.run(network.inputs(tokens, features), cos, sin, cache, visible, False))
+            target.lm_head(stack.run(network.inputs(tokens, features), cos, sin, cache, visible, False))
 
         return read
 

@@ -71,11 +71,8 @@ class PairNetwork:
         return self.head.fuse(self.embed(ids), states)
 
     def outputs(self, hidden: Tensor, picked: Tensor | slice | None, taps: Taps | None) -> tuple[Tensor, Tensor]:
-        hidden = self.head.normed(picked_of(hidden, picked))
-        return self.logits(hidden), hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head.logits(hidden, self.lm_head)
+        hidden = self.head.normed(hidden if picked is None else picked_of(hidden, picked))
+        return self.head.logits(hidden, self.lm_head), hidden
 
 
 class PairNet(DraftNet):
@@ -163,7 +160,7 @@ class PairNet(DraftNet):
         return self._states[:, None]
 
     def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
-        return self.network.logits(hidden)
+        return self.network.head.logits(hidden, self.network.lm_head)
 
     def drop(self) -> None:
         self._text_cache.keep(len(self._text))

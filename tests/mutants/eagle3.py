@@ -30,8 +30,8 @@ MUTANTS = [
     Mutant("eagle3-embeddings-stay-at-the-first-pass", NET, "normed[:, j : j + rows]", "normed[:, :rows]", (NET_TEST,)),
     Mutant("eagle3-state-before-embedding", LEAN, "torch.cat([self.input_norm(embeds), hidden], -1)",
            "torch.cat([hidden, self.input_norm(embeds)], -1)", (TRAINING,)),
-    Mutant("eagle3-output-norm-lost-in-decoding", PAIRS, "self.head.normed(picked_of(hidden, picked))",
-           "picked_of(hidden, picked)", (TRAINING,)),
+    Mutant("eagle3-output-norm-lost-in-decoding", PAIRS, "self.head.normed(hidden if picked is None else picked_of(hidden, picked))",
+           "hidden if picked is None else picked_of(hidden, picked)", (TRAINING,)),
 
               Mutant("eagle3-residual-is-the-normed-state", NET,
            "(state if layer.normed_residual else hidden)",

@@ -189,7 +189,7 @@ def test_a_head_drafts_nearly_the_same_distributions(directory):
     def drafted() -> torch.Tensor:
         net = PairNetwork(head, target)
         assert head.precision == "dtype" or net.lm_head is head.output
-        return net.logits(net.stack.chain(net.inputs(ids, states), net.stack.new_cache(1, 8)))
+        return net.head.logits(net.stack.chain(net.inputs(ids, states), net.stack.new_cache(1, 8)), net.lm_head)
 
     exact = drafted()
     head.draft_in("int8", target)
