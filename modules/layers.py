@@ -6,9 +6,9 @@ Parameter names are those of transformers' Llama, Mistral, Qwen2 and Qwen3, so s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +95,70 @@ class LlamaConfig:
             raise InputError("num_key_value_heads", self.num_kv_heads, expected, "Correct it.")
         if self.head_dim % 2:
             raise InputError("head_dim", self.head_dim, "an even number: rotary positions turn pairs", "Correct it.")
+
+
+@dataclass(frozen=True)
+class LlamaHeadConfig:
+    """Config of a head with decoder layers. llama: their sizes; vocabulary and width are the target's."""
+
+    llama: LlamaConfig
+    # It is trained with the layers' sliding window.
+    windowed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        kind = self.llama.rope_scaling.kind
+        if kind not in ROPE_KINDS:
+            raise InputError("rope_scaling.kind", kind, " or ".join(ROPE_KINDS), "Such heads are not supported.")
+        window = self.llama.sliding_window
+        if window is not None and not self.windowed:
+            raise InputError("sliding_window", window, "none: the head is trained on the whole text", "Correct it.")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.llama.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.llama.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        return self.llama.max_position
+
+
+@dataclass(frozen=True)
+class CaptureConfig(LlamaHeadConfig):
+    """Config of a head that reads the inputs of some of the target's layers.
+
+    capture: these layers, ascending; number k is the residual state after k layers.
+    """
+
+    capture: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        # A list comes from JSON.
+        if isinstance(self.capture, list):
+            object.__setattr__(self, "capture", tuple(self.capture))
+        super().__post_init__()
+        check_config(self, capture=(0, MOST_LAYERS))
+        if not self.capture or list(self.capture) != sorted(set(self.capture)):
+            expected = "some layers of the target, each once, ascending"
+            raise InputError("capture", list(self.capture), expected, "Correct it.")
+
+
+def captured_layers(asked: Sequence[int], default: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose inputs a new head reads: those asked for, or the default ones.
+
+    Raises:
+        InputError: they are not distinct layers of the target.
+    """
+    layers = tuple(asked or default)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
+        shown = " ".join(map(str, layers)) + ("" if asked else ", the default")
+        expected = f"distinct ones below {num_layers}, the target's layers, ascending"
+        raise InputError("layers", shown, expected, "Pass --layers with such.")
+    return layers
 
 
 @dataclass(frozen=True)
@@ -208,6 +272,12 @@ def rope_table(config: LlamaConfig, num_positions: int) -> tuple[Tensor, Tensor]
     return angles.cos(), angles.sin()
 
 
+def add_rope_table(module: nn.Module, config: LlamaConfig, num_positions: int) -> None:
+    """Add `rope_table` to a module, as buffers `cos` and `sin` that no file holds."""
+    for name, table in zip(("cos", "sin"), rope_table(config, num_positions), strict=True):
+        module.register_buffer(name, table, persistent=False)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to x [..., T, D]; cos and sin broadcast as [..., T, D]."""
     half = x.shape[-1] // 2
@@ -316,9 +386,7 @@ class LlamaModel(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        cos, sin = rope_table(config, config.max_position)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        add_rope_table(self, config, config.max_position)
 
     def features(self, input_ids: Tensor) -> Tensor:
         """Compute hidden states after the final norm [B, T, H] of input_ids [B, T], positions from 0."""

@@ -17,7 +17,7 @@ from draftsmith.modules.attention import Documents
 from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.eagle.net import EagleConfig, OfLlama
+from draftsmith.modules.drafters.eagle.net import EagleConfig
 from draftsmith.modules.drafters.medusa import (
     MOST_BLOCKS,
     MedusaChain,
@@ -30,13 +30,13 @@ from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.engine.lean import LeanStack, Taps
 from draftsmith.modules.engine.rows import cached_rows, picked_of
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, LlamaHeadConfig, RMSNorm, add_rope_table
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, check_config
 
 
 @dataclass(frozen=True)
-class HydraConfig(OfLlama):
+class HydraConfig(LlamaHeadConfig):
     """Config of Hydra heads: num_heads heads, each an MLP of num_layers layers.
 
     llama: sizes of the prefix attention, with 1 decoder layer in Hydra++ and none in Hydra. own_lm_head: each head has
@@ -114,9 +114,7 @@ class HydraHead(MedusaHead):
         llama = config.llama
         self.layers = nn.ModuleList(DecoderLayer(llama) for _ in range(llama.num_layers))
         self.norm = RMSNorm(llama.hidden_size, llama.rms_eps) if config.prefix_attention else None
-        cos, sin = rope_table(llama, llama.max_position)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        add_rope_table(self, llama, llama.max_position)
 
     @classmethod
     def make_head(cls, config: HydraConfig, number: int) -> nn.Module:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.drafters.feature_heads import FeatureHead
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig
 from draftsmith.modules.losses import soft_cross_entropy
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
@@ -41,12 +40,12 @@ class BigramHead(FeatureHead):
     """Drafts from the target's state and the last token alone: h_t = W [embed(x_{t+1}); f_t]."""
 
     kind = "bigram"
-    Config, Settings = OfLlama, BigramSettings
+    Config, Settings = LlamaHeadConfig, BigramSettings
     defaults = {"lr": 1e-2}
     lookahead = 2
     layers = ()
 
-    def __init__(self, config: OfLlama):
+    def __init__(self, config: LlamaHeadConfig):
         super().__init__()
         self.config = config
         self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -56,8 +55,8 @@ class BigramHead(FeatureHead):
         return self.mix(torch.cat([embeds, states], -1))
 
     @classmethod
-    def new_config(cls, settings: BigramSettings, target: LlamaConfig) -> OfLlama:
-        return OfLlama(dataclasses.replace(target, num_layers=0))
+    def new_config(cls, settings: BigramSettings, target: LlamaConfig) -> LlamaHeadConfig:
+        return LlamaHeadConfig(dataclasses.replace(target, num_layers=0))
 
     # Alignment: row t reads token x_{t+1} and state f_t, and predicts x_{t+2} by the target's distribution at f_{t+1}.
     #

@@ -23,8 +23,7 @@ from draftsmith.modules.drafters.block.net import (
     default_layers,
     layers_like,
 )
-from draftsmith.modules.drafters.eagle3.head import layers_of
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, captured_layers
 from draftsmith.modules.losses import TokenLoss, along_drafts, compare_blocks, reach_weights, sampled_columns
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
@@ -251,7 +250,7 @@ class BlockHead(BlockNet):
         if settings.only_confidence:
             raise InputError("only_confidence", "true of a new head", "a head to train further", "Pass --init.")
         count = min(NUM_STATES, max(1, target.num_layers - 3))
-        capture = layers_of(settings.layers or default_layers(target.num_layers, count), target.num_layers)
+        capture = captured_layers(settings.layers, default_layers(target.num_layers, count), target.num_layers)
         mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token
         given = {name: getattr(settings, name) for name in settings.new}
         shape = settings.new | {name: value for name, value in given.items() if value is not None}

@@ -23,10 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.engine.cache import takes_shared
-from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE, DecoderLayer, LlamaConfig, RMSNorm, rope_table, rotate
-from draftsmith.modules.types import InputError, check_config, whole_number
+from draftsmith.modules.layers import (
+    MOST_LAYERS,
+    MOST_SIZE,
+    CaptureConfig,
+    DecoderLayer,
+    LlamaConfig,
+    RMSNorm,
+    add_rope_table,
+    rotate,
+)
+from draftsmith.modules.types import check_config, whole_number
 
 Layout = Literal["anchor-first", "fill-in"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
@@ -35,10 +43,9 @@ MOST_SLOTS = 256
 
 
 @dataclass(frozen=True)
-class BlockConfig(OfLlama):
+class BlockConfig(CaptureConfig):
     """Config of a block drafter. llama: its layers, with q/k norms, as in Qwen3.
 
-    capture: layers of the target whose inputs it reads, ascending; number k is the residual state after k layers.
     block_size: slots of the blocks that it was trained on, the anchor's among them. mask_token: fills the others.
     layout: `anchor-first`, slot s predicts token s + 1 behind the anchor (DSpark); `fill-in`, slot s predicts token s,
         and the anchor's nothing (DFlash).
@@ -46,7 +53,6 @@ class BlockConfig(OfLlama):
     confidence: it has a confidence head.
     """
 
-    capture: tuple[int, ...]
     block_size: int
     mask_token: int
     layout: Layout = "anchor-first"
@@ -56,21 +62,14 @@ class BlockConfig(OfLlama):
     windowed = True
 
     def __post_init__(self) -> None:
-        # A list comes from JSON.
-        if isinstance(self.capture, list):
-            object.__setattr__(self, "capture", tuple(self.capture))
         super().__post_init__()
         check_config(
             self,
-            capture=(0, MOST_LAYERS),
             block_size=(1 + self.first_slot, MOST_SLOTS),
             mask_token=(0, self.vocab_size - 1),
             markov_rank=(0, MOST_SIZE),
         )
         whole_number("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
-        if not self.capture or list(self.capture) != sorted(set(self.capture)):
-            expected = "some layers of the target, each once, ascending"
-            raise InputError("capture", list(self.capture), expected, "Correct it.")
 
     @property
     def first_slot(self) -> int:
@@ -191,9 +190,7 @@ class BlockNet(DraftHead):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         # The slots of a block may stand behind the context's end.
-        cos, sin = rope_table(config.llama, config.max_position + config.block_size)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        add_rope_table(self, config.llama, config.max_position + config.block_size)
 
     def read(self, states: Tensor) -> Tensor:
         """Join the states [.., n H] of the target's n layers to context states [.., H]."""

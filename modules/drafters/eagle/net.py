@@ -4,51 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.attention import Documents, Entry, attend_pass
-from draftsmith.modules.layers import MOST_LAYERS, ROPE_KINDS, DecoderLayer, LlamaConfig, RopeScaling, rope_table
-from draftsmith.modules.types import InputError, check_config, whole_number
+from draftsmith.modules.layers import (
+    MOST_LAYERS,
+    DecoderLayer,
+    LlamaConfig,
+    LlamaHeadConfig,
+    RopeScaling,
+    add_rope_table,
+)
+from draftsmith.modules.types import whole_number
 
 Rope = Literal["target", "plain"]
 
 
 @dataclass(frozen=True)
-class OfLlama:
-    """Config of a head with decoder layers. llama: their sizes; vocabulary and width are the target's."""
-
-    llama: LlamaConfig
-    # It is trained with the layers' sliding window.
-    windowed: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_config(self)
-        kind = self.llama.rope_scaling.kind
-        if kind not in ROPE_KINDS:
-            raise InputError("rope_scaling.kind", kind, " or ".join(ROPE_KINDS), "Such heads are not supported.")
-        window = self.llama.sliding_window
-        if window is not None and not self.windowed:
-            raise InputError("sliding_window", window, "none: the head is trained on the whole text", "Correct it.")
-
-    @property
-    def hidden_size(self) -> int:
-        return self.llama.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.llama.vocab_size
-
-    @property
-    def max_position(self) -> int:
-        return self.llama.max_position
-
-
-@dataclass(frozen=True)
-class EagleConfig(OfLlama):
+class EagleConfig(LlamaHeadConfig):
     """Config of an EAGLE head. fc_bias: bias of the fusion layer, off by default because vLLM drops it silently."""
 
     fc_bias: bool = False
@@ -101,9 +78,7 @@ class EagleNet(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config.llama, input_norm=i > 0) for i in range(config.llama.num_layers)
         )
-        cos, sin = rope_table(config.llama, config.llama.max_position)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        add_rope_table(self, config.llama, config.max_position)
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layers' input [.., H] of embeddings and states [.., H]."""

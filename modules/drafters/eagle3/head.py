@@ -19,7 +19,7 @@ from draftsmith.modules.drafters.eagle.net import Rope, rope_of
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, captured_layers
 from draftsmith.modules.losses import Divergence, along_drafts, distances
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -205,7 +205,8 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         asked = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
         vocabulary = min(asked or target.vocab_size, target.vocab_size)
         layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
-        capture, norms = layers_of(settings.layers, target.num_layers), VERSIONS[settings.version or "3-norm"]
+        capture = captured_layers(settings.layers, default_layers(target.num_layers), target.num_layers)
+        norms = VERSIONS[settings.version or "3-norm"]
         return Eagle3Config(layer, capture, vocabulary, *norms)
 
     @classmethod
@@ -331,20 +332,6 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         whole = settings.unknown == "drop" or step.logged
         target = flops.linear(size, llama.vocab_size if whole else config.draft_vocab_size, logit_rows)
         return passes * flops.TRAINED * layer + fused + head + target
-
-
-def layers_of(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs are read: those asked for, or 2, L/2 and L-3.
-
-    Raises:
-        InputError: they are not distinct layers of the target; the default ones are not if it has fewer than seven.
-    """
-    layers = tuple(asked) or default_layers(num_layers)
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
-        shown = " ".join(map(str, layers)) + ("" if asked else ", the default")
-        expected = f"distinct ones below {num_layers}, the target's layers, ascending"
-        raise InputError("layers", shown, expected, "Pass --layers with such.")
-    return layers
 
 
 def draft_vocabulary(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.attention import Documents, Entry, attend_pass
-from draftsmith.modules.drafters.eagle.net import OfLlama
-from draftsmith.modules.layers import MOST_LAYERS, LlamaConfig, PairLayer, RMSNorm, RopeScaling, rope_table
+from draftsmith.modules.layers import (
+    CaptureConfig,
+    LlamaConfig,
+    PairLayer,
+    RMSNorm,
+    RopeScaling,
+    add_rope_table,
+)
 from draftsmith.modules.types import InputError, check_config, whole_number
 
 
 @dataclass(frozen=True)
-class Eagle3Config(OfLlama):
+class Eagle3Config(CaptureConfig):
     """Config of an EAGLE-3 head. Rotary positions are its own: those of published heads differ from their targets'.
 
-    capture: layers of the target whose inputs it reads, ascending; number k is the residual state after k layers.
     draft_vocab_size: tokens that it can draft, the rows of its lm_head; the target's vocabulary if that is whole.
     fc_norm: each of these states is normed before they are joined (EAGLE-3.1).
     norm_before_fc: they are normed side by side, as one vector of n H, before they are joined.
@@ -28,7 +33,6 @@ class Eagle3Config(OfLlama):
     norm_before_residual: the residual of its layer is the normed state; only heads of other trainers have it.
     """
 
-    capture: tuple[int, ...]
     draft_vocab_size: int
     fc_norm: bool = False
     norm_before_fc: bool = False
@@ -36,15 +40,9 @@ class Eagle3Config(OfLlama):
     norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
-        # A list comes from JSON.
-        if isinstance(self.capture, list):
-            object.__setattr__(self, "capture", tuple(self.capture))
         super().__post_init__()
-        check_config(self, capture=(0, MOST_LAYERS), draft_vocab_size=(1, self.vocab_size))
+        check_config(self, draft_vocab_size=(1, self.vocab_size))
         whole_number("num_layers", self.llama.num_layers, 1, 1)
-        if not self.capture or list(self.capture) != sorted(set(self.capture)):
-            expected = "some layers of the target, each once, ascending"
-            raise InputError("capture", list(self.capture), expected, "Correct it.")
         if self.fc_norm and self.norm_before_fc:
             raise InputError("norm_before_fc", "true with fc_norm", "one norm of the states", "Correct it.")
 
@@ -104,9 +102,7 @@ class Eagle3Net(nn.Module):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=config.reduced)
         self.register_load_state_dict_post_hook(_check_d2t)
-        cos, sin = rope_table(config.llama, config.max_position)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        add_rope_table(self, config.llama, config.max_position)
 
     def read(self, states: Tensor) -> Tensor:
         """Join the states [.., n H] of the target's n layers to g [.., H]."""

@@ -13,10 +13,9 @@ from draftsmith.modules.drafters.eagle3.head import (
     Eagle3Head,
     Eagle3Settings,
     draft_vocabulary,
-    layers_of,
 )
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, default_layers, layer_like
+from draftsmith.modules.layers import LlamaConfig, captured_layers
 from draftsmith.modules.types import FeatureBatch, InputError
 
 H, V, PASSES = 12, 17, 3
@@ -206,7 +205,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
 @pytest.mark.parametrize(("asked", "layers"), [((), 6), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 8), 8)])
 def test_layers_that_collapse_are_refused(asked: tuple[int, ...], layers: int) -> None:
     with pytest.raises(InputError, match=f"layers: found .*, expected distinct ones below {layers}"):
-        layers_of(asked, layers)
+        captured_layers(asked, default_layers(layers), layers)
 
 
 def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
