@@ -19,31 +19,6 @@ TRAINED_FIRST = 2
 # A frozen product passes the gradient on to its inputs.
 FROZEN_PASSING = 2
 
-# Peak TFLOP/s of dense products by the vendors' data sheets: bf16, TF32, float32. The first name found in the device's
-# name counts, so longer names stand before shorter ones. (Lightning's table gives some devices with sparsity and some
-# without their tensor cores.)
-PEAK_TFLOPS = {
-    "B200": (2250.0, 1125.0, 75.0),
-    "GH200": (989.5, 494.7, 67.0),
-    "H200": (989.5, 494.7, 67.0),
-    "H100 PCIe": (756.0, 378.0, 51.0),
-    "H100 NVL": (835.5, 417.5, 60.0),
-    "H100": (989.5, 494.7, 67.0),
-    "H20": (148.0, 74.0, 44.0),
-    "A100": (312.0, 156.0, 19.5),
-    "A10G": (70.0, 35.0, 31.2),
-    "A10": (125.0, 62.5, 31.2),
-    "A40": (149.7, 74.8, 37.4),
-    "RTX A6000": (154.8, 77.4, 38.7),
-    "L40S": (362.0, 183.0, 91.6),
-    "L40": (181.0, 90.5, 90.5),
-    "L4": (121.0, 60.0, 30.3),
-    "RTX 6000 Ada": (364.2, 182.1, 91.1),
-    "RTX 5090": (209.5, 104.8, 104.8),
-    "RTX 4090": (165.2, 82.6, 82.6),
-    "RTX 3090": (71.0, 35.6, 35.6),
-}
-
 
 def linear(in_size: int, out_size: int, rows: int) -> float:
     """Count [rows, in_size] times [in_size, out_size]."""

@@ -258,12 +258,38 @@ def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
     return 2.0 * (sum(p.numel() for p in base.parameters()) - embeddings) * sum(lengths)
 
 
+# Peak TFLOP/s of dense products by the vendors' data sheets: bf16, TF32, float32. The first name found in the device's
+# name counts, so longer names stand before shorter ones. (Lightning's table gives some devices with sparsity and some
+# without their tensor cores.)
+PEAK_TFLOPS = {
+    "B200": (2250.0, 1125.0, 75.0),
+    "GH200": (989.5, 494.7, 67.0),
+    "H200": (989.5, 494.7, 67.0),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100 NVL": (835.5, 417.5, 60.0),
+    "H100": (989.5, 494.7, 67.0),
+    "H20": (148.0, 74.0, 44.0),
+    "A100": (312.0, 156.0, 19.5),
+    "A10G": (70.0, 35.0, 31.2),
+    "A10": (125.0, 62.5, 31.2),
+    "A40": (149.7, 74.8, 37.4),
+    "RTX A6000": (154.8, 77.4, 38.7),
+    "L40S": (362.0, 183.0, 91.6),
+    "L40": (181.0, 90.5, 90.5),
+    "L4": (121.0, 60.0, 30.3),
+    "RTX 6000 Ada": (364.2, 182.1, 91.1),
+    "RTX 5090": (209.5, 104.8, 104.8),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71.0, 35.6, 35.6),
+}
+
+
 def listed_peak(name: str, precision: str, tf32: bool) -> float | None:
     """Return the peak FLOP/s of a GPU by its name; None if it is unlisted, a slice (MIG) or a laptop form."""
     # Their peak is below that of the full card.
     if {"MIG", "Laptop"} & set(name.split()):
         return None
-    for known, (in_bf16, in_tf32, in_float32) in flops.PEAK_TFLOPS.items():
+    for known, (in_bf16, in_tf32, in_float32) in PEAK_TFLOPS.items():
         if re.search(rf"\b{re.escape(known)}\b", name):
             return 1e12 * (in_bf16 if precision == "bf16" else in_tf32 if tf32 else in_float32)
     return None
