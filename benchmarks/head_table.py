@@ -36,8 +36,8 @@ from draftsmith.modules.types import at_least
 
 HEADS = ("base", "eagle1", "medusa", "hydra")  # EAGLE-3 is recipes.py's base
 METHODS = (
-    *("pld", "lookahead", "medusa:tree=medusa-63", "hydra:tree=medusa-63"),
-    *("eagle-tree:tree=eagle-1", "eagle-tree:tree=medusa-63", "eagle2", "eagle3-tree"),
+    *("pld", "lookahead", "medusa-static:tree=medusa-63", "hydra-static:tree=medusa-63"),
+    *("eagle-static:tree=eagle-1", "eagle-static:tree=medusa-63", "eagle-tree", "eagle3-tree"),
 )
 
 

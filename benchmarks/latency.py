@@ -323,7 +323,9 @@ def overheads(pair: Pair, repeats: int) -> Iterator[Number]:
                 shares[name].append(100 * extra / whole)
         chain, tree = (statistics.median(shares[name]) for name in ("chain", "tree"))
         yield Number(f"a spec:k={K} round beyond its forwards, {mode}, of a target forward", pair.name, chain, "%", aim)
-        yield Number(f"an eagle2 round, 60 nodes, beyond its forwards, {mode}, of these", pair.name, tree, "%", "<= 5")
+        yield Number(
+            f"an eagle-tree round, 60 nodes, beyond its forwards, {mode}, of these", pair.name, tree, "%", "<= 5"
+        )
 
 
 def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
@@ -344,7 +346,7 @@ def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
                     ideal += costs("draft", unread) + later * costs("draft", 1)
                 taken += done.seconds
             shares[name].append(ideal / taken)
-    for name, label in (("chain", f"spec:k={K}"), ("tree", "eagle2, 60 nodes")):
+    for name, label in (("chain", f"spec:k={K}"), ("tree", "eagle-tree, 60 nodes")):
         share = statistics.median(shares[name])
         yield Number(f"achieved / ideal tokens per second, {label}", pair.name, share, "", ">= 0.95")
     one = costs("target", 1)
@@ -429,12 +431,12 @@ def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
     length = min(tokens, pair.packed[0].info.max_position - pair.new_tokens - 1)
     prompt = (pair.prompts[0] * (length // len(pair.prompts[0]) + 1))[:length]
     longer = replace(pair, prompts=[prompt], load=lambda packed: pair.packed)
-    for label in (f"spec:k={K}", "eagle2, 60 nodes"):
+    for label in (f"spec:k={K}", "eagle-tree, 60 nodes"):
         extra: dict[int, list[float]] = {len(pair.prompts[0]): [], length: []}
         for _ in range(repeats):
             for own in (pair, longer):
                 forwards = Stopwatch(pair.clock)
-                runner = own.tree(GREEDY, forwards) if "eagle2" in label else own.timed_chain(GREEDY, forwards)
+                runner = own.tree(GREEDY, forwards) if "eagle-tree" in label else own.timed_chain(GREEDY, forwards)
                 rounds = steady_rounds(own, runner, forwards)
                 extra[len(own.prompts[0])].append(statistics.median(done.seconds - done.forward_s for done in rounds))
         short_s, long_s = (statistics.median(values) for values in extra.values())

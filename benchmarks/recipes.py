@@ -67,7 +67,7 @@ BASE = "base"
 CONFIGS = {"small": "{}-small", "smollm2-135m": "smollm2-135m-{}"}
 # Of a kind of head, the method that drafts chains.
 CHAINS = {kind: f"{kind}:k={K}" for kind in ("eagle", "eagle3", "dflash", "dspark")}
-CHAINS |= {"medusa": "medusa-chain", "hydra": "hydra-chain"}
+CHAINS |= {"medusa": "medusa", "hydra": "hydra"}
 EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
 
 # Beside EAGLE-3.

@@ -17,8 +17,7 @@ from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, RowPool
 from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.drafters.methods import Named, parse_method
+from draftsmith.modules.drafters.methods import LabelledMethod, chain_method, parse_method
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
@@ -55,10 +54,12 @@ def load_drafter(
     if acceptance is not None:
         paths["acceptance"] = str(acceptance)
     kind = next(name for name in paths if name != "target")
-    label = method or chain_methods().get(kind, kind)
+    label = method or chain_method(kind)
     parsed = parse_method(label)
     loading: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
-    models = load_models([Named(label, parsed)], paths, longest, SamplingParams(temperature), target, **loading)
+    models = load_models(
+        [LabelledMethod(label, parsed)], paths, longest, SamplingParams(temperature), target, **loading
+    )
     drafter = parsed.build(models)
     if drafter is None:
         raise InputError("method", repr(method), "one that drafts", "Pass None to generate in the place of a drafter.")

@@ -23,8 +23,8 @@ from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, generate
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.drafters.chains import build_chains
-from draftsmith.modules.drafters.methods import MachineTimes, Models
+from draftsmith.modules.drafters.method import CostModel, Models
+from draftsmith.modules.drafters.methods import build_chains
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -56,7 +56,7 @@ def interpolate(curve: Mapping[int, float], rows: float) -> float:
     return float(np.interp(rows, x, y))
 
 
-class MeasuredTimes(MachineTimes):
+class MeasuredTimes(CostModel):
     """Times of this machine for the methods of one run.
 
     step_costs: c by drafter. tree_seconds: seconds of the parts of a tree's round, by what was timed. Both are JSON.

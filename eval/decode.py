@@ -21,8 +21,7 @@ from draftsmith.eval.bench.runner import EngineRunner, load_run, trained_for
 from draftsmith.eval.settings import AnswerLength, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.drafters.chains import by_drafter, chain_methods
-from draftsmith.modules.drafters.methods import Named, parse_methods
+from draftsmith.modules.drafters.methods import LabelledMethod, by_drafter, chain_drafters, parse_methods
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
@@ -109,12 +108,12 @@ def run(config: DecodeConfig) -> Generation:
     return generation
 
 
-def choose_method(config: DecodeConfig) -> Named:
+def choose_method(config: DecodeConfig) -> LabelledMethod:
     """Return the requested method; `auto` drafts chains with what was passed, a head before a draft model."""
     label = config.method
     if label == "auto":
-        # The last one: `chain_methods` lists the draft model before heads.
-        drafters = [name for name in chain_methods() if name in config.drafters]
+        # The last one: `chain_drafters` lists the draft model before heads.
+        drafters = [name for name in chain_drafters() if name in config.drafters]
         if not drafters:
             label = "ar"
         elif config.acceptance is None:

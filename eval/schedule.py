@@ -29,9 +29,9 @@ from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.costs import interpolate
 from draftsmith.eval.engines.llama_bench import chain_rows, measure_costs
 from draftsmith.eval.report.tables import to_json
-from draftsmith.modules.drafters.block.methods import BlockChain
-from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.methods import known_methods, parse_method
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.block.head import BlockHead
+from draftsmith.modules.drafters.methods import MODEL, FixedLengthMethod, known_methods, parse_method
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.reading import read_lines, read_object
 from draftsmith.modules.types import InputError
@@ -145,7 +145,7 @@ def run(config: ScheduleConfig) -> None:
     label, method = recorded_chain(bench, config.method)
     times = read_times(config.costs)
     schedules = [
-        choose(temperature, count_rounds(rows[label], method.k), times)
+        choose(temperature, count_rounds(rows[label], method.length), times)
         for temperature, rows in bench.methods.items()
         if any(row["rounds"] for row in rows[label])
     ]
@@ -209,7 +209,7 @@ def schedule_llamacpp(config: ScheduleConfig) -> None:
         source, method = recorded_chain(bench, config.method)
         if not any(row["rounds"] for row in bench.methods.get(0.0, {}).get(source, [])):
             raise InputError("run", f"no greedy rounds of {source}", "--temperatures 0", "Measure it again.")
-        rows, longest = bench.methods[0.0][source], method.k
+        rows, longest = bench.methods[0.0][source], method.length
         counts = count_rounds(rows, longest)
         prompts = [row["prompt_ids"] for row in bench.rows if row["prompt_ids"]]
         shape = {"method": str, "temperature": (int, float)}
@@ -246,7 +246,7 @@ def schedule_llamacpp(config: ScheduleConfig) -> None:
         print_text(f"{advice}: {best['speedup']:.2f}x expected." if pays else f"{advice} {best['speedup']:.2f}x.")
 
 
-def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:
+def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedLengthMethod]:
     """Return the run's only chain of a fixed length, or the one with this label.
 
     Raises:
@@ -254,14 +254,14 @@ def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:
     """
     labels = sorted({each for rows in bench.methods.values() for each in rows})
     parsed = {each: parse_method(each) for each in labels if each.partition(":")[0] in known_methods()}
-    chains = {each: method for each, method in parsed.items() if isinstance(method, FixedK)}
+    chains = {each: method for each, method in parsed.items() if isinstance(method, FixedLengthMethod)}
     if label is None and len(chains) == 1:
         label = next(iter(chains))
     if label is None or label not in chains:
         expected = f"one of {', '.join(chains)}" if chains else "a chain of a fixed length, such as spec:k=8"
         remedy = "Name it with --method." if chains else "Measure one with `draftsmith eval bench`."
         raise InputError("method", label or f"{len(chains)} such methods in {bench.name}", expected, remedy)
-    if isinstance(chains[label], BlockChain):
+    if chains[label].drafter != MODEL and issubclass(head_class(chains[label].drafter), BlockHead):
         expected = "a drafter that draws a token after the other: a shorter block is another one, with other tokens"
         raise InputError("method", label, expected, "Measure each length, in a server with `eval served`.")
     return label, chains[label]

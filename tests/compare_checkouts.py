@@ -30,7 +30,8 @@ def serve() -> None:
     from draftsmith.eval.bench.prompts import read_prompts
     from draftsmith.eval.bench.runner import EngineRunner
     from draftsmith.modules.drafters import head_class
-    from draftsmith.modules.drafters.methods import Models, parse_method
+    from draftsmith.modules.drafters.method import Models
+    from draftsmith.modules.drafters.methods import parse_method
     from draftsmith.modules.pretrained.models import load_lm
     from draftsmith.modules.types import SamplingParams
 

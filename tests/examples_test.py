@@ -102,8 +102,8 @@ BIGRAM = (EXAMPLES / "drafters" / "bigram.py").read_text()
     [
         ({}, "a folder of Python files"),
         (
-            {"trees.py": "raise AssertionError('never imported')"},
-            "drafters: found trees in .*, expected names that",
+            {"pearl.py": "raise AssertionError('never imported')"},
+            "drafters: found pearl in .*, expected names that",
         ),
         ({"medusa.py": "", "mine.py": ""}, "drafters: found medusa in"),
         ({"stops.py": "METHODS = {'pld': None}"}, "METHODS: found pld in stops.py"),
@@ -125,6 +125,6 @@ def test_medusa2_saves_another_target_and_heads_that_decode_it(target, responses
     assert changed.info.identity != original.info.identity
     with pytest.raises(draftsmith.InputError, match="another model"):
         draftsmith.load_drafter(str(heads), original, "medusa")
-    drafter = draftsmith.load_drafter(str(heads), changed, "medusa-chain:k=2")
+    drafter = draftsmith.load_drafter(str(heads), changed, "medusa:k=2")
     answer = draftsmith.generate(changed, "What is 2 + 3?", drafter, max_new_tokens=12)
     assert answer.tokens == draftsmith.generate(changed, "What is 2 + 3?", max_new_tokens=12).tokens

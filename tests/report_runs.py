@@ -12,7 +12,7 @@ from draftsmith.data.console import Column, Table
 from draftsmith.eval.report.tables import drawn_data, to_json
 
 HOSTILE = "<script>alert(1)</script>"
-METHODS = ("ar", "spec:k=3", "eagle2:nodes=4:depth=2:topk=2")
+METHODS = ("ar", "spec:k=3", "eagle-tree:nodes=4:depth=2:topk=2")
 TASKS = ("code", HOSTILE)
 TOKENS = {1: "def", 2: " x", 3: "\n", 4: HOSTILE, 5: " a", 6: " b", 7: " c", 8: "</script><!--"}
 

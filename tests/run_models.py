@@ -6,7 +6,7 @@ from typing import Any
 
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.eval.costs import MeasuredTimes
-from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.drafters.method import Models
 
 HEADS = ("medusa", "hydra", "dflash", "dspark")
 

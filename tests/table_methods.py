@@ -123,11 +123,11 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
             return lambda: ChainDrafter(head.net(target), policies(name, seed, target, rows), CAPACITY)
         return lambda: ChainDrafter(DraftModelNet(draft), policies(name, seed, draft, rows), CAPACITY)
     if name.startswith("medusa"):
-        shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-tree"]
+        shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-static"]
         heads = random_medusa_heads(seed, "own" in name)
         return lambda: chain_or_tree(heads.net(target), shape, rows)
     if name.startswith("hydra"):
-        shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-tree"]
+        shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-static"]
         hydra = random_hydra_heads(seed, "++" in name)
         return lambda: chain_or_tree(hydra.net(target), shape, rows)
     if name in EAGLE_TREES:
@@ -170,12 +170,12 @@ def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
 
 
 EAGLE_TREES = {
-    "eagle-tree": StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1]]),
+    "eagle-static": StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1]]),
     # Drawn without replacement; with top_k=2 the third child of the root does not exist.
     "drawn": dataclasses.replace(StaticTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]]), drawn=True),
-    "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
-    "eagle2:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
-    "eagle2:nodes=auto:depth=auto": DynamicTree(nodes=9, depth=2, topk=2),
+    "eagle-tree": DynamicTree(nodes=6, depth=2, topk=3),
+    "eagle-tree:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
+    "eagle-tree:nodes=auto:depth=auto": DynamicTree(nodes=9, depth=2, topk=2),
 }
 FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
 EARLY = {"state": "before", "features": FEATURES}
@@ -184,7 +184,7 @@ TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
            "specdec++early", "cost", "online", "online:head",
            "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",
-           *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "medusa",
-           "medusa-chain:k=2", "medusa:own", "medusa:drawn",
-           "hydra", "hydra-chain:k=2", "hydra++", "hydra:drawn",
+           *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "medusa-static",
+           "medusa:k=2", "medusa-static:own", "medusa-static:drawn",
+           "hydra-static", "hydra:k=2", "hydra++", "hydra-static:drawn",
            "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

@@ -35,7 +35,7 @@ from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.eagle.head import Eagle2
+from draftsmith.modules.drafters.methods import DynamicTreeMethod
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
@@ -59,7 +59,7 @@ class TreeSize:
 
     @property
     def label(self) -> str:
-        return f"eagle2:nodes={self.nodes}:depth={self.depth}:topk={self.topk}"
+        return f"eagle-tree:nodes={self.nodes}:depth={self.depth}:topk={self.topk}"
 
     def __str__(self) -> str:
         return f"{self.nodes}/{self.depth}/{self.topk}"
@@ -105,7 +105,7 @@ def run(config: Eagle2Config) -> Path:
     if missing := [size for size in timed if size not in replayed]:
         expected = "nodes and depths that are also replayed"
         raise InputError("measured_nodes", missing[0].label, expected, "Add them to --nodes and --depths.")
-    static, largest = f"eagle-tree:tree={config.tree}", max(timed, key=lambda size: size.nodes * size.depth).label
+    static, largest = f"eagle-static:tree={config.tree}", max(timed, key=lambda size: size.nodes * size.depth).label
     labels = [size.label for size in timed]
     loaded = common.load(config, [*labels, static, *(size.label for size in replayed)])
 
@@ -168,7 +168,8 @@ def replay_sizes(
     """Yield the counts of every size, replayed from one recording of the largest trees."""
     depth = max(size.depth for size in sizes)
     how = Recording(params, depth, config.max_new_tokens, config.seed, loaded.eos_ids)
-    rollouts = record_all(TreeRecorder(loaded.models, Eagle2(nodes=1, topk=config.topk), how), loaded.prompts)
+    method = DynamicTreeMethod(nodes=1, topk=config.topk, drafter="eagle")
+    rollouts = record_all(TreeRecorder(loaded.models, method, how), loaded.prompts)
     for size in sizes:
         totals = pool(replay_tree(rollouts, size.nodes, size.depth))
         row = {"mode": common.mode_name(params), "size": str(size), "nodes": size.nodes, "depth": size.depth}

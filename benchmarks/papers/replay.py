@@ -29,7 +29,7 @@ from draftsmith.modules.decoding.stop import (
 )
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import num_candidates
-from draftsmith.modules.drafters.chains import by_drafter, chain_methods
+from draftsmith.modules.drafters.methods import by_drafter, chain_method
 
 # Row of a round and the most tokens it may draft -> drafted, accepted, forwards of the drafter.
 PlayRound = Callable[[int, int], tuple[int, int, int]]
@@ -74,7 +74,7 @@ class Policy:
         by = by_drafter(drafter)
         limits = f"min={self.minimum}:max={self.maximum}{by}"
         if self.rule == "k":
-            return f"{chain_methods()[drafter]}:k={self.value:g}"
+            return f"{chain_method(drafter)}:k={self.value:g}"
         if self.rule == "entropy":
             return f"self-verify:k={self.maximum}{by}"
         if self.rule == "t":

@@ -30,9 +30,8 @@ from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
 from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree, num_candidates
-from draftsmith.modules.drafters.chains import build_chains
-from draftsmith.modules.drafters.methods import Models
-from draftsmith.modules.drafters.trees import DynamicTrees
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import DynamicTreeMethod, build_chains
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.sampling import Source, TorchSource, best_token, entropies, probabilities, residual
 from draftsmith.modules.targets.base import CausalLM
@@ -450,7 +449,7 @@ def accept_along(
 class TreeRecorder:
     """Records the candidates of dynamic trees of one width, one response after another."""
 
-    def __init__(self, models: Models, method: DynamicTrees, how: Recording, answers: TargetAnswers | None = None):
+    def __init__(self, models: Models, method: DynamicTreeMethod, how: Recording, answers: TargetAnswers | None = None):
         """method: gives topk and values; trees of any size are replayed from one recording."""
         assert method.topk <= models.target.info.vocab_size
         self._answers, self._how, self._topk = answers or TargetAnswers(models.target, how), how, method.topk

@@ -55,7 +55,7 @@ from draftsmith.modules.acceptance.metrics import (
 from draftsmith.modules.acceptance.online import OnlineLogistic
 from draftsmith.modules.decoding.confidence import log_odds
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.methods import chain_drafters, chain_method
 from draftsmith.modules.pretrained.heads import drafter_identity, head_config
 from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
@@ -121,7 +121,7 @@ class StopRulesConfig(common.PaperConfig):
 
     @property
     def chain_drafters(self) -> list[str]:
-        return [name for name in chain_methods() if name in self.drafters]
+        return [name for name in chain_drafters() if name in self.drafters]
 
     def head_places(self) -> dict[str, dict[str, Path]]:
         """Return drafter -> directories of the acceptance heads that were trained for it, by name."""
@@ -257,7 +257,7 @@ def run(config: StopRulesConfig) -> Path:
     """Record, choose, replay and decode; write OUTPUT/results.json and report.html."""
     config = common.quick(config, QUICK)
     dev = read_prompts(config.prompts, config.target, config.dev_split, config.keep_tasks, config.dev_limit)
-    loaded = common.load(config, [chain_methods()[name] for name in config.chain_drafters], dev)
+    loaded = common.load(config, [chain_method(name) for name in config.chain_drafters], dev)
     models, places = loaded.models, config.head_places()
     scenes = []
     for params in config.sampling:

@@ -12,8 +12,8 @@ from torch import Tensor
 from draftsmith.data.store.shards import row_generator
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
-from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.drafters.methods import Method, Models, parse_method
+from draftsmith.modules.drafters.method import Method, Models
+from draftsmith.modules.drafters.methods import chain_method, parse_method
 from draftsmith.modules.pretrained.heads import load_drafter
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.sampling import Source, TorchSource
@@ -129,7 +129,7 @@ class ResponseDrafter:
         if draft_path is None:
             return cls(target, select_method(label or "ar", ""))
         drafter = load_drafter(draft_path, lambda: target, load)
-        method = select_method(label or chain_methods().get(drafter.name, drafter.name), drafter.name)
+        method = select_method(label or chain_method(drafter.name), drafter.name)
         identity = {"drafted_by": drafter.identity}
         if drafter.head is not None:
             return cls(target, method, heads={drafter.name: drafter.head}, identity=identity)

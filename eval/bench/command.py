@@ -35,7 +35,7 @@ from draftsmith.eval.bench.results import (
 from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, make_runners, warn_about_sampling
 from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
-from draftsmith.modules.drafters.methods import Named, known_methods, parse_methods
+from draftsmith.modules.drafters.methods import LabelledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
@@ -201,7 +201,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     return results
 
 
-def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
+def check(config: BenchConfig, named: Sequence[LabelledMethod]) -> dict[str, str]:
     """Check the options before anything is loaded. Return the heads that some method uses: kind -> directory.
 
     Raises:
@@ -227,9 +227,9 @@ def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
     return heads
 
 
-def by_each(requested: Mapping[str, Named], paths: Mapping[str, str]) -> list[Named]:
+def by_each(requested: Mapping[str, LabelledMethod], paths: Mapping[str, str]) -> list[LabelledMethod]:
     """Return the methods, each once for every drafter of its kind where several were passed."""
-    named: list[Named] = []
+    named: list[LabelledMethod] = []
     for item in requested.values():
         needs = tuple(f"{need}@" for need in item.method.needs)
         variants = [f"@{key.partition('@')[2]}" for key in paths if needs and key.startswith(needs)]
@@ -238,7 +238,7 @@ def by_each(requested: Mapping[str, Named], paths: Mapping[str, str]) -> list[Na
 
 
 def write_cards(
-    results: Mapping[str, Any], named: Sequence[Named], heads: Mapping[str, str], paths: Mapping[str, str]
+    results: Mapping[str, Any], named: Sequence[LabelledMethod], heads: Mapping[str, str], paths: Mapping[str, str]
 ) -> None:
     """Write the rows of the methods that used each head into its measured.json and model card."""
     names = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")

@@ -25,7 +25,8 @@ from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, g
 from draftsmith.modules.decoding.stop import Learner, learners_of
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
-from draftsmith.modules.drafters.methods import Method, Models, Named, check_needs
+from draftsmith.modules.drafters.method import Method, Models
+from draftsmith.modules.drafters.methods import LabelledMethod, check_needs
 from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
 from draftsmith.modules.pretrained.hub import model_directory
@@ -100,7 +101,7 @@ class HFAssisted(Method):
             raise InputError("t", self.t, "0 (off) or a probability below 1", "Correct it.")
 
 
-BASELINES: dict[str, type[Method]] = {"hf": HFGenerate, "hf-assisted": HFAssisted}
+BASELINES: dict[str, Method] = {"hf": HFGenerate(), "hf-assisted": HFAssisted()}
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def load_hf_model(path: str, dtype: str, device: str, trust_remote_code: bool = 
 
 
 def make_runners(
-    named: Sequence[Named], models: Models, modes: Sequence[SamplingParams], rows: int = 1, **loading: Any
+    named: Sequence[LabelledMethod], models: Models, modes: Sequence[SamplingParams], rows: int = 1, **loading: Any
 ) -> dict[float, dict[str, Runner]]:
     """Build the runners: temperature -> label -> runner.
 
@@ -250,7 +251,11 @@ def make_runners(
 
 
 def load_run(
-    config: Any, named: Sequence[Named], prompts: Sequence[BenchPrompt], max_new_tokens: int, params: SamplingParams
+    config: Any,
+    named: Sequence[LabelledMethod],
+    prompts: Sequence[BenchPrompt],
+    max_new_tokens: int,
+    params: SamplingParams,
 ) -> Models:
     """Load the target of a command's options and the models of its methods, with room for these prompts and answers.
 
@@ -268,7 +273,7 @@ def load_run(
 
 
 def load_models(
-    named: Sequence[Named],
+    named: Sequence[LabelledMethod],
     paths: Mapping[str, str],
     sequence_length: int,
     params: SamplingParams,
@@ -349,7 +354,7 @@ def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longe
     return lm
 
 
-def check_methods(named: Iterable[Named], paths: Mapping[str, str]) -> dict[str, StaticTree]:
+def check_methods(named: Iterable[LabelledMethod], paths: Mapping[str, str]) -> dict[str, StaticTree]:
     """Check before anything is loaded that all models were passed, and read the draft trees: name -> tree."""
     trees: dict[str, StaticTree] = {}
     for item in named:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from draftsmith.eval.bench.measuring import prompt_seed
 from draftsmith.eval.bench.results import BASELINE, Row
-from draftsmith.eval.bench.runner import BASELINES, EngineRunner, make_runners
+from draftsmith.eval.bench.runner import EngineRunner, HFAssisted, HFGenerate, make_runners
 from draftsmith.eval.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import DraftView, PredictorStop, SlotConfidenceStop, StopPolicy
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import Verdict, verify
-from draftsmith.modules.drafters.methods import Models, Named
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import LabelledMethod
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.files import append, write_json, write_text
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
@@ -180,7 +181,7 @@ def write_traces(
     directory: Path,
     rows: Sequence[Row],
     count: int,
-    named: Sequence[Named],
+    named: Sequence[LabelledMethod],
     models: Models,
     modes: Sequence[SamplingParams],
     max_new_tokens: int,
@@ -203,7 +204,8 @@ def write_traces(
     baseline = [row for row in baseline if row["prompt"] in numbers[row["task"]]]
 
     # Fresh runners: methods that learn begin anew, and transformers' own have no rounds to trace.
-    runners: Any = make_runners([item for item in named if type(item.method) not in BASELINES.values()], models, modes)
+    own = [item for item in named if not isinstance(item.method, HFGenerate | HFAssisted)]
+    runners: Any = make_runners(own, models, modes)
     ids: set[int] = set()
     write_text(directory / TRACE, "")
     for row in baseline:

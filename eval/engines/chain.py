@@ -8,7 +8,8 @@ from typing import Any
 
 from draftsmith.data.settings import MODEL
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

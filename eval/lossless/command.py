@@ -27,7 +27,8 @@ from draftsmith.eval.bench.runner import load_run
 from draftsmith.eval.lossless.sampling import MAX_GAP, Evidence, RecordingRunner, decided_tokens, ends_as_asked
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.loop import room_for
-from draftsmith.modules.drafters.methods import Models, Named, parse_methods
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import LabelledMethod, parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
@@ -109,7 +110,7 @@ def run(config: LosslessConfig) -> int:
 
 def certify(
     config: LosslessConfig,
-    methods: Sequence[Named],
+    methods: Sequence[LabelledMethod],
     models: Models,
     prompts: Sequence[BenchPrompt],
     reference: CausalLM | None,

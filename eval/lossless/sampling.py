@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

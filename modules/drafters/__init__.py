@@ -1,16 +1,13 @@
-"""Registry of drafters: trained heads by kind, decoding methods by name.
+"""Registry of trained drafters.
 
 A trained drafter is a `DraftHead` (base.py) listed in HEADS, which holds names only: the command line lists drafters
-without importing torch. methods.py lists the modules with decoding methods.
+without importing torch. The names of decoding methods follow from it (methods.py).
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from typing import TYPE_CHECKING, Any
-
-from draftsmith.modules.types import InputError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from draftsmith.modules.drafters.base import DraftHead
@@ -53,39 +50,3 @@ def head_class(kind: str) -> type[DraftHead]:
 
     values = vars(importlib.import_module(f"{__name__}.{HEADS[kind][0]}")).values()
     return next(v for v in values if isinstance(v, type) and issubclass(v, DraftHead) and vars(v).get("kind") == kind)
-
-
-def add_folder(folder: str) -> None:
-    """Register the drafters of another folder: heads named like their file, and methods listed in METHODS.
-
-    Raises:
-        InputError: the folder holds no Python files, or a file, head or method with a name that is taken.
-    """
-    modules = list(pkgutil.iter_modules([folder]))
-    if not modules:
-        raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
-    # Its absolute path.
-    finder: Any = modules[0].module_finder
-    folder, names = finder.path, [module.name for module in modules]
-    # Python would import the file of the first folder, without a word.
-    taken = {module.name for module in pkgutil.iter_modules(path for path in __path__ if path != folder)}
-    if clash := sorted(taken & set(names)):
-        raise InputError("drafters", f"{', '.join(clash)} in {folder}", "names that are not taken", "Rename it.")
-    if folder not in __path__:
-        __path__.append(folder)
-    from draftsmith.modules.drafters.base import DraftHead
-    from draftsmith.modules.drafters.methods import known_methods
-
-    for name in names:
-        # A second call finds the module imported, or the file fails again.
-        module = importlib.import_module(f"{__name__}.{name}")
-        methods = vars(module).get("METHODS", {})
-        if clash := sorted(key for key in methods if known_methods().get(key, methods[key]) is not methods[key]):
-            raise InputError("METHODS", f"{', '.join(clash)} in {name}.py", "names that are not taken", "Rename it.")
-        known_methods().update(methods)
-        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__.startswith(module.__name__)]
-        kinds = {vars(head)["kind"] for head in own if issubclass(head, DraftHead) and "kind" in vars(head)}
-        if kinds - {name}:
-            raise InputError("kind", f"{', '.join(kinds)} in {name}.py", f"{name}, as the file", "Rename one.")
-        if kinds:
-            HEADS[name] = name, (module.__doc__ or name).splitlines()[0]

@@ -29,7 +29,7 @@ from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
 from draftsmith.modules.engine.lean import Linear, swap_modules
 from draftsmith.modules.engine.low_precision import Precision, copy_of, linear_of
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import MOST_POSITIONS, LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
@@ -90,6 +90,8 @@ class DraftHead(nn.Module, ABC):
         of keyword fields with defaults. `Attributes` of its docstring become help; `__post_init__` checks values; a
         field with metadata {"volatile": True} has no effect on the weights. An option that shapes the head (`shape`)
         defaults to None.
+    drafts: what it drafts, each a method (`methods.OF_HEADS`).
+    default_k: drafted tokens of its chains, if the user says nothing; 0 takes as many as it can.
     defaults: values of the common options in place of their own defaults.
     lookahead: rows fewer than tokens that the alignment leaves of a sequence; pieces of a long one overlap by so many.
     whole_weights: the loss reads weights outside of their modules, so that ZeRO-3 cannot split them.
@@ -103,6 +105,8 @@ class DraftHead(nn.Module, ABC):
     kind: ClassVar[str]
     Config: ClassVar[type]
     Settings: ClassVar[type]
+    drafts: ClassVar[tuple[str, ...]] = ("chain",)
+    default_k: ClassVar[int] = 5
     defaults: ClassVar[dict[str, Any]] = {}
     lookahead: ClassVar[int] = 1
     whole_weights: ClassVar[bool] = False
@@ -196,6 +200,11 @@ class DraftHead(nn.Module, ABC):
         side by side [.., 2*H].
         """
         return ()
+
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens of a draft."""
+        return MOST_POSITIONS
 
     def like(self, target: CausalLM) -> Self:
         """Return a copy in the target's type and on its device, which may be others than the head's.

@@ -86,6 +86,7 @@ class DraftModelHead(DraftHead):
     lm_head, and learns its distributions on its answers (DistillSpec, Zhou et al. 2023)."""
 
     kind = "draft"
+    drafts = ()  # methods take any language model
     Config, Settings = DraftConfig, DraftSettings
     defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3}
     whole_weights = True  # of its lm_head

@@ -14,7 +14,7 @@ from draftsmith.modules.decoding.stop import FixedLengthStop, RunningEntropy, Se
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelNet
-from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, best_token, entropies, probabilities
@@ -123,7 +123,7 @@ MAX_HANDED_OVER = 64
 
 
 @dataclass(frozen=True)
-class PreVerification(Method):
+class PreVerifyMethod(Method):
     """M1 drafts k tokens, M2 verifies them once, and what M2 emits is the draft for the target."""
 
     k: int = 10
@@ -145,14 +145,14 @@ class PreVerification(Method):
 
 
 @dataclass(frozen=True)
-class PreAndSelfVerification(PreVerification):
+class PreAndSelfVerifyMethod(PreVerifyMethod):
     """The method pre-verify, where M1 stops by its own entropy (HSDDW, figure 5b)."""
 
     stop = SelfVerifyStop
 
 
 @dataclass(frozen=True)
-class Hsddw(PreAndSelfVerification):
+class HsddwMethod(PreAndSelfVerifyMethod):
     """HSDDW: M1 and M2 take turns until M2's entropy exceeds its mean at rejected tokens, then the target verifies.
 
     The paper reads M2's entropy at all drafted positions (algorithm 2, line 28). Here only those of the tokens that M2
@@ -172,6 +172,3 @@ class Hsddw(PreAndSelfVerification):
         drafter = super().drafter_of(models)
         drafter.max_drafted, drafter.dynamic = self.max, True
         return drafter
-
-
-METHODS = {"pre-verify": PreVerification, "pre+self-verify": PreAndSelfVerification, "hsddw": Hsddw}

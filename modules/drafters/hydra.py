@@ -18,16 +18,8 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle.net import EagleConfig
-from draftsmith.modules.drafters.medusa import (
-    MOST_BLOCKS,
-    MedusaChain,
-    MedusaHead,
-    MedusaNet,
-    MedusaSettings,
-    lm_head_passes,
-)
+from draftsmith.modules.drafters.medusa import MOST_BLOCKS, MedusaHead, MedusaNet, MedusaSettings, lm_head_passes
 from draftsmith.modules.drafters.net import DraftNet, RowState
-from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.engine.lean import LeanStack, Taps
 from draftsmith.modules.engine.rows import cached_rows, picked_of
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, LlamaHeadConfig, RMSNorm, add_rope_table
@@ -101,6 +93,7 @@ class HydraHead(MedusaHead):
     (Hydra, Ankner et al. 2024). They have an lm_head each, or read the target's; embeddings are the target's."""
 
     kind = "hydra"
+    drafts = ("chain", "static")
     Config, Settings = HydraConfig, HydraSettings
     # The recipe of the published repository.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}
@@ -249,21 +242,3 @@ class HydraNet(MedusaNet):
     def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
         self._descend(tokens, parents)
         return super().read(tokens, parents, depth)
-
-
-@dataclass(frozen=True)
-class HydraChain(MedusaChain):
-    """Hydra heads draft a chain of k tokens a round, at most one a head; 0 takes all heads."""
-
-    uses = ("hydra",)
-
-
-@dataclass(frozen=True)
-class HydraTree(StaticTrees):
-    """Hydra heads draft a tree a round, a YAML list of paths of ranks, each node by the tokens of its own path (Ankner
-    et al. 2024)."""
-
-    uses = ("hydra",)
-
-
-METHODS = {"hydra": HydraTree, "hydra-chain": HydraChain}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree
-from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.finite import checked
 from draftsmith.modules.sampling import Source, best_tokens
 from draftsmith.modules.types import SamplingParams, at_least, at_most
@@ -87,7 +87,7 @@ class LookaheadDrafter:
 
 
 @dataclass(frozen=True)
-class Lookahead(Method):
+class LookaheadMethod(Method):
     """Lookahead decoding (Fu et al. 2024): w columns of guesses, n-grams of n tokens, at most g of them verified."""
 
     w: int = 15
@@ -102,6 +102,3 @@ class Lookahead(Method):
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         return EachRow([LookaheadDrafter(self.w, self.n, self.g) for _ in range(rows)])
-
-
-METHODS = {"lookahead": Lookahead}

@@ -12,15 +12,10 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
-from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.growth import Level
-from draftsmith.modules.decoding.stop import FixedLengthStop, StopPolicy
-from draftsmith.modules.decoding.tree import MAX_NODES, Typical
+from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
-from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.methods import Models
-from draftsmith.modules.drafters.net import DraftNet, RowState, TreeDrafter
-from draftsmith.modules.drafters.trees import StaticTrees
+from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, token_loss
@@ -30,7 +25,6 @@ from draftsmith.modules.types import (
     InputError,
     LossOutput,
     at_least,
-    at_most,
     check_config,
 )
 
@@ -98,6 +92,8 @@ class MedusaHead(DraftHead):
     2024). They have an lm_head each, or read the target's, which is not in this directory."""
 
     kind = "medusa"
+    drafts = ("chain", "typical")
+    default_k = 0  # a token of each head
     Config: ClassVar[type] = MedusaConfig
     Settings: ClassVar[type] = MedusaSettings
     # Section 3.3 of the paper.
@@ -197,6 +193,10 @@ class MedusaHead(DraftHead):
         """Return the lm_head of each head; `shared` if they have none of their own."""
         return list(self.lm_heads) if self.config.own_lm_head else [shared] * self.config.num_heads
 
+    @property
+    def longest_draft(self) -> int:
+        return self.config.num_heads
+
     def draft_in(self, precision: Precision, target: CausalLM) -> None:
         if self.config.own_lm_head:
             self.precision = precision
@@ -235,7 +235,7 @@ class MedusaNet(DraftNet):
         super().__init__(head.kind, target.device, target.embed)
         self.head = head.lean(target)
         self.lm_heads = self.head.outputs(head.output or target.lm_head)
-        self.longest_draft, self.capture = head.config.num_heads, head.capture
+        self.longest_draft, self.capture = head.longest_draft, head.capture
 
     def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
         for row in rows:
@@ -280,58 +280,3 @@ class MedusaNet(DraftNet):
             own = (depth == number).to(hidden.device)
             logits[own] = lm_head(hidden[own])
         return logits
-
-
-@dataclass(frozen=True)
-class MedusaChain(FixedK):
-    """Medusa heads draft a chain of k tokens a round, at most one a head; 0 takes all heads."""
-
-    k: int = 0
-
-    uses = ("medusa",)
-
-    def __post_init__(self) -> None:
-        at_least("k", self.k, 0)
-
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        heads = models.heads[self.uses[0]].config.num_heads
-        at_most("k", self.k, heads)
-        return [FixedLengthStop(self.k or heads) for _ in range(rows)]
-
-
-@dataclass(frozen=True)
-class MedusaTree(StaticTrees):
-    """Medusa heads draft a tree a round, a YAML list of paths of ranks: node by node what its head thinks probable.
-
-    accept: exact, or typical, which accepts what the target finds probable enough: p(x) > min(eps, delta exp(-H(p))).
-        That changes the output, but for greedy decoding.
-    """
-
-    accept: Literal["exact", "typical"] = "exact"
-    eps: float = Typical.eps
-    delta: float = Typical.delta
-
-    uses = ("medusa",)
-
-    def __post_init__(self) -> None:
-        # Typical checks both numbers.
-        assert self.rule.eps
-        if self.drawn and not self.lossless:
-            raise InputError("drawn", "on with accept=typical", "off: it accepts chosen tokens", "Leave one out.")
-
-    @property
-    def rule(self) -> Typical:
-        return Typical(self.eps, self.delta)
-
-    @property
-    def lossless(self) -> bool:
-        return self.accept == "exact"
-
-    def build(self, models: Models, rows: int = 1) -> Drafter:
-        drafter = super().build(models, rows)
-        assert isinstance(drafter, TreeDrafter)
-        drafter.typical = None if self.lossless else self.rule
-        return drafter
-
-
-METHODS = {"medusa": MedusaTree, "medusa-chain": MedusaChain}

@@ -1,7 +1,8 @@
 """Decoding methods by name: `ar,spec:k=5,specdec++:h=0.7:min=2:max=20,eagle:k=5`.
 
-A method is a frozen dataclass; its fields are the settings that users write behind its name. It is defined beside its
-drafter, in a module that lists it in METHODS.
+A method is a frozen dataclass; its fields are the settings that users write behind its name. The kind of a trained
+drafter names its chains, KIND-tree its dynamic trees and KIND-static its static ones: `DraftHead.drafts` lists which it
+drafts, and HEADS which heads there are. `eagle3:k=5` is `spec:k=5:drafter=eagle3`.
 """
 
 from __future__ import annotations
@@ -11,148 +12,436 @@ import dataclasses
 import functools
 import importlib
 import math
+import pkgutil
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.tree_rule import TreeTimes
+from draftsmith.modules import drafters
+from draftsmith.modules.acceptance.online import OnlinePredictor
+from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.drafter import Drafter
-from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError
-
-# Modules of this package with a METHODS table: name -> class of the method.
-METHOD_MODULES = (
-    "chains",
-    "block.methods",
-    "eagle.head",
-    "eagle3.head",
-    "hierarchical",
-    "hydra",
-    "lookahead",
-    "medusa",
-    "pearl",
-    "prompt_lookup",
+from draftsmith.modules.decoding.stop import (
+    ConfidenceStop,
+    CostRule,
+    FixedLengthStop,
+    Predictor,
+    PredictorStop,
+    SelfVerifyStop,
+    SlotConfidenceStop,
+    StopPolicy,
+    ThresholdRule,
 )
+from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, Typical, num_candidates
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.hierarchical import HsddwMethod, PreAndSelfVerifyMethod, PreVerifyMethod
+from draftsmith.modules.drafters.lookahead import LookaheadMethod
+from draftsmith.modules.drafters.method import AutoregressiveMethod, Method, Models
+from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
+from draftsmith.modules.drafters.pearl import PearlMethod
+from draftsmith.modules.drafters.prompt_lookup import PromptLookupMethod
+from draftsmith.modules.types import InputError, at_least, at_most, between
 
+# The drafter of methods that draft with a language model; others are the kinds of trained drafters.
+MODEL = "draft"
 # Follows the name of a method that does not keep the target's distribution, wherever it is shown.
 LOSSY = " (not lossless)"
 SWITCH = {"on": True, "off": False}
+# Expansions of a dynamic tree with depth=auto.
+MOST_LEVELS = 8
+# Names of earlier versions.
+RENAMED = {"eagle2": "eagle-tree", "medusa-chain": "medusa", "hydra-chain": "hydra"}
 
-
-class MachineTimes:
-    """Times of this machine for settings of `auto`, measured when they are first needed. This one has none."""
-
-    def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
-        """Return c of a drafter of chains, with this many rows decoded together.
-
-        It is the time of one more drafted token, and of verifying it, by the time of a round without a draft.
-        """
-        raise NotImplementedError("no times of this machine were handed in")
-
-    def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
-        """Return the times of a round's parts. trees: a name for these trees. probe(levels): their drafter."""
-        raise NotImplementedError("no times of this machine were handed in")
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return all measured times, as JSON values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Use these times instead of measuring; others are measured when they are needed."""
+# -- chains
 
 
 @dataclass(frozen=True)
-class Models:
-    """Models and limits of a run, for its methods; None for models that the user did not pass.
+class DraftingMethod(Method, ABC):
+    """A method of a draft model or a trained drafter.
 
-    heads: trained drafters by kind.
-    paths: role or kind (`target`, `draft`, ...) -> what the user passed, for methods that load models themselves.
-    others: where several drafters of one kind were passed, each by `kind@name`.
-    variant: `@name` of the ones that are in `draft` and `heads`, or nothing.
-    capacity: most tokens of a sequence, drafts included.
-    ends: tokens that end an answer, and drafts of chains.
-    trees: the draft trees that the methods name.
+    drafter: draft for a draft model, or the kind of a trained drafter. The methods of a kind have its own.
     """
 
-    target: CausalLM
-    draft: CausalLM | None = None
-    mid: CausalLM | None = None
-    heads: Mapping[str, Any] = field(default_factory=dict)
-    acceptance: AcceptanceHead | None = None
-    paths: Mapping[str, str] = field(default_factory=dict)
-    others: Mapping[str, Any] = field(default_factory=dict)
-    variant: str = ""
-    capacity: int = 0
-    ends: tuple[int, ...] = ()
-    trees: Mapping[str, StaticTree] = field(default_factory=dict)
-    times: MachineTimes = field(default_factory=MachineTimes)
-
-    def of(self, variant: str) -> Models:
-        """Return these models with the drafters of a name (`Named.variant`) in place of others of their kind."""
-        own = {key.removesuffix(variant): model for key, model in self.others.items() if key.endswith(variant)}
-        if not variant or not own:
-            return self
-        paths = {**self.paths, **{kind: self.paths[f"{kind}{variant}"] for kind in own}}
-        draft = own.pop("draft", self.draft)
-        return dataclasses.replace(self, draft=draft, heads={**self.heads, **own}, paths=paths, variant=variant)
-
-    def embedder(self, drafter: str) -> CausalLM:
-        """Return the model whose token embeddings a drafter of chains reads."""
-        model = self.draft if drafter == "draft" else self.target
-        assert model is not None
-        return model
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to decode.
-
-    uses: models that it needs whatever its settings: `draft`, `mid`, the kind of a head, or `acceptance`.
-    batchable: several prompts can be decoded together.
-    """
-
-    batchable: ClassVar[bool] = True
-    uses: ClassVar[tuple[str, ...]] = ()
+    drafter: str = field(default=MODEL, kw_only=True)
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Models that it needs with these settings, as `uses`."""
-        return self.uses
+        return (self.drafter, *self.uses)
+
+
+@dataclass(frozen=True)
+class ChainMethod(DraftingMethod, ABC):
+    """One chain a round, which a policy ends.
+
+    Rows that are decoded together have a policy each, which learns from that row alone: a row's drafts do not depend on
+    the rows beside it.
+    """
+
+    def __post_init__(self) -> None:
+        if self.drafter not in chain_drafters():
+            raise InputError("drafter", repr(self.drafter), f"one of {', '.join(chain_drafters())}", "Choose one.")
+
+    @abstractmethod
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        """Make a new policy for each row."""
+
+    def build(self, models: Models, rows: int = 1) -> ChainDrafter:
+        return build_chains(models, self.drafter, self.policies(models, rows))
+
+
+def chain_drafters() -> list[str]:
+    """Return everything that drafts chains: `draft`, and kinds of trained drafters."""
+    return [MODEL, *(kind for kind in drafters.HEADS if "chain" in drafters.head_class(kind).drafts)]
+
+
+def chain_method(drafter: str) -> str:
+    """Return the name of the method that drafts chains of a fixed length with a drafter."""
+    return "spec" if drafter == MODEL else drafter
+
+
+def by_drafter(name: str) -> str:
+    """Return the setting that names the drafter, to follow the name of a stop rule."""
+    return "" if name == MODEL else f":drafter={name}"
+
+
+def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> ChainDrafter:
+    """Build a drafter of chains for as many rows as there are policies. drafter: see `chain_drafters`."""
+    if drafter == MODEL:
+        assert models.draft is not None
+        net: DraftNet = DraftModelNet(models.draft)
+    else:
+        net = models.heads[drafter].net(models.target)
+    return ChainDrafter(net, stops, models.capacity, frozenset(models.ends))
+
+
+@dataclass(frozen=True)
+class FixedLengthMethod(ChainMethod):
+    """Speculative sampling (Leviathan et al. 2023): k drafted tokens a round.
+
+    k: 5, or the drafter's own default (`DraftHead.default_k`); of Medusa and Hydra heads 0, which takes all heads.
+    """
+
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("k", self.k, min(self.default_k, 1))
 
     @property
-    def lossless(self) -> bool:
-        """Whether its output follows the target. A lossy method is never chosen for the user."""
-        return True
+    def default_k(self) -> int:
+        return 5 if self.drafter == MODEL else drafters.head_class(self.drafter).default_k
+
+    @property
+    def length(self) -> int:
+        """`k`, or its default."""
+        return self.default_k if self.k is None else self.k
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        length = self.length
+        if self.drafter != MODEL:
+            longest = models.heads[self.drafter].longest_draft
+            at_most("k", length, longest)
+            length = length or longest
+        return [FixedLengthStop(length) for _ in range(rows)]
+
+
+@dataclass(frozen=True)
+class BoundedMethod(ChainMethod, ABC):
+    """At least min, at most max drafted tokens a round."""
+
+    min: int = 1
+    max: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("min", self.min, 1)
+        at_least("max", self.max, self.min)
+
+
+def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) -> Sequence[HeadPredictor]:
+    """Make predictors of the drafter's acceptance head. calibrated: its probability; else its raw output."""
+    assert models.acceptance is not None
+    first = HeadPredictor(models.acceptance, models.embedder(drafter).embed, calibrated)
+    return [first, *(first.for_row() for _ in range(count - 1))]
+
+
+@dataclass(frozen=True)
+class SpecDecPlusPlusMethod(BoundedMethod):
+    """SpecDec++: stopped by the acceptance head once 1 - (product of its outputs) > h.
+
+    min: of heads of state `before`; a published head speaks of a token after the next one is drafted, so that its
+        drafts have two tokens or more.
+    calibrated: off applies h to the head's raw output, as the paper does; on to its calibrated probability.
+    """
+
+    h: float = 0.7
+    min: int = 2
+    calibrated: bool = False
+    uses = ("acceptance",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("h", self.h, 0, 1)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        predictors = head_predictors(models, self.drafter, rows, self.calibrated)
+        return [PredictorStop(predictor, ThresholdRule(self.h), self.min, self.max) for predictor in predictors]
+
+
+def check_cost(c: float | str) -> None:
+    """Raise InputError unless c is a cost, or auto."""
+    if not isinstance(c, str) and not c > 0:
+        raise InputError("c", c, "a number above 0, or auto", "Correct it.")
+
+
+def cost_rules(c: float | str, models: Models, drafter: str, rows: int) -> list[CostRule]:
+    """Make a rule for each row. c: time of one more drafted token, and of verifying it, by the time of a round without
+    a draft; auto measures it on this machine, once a run."""
+    cost = models.times.step_cost(models, drafter, rows) if isinstance(c, str) else c
+    return [CostRule(cost) for _ in range(rows)]
+
+
+@dataclass(frozen=True)
+class CostMethod(BoundedMethod):
+    """Stopped once one more token is worth less than its time (`stop.CostRule`), by the acceptance head's calibrated
+    probabilities: no threshold to choose.
+
+    c: see `cost_rules`.
+    """
+
+    c: float | Literal["auto"] = "auto"
+    max: int = 16
+    uses = ("acceptance",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cost(self.c)
+
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        """Make a predictor of acceptance for each row."""
+        return head_predictors(models, self.drafter, count, calibrated=True)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        rules, predictors = cost_rules(self.c, models, self.drafter, rows), self.predictors(models, rows)
+        return [PredictorStop(*both, self.min, self.max) for both in zip(predictors, rules, strict=True)]
+
+
+@dataclass(frozen=True)
+class OnlineMethod(CostMethod):
+    """Stopped by cost without a head: a logistic regression on the draft's own confidence predicts acceptance, and is
+    updated after every verification.
+
+    Whether the token continues a repetition of the text counts too. head: the acceptance head's output counts too, and
+        alone until enough verdicts say otherwise.
+    """
+
+    head: bool = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.drafter, "acceptance") if self.head else (self.drafter,)
+
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        heads = head_predictors(models, self.drafter, count, calibrated=True) if self.head else [None] * count
+        return [OnlinePredictor(head) for head in heads]
+
+
+@dataclass(frozen=True)
+class ConfidenceMethod(BoundedMethod):
+    """Stopped once the drafted token's probability q falls below t, as in transformers' assisted generation."""
+
+    t: float = 0.4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("t", self.t, 0, 1)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        return [ConfidenceStop(self.t, self.min, self.max) for _ in range(rows)]
+
+
+@dataclass(frozen=True)
+class SelfVerifyMethod(ChainMethod):
+    """HSDDW's self-verification: stopped once the draft's entropy exceeds its mean at rejected tokens; at most k."""
+
+    k: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("k", self.k, 1)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        return [SelfVerifyStop(self.k) for _ in range(rows)]
+
+
+@dataclass(frozen=True)
+class SlotMethod(ChainMethod, ABC):
+    """A block drafter's chain of at most k tokens, cut by its own confidence head."""
+
+    k: int = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("k", self.k, 1)
+
+    def check(self, models: Models) -> None:
+        """Raise InputError if the drafter has no confidence head, or drafts fewer than k tokens."""
+        config = models.heads[self.drafter].config
+        at_most("k", self.k, config.drafts)
+        if not config.confidence:
+            raise InputError("methods", "a DSpark head without confidences", "one with", "Train it with --confidence.")
+
+
+@dataclass(frozen=True)
+class SlotConfidenceMethod(SlotMethod):
+    """Cut before the first token whose confidence is below t, as servers do.
+
+    rule: token, its own confidence, as in llama.cpp; draft, the product of the confidences so far.
+    """
+
+    t: float = 0.5
+    rule: Literal["token", "draft"] = "token"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("t", self.t, 0, 1)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        self.check(models)
+        return [SlotConfidenceStop(self.t, self.rule == "draft", self.k) for _ in range(rows)]
+
+
+@dataclass(frozen=True)
+class SlotCostMethod(SlotMethod):
+    """Cut where one more token is worth less than its time, by its confidences. c: see `cost_rules`."""
+
+    c: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cost(self.c)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        self.check(models)
+        return [SlotConfidenceStop(rule, True, self.k) for rule in cost_rules(self.c, models, self.drafter, rows)]
+
+
+# -- trees of a trained drafter
+
+
+@dataclass(frozen=True)
+class StaticTreeMethod(DraftingMethod):
+    """The same tree of ranks in every round: 25 nodes of EAGLE-1, or any tree from a YAML list of paths of ranks.
+
+    drawn: when sampling, draw a node's children without replacement, in place of the likeliest ones.
+    """
+
+    tree: str = "eagle-1"
+    drawn: bool = False
 
     @property
     def trees(self) -> tuple[str, ...]:
-        """Names of draft trees that it reads (`Models.trees`)."""
-        return ()
+        return (self.tree,)
+
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        shape = replace(models.trees[self.tree], drawn=self.drawn)
+        at_most(f"tree {self.tree}, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
+        return models.heads[self.drafter].tree_drafter(models.target, shape, models.capacity, rows)
+
+
+@dataclass(frozen=True)
+class TypicalTreeMethod(StaticTreeMethod):
+    """A static tree that may be accepted by another rule than the exact one.
+
+    accept: exact, or typical, which accepts what the target finds probable enough: p(x) > min(eps, delta exp(-H(p))).
+        That changes the output, but for greedy decoding.
+    """
+
+    accept: Literal["exact", "typical"] = "exact"
+    eps: float = Typical.eps
+    delta: float = Typical.delta
+
+    def __post_init__(self) -> None:
+        # Typical checks both numbers.
+        assert self.rule.eps
+        if self.drawn and not self.lossless:
+            raise InputError("drawn", "on with accept=typical", "off: it accepts chosen tokens", "Leave one out.")
 
     @property
-    def timed(self) -> bool:
-        """Whether it depends on times of this machine (`Models.times`), so that its drafts are not reproducible."""
-        return "auto" in vars(self).values()
+    def rule(self) -> Typical:
+        return Typical(self.eps, self.delta)
 
-    def build(self, models: Models, rows: int = 1) -> Drafter | None:
-        """Build the drafter for this many rows of our decoder; None decodes without one."""
-        raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
+    @property
+    def lossless(self) -> bool:
+        return self.accept == "exact"
 
-
-@dataclass(frozen=True)
-class Autoregressive(Method):
-    """One token a target call: the baseline of every speed-up."""
-
-    def build(self, models: Models, rows: int = 1) -> Drafter | None:
-        return None
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        drafter = super().build(models, rows)
+        assert isinstance(drafter, TreeDrafter)
+        drafter.typical = None if self.lossless else self.rule
+        return drafter
 
 
 @dataclass(frozen=True)
-class Named:
+class DynamicTreeMethod(DraftingMethod):
+    """EAGLE-2's trees: the topk best nodes of a level are expanded depth times, the nodes best are verified.
+
+    nodes: drafted tokens; SafeAILab's total_token counts the root too, so that its 60 is 59 here. auto takes as many in
+        every round as are worth their time on this machine, which is measured once.
+    depth: 6 gives 7 levels, as in SafeAILab's code. auto, with nodes=auto, expands as often in every round as is worth
+        its time.
+    """
+
+    nodes: int | Literal["auto"] = 60
+    depth: int | Literal["auto"] = 6
+    topk: int = 10
+
+    def __post_init__(self) -> None:
+        at_least("depth", self.most_depth, 1)
+        at_least("topk", self.topk, 1)
+        if self.depth == "auto" and self.nodes != "auto":
+            raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
+        if self.nodes != "auto":
+            at_least("nodes", self.nodes, 1)
+            at_most("nodes", self.nodes, self.most_nodes)
+
+    @property
+    def most_depth(self) -> int:
+        """`depth`, or the most that auto takes."""
+        return MOST_LEVELS if self.depth == "auto" else self.depth
+
+    @property
+    def most_nodes(self) -> int:
+        """Number of nodes that a tree is chosen from, or the most that the target scores."""
+        return min(MAX_NODES, num_candidates(self.topk, self.most_depth + 1))
+
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        if self.nodes != "auto":
+            return self.fixed(models, self.nodes, self.most_depth, rows)
+        trees = f"trees of topk {self.topk}"
+        times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
+        rules = [TreeRule(times, self.depth == "auto") for _ in range(rows)]
+        return self.fixed(models, self.most_nodes, self.most_depth, rows, rules)
+
+    def fixed(
+        self, models: Models, nodes: int, depth: int, rows: int = 1, rules: Sequence[TreeRule] | None = None
+    ) -> Drafter:
+        """Build the drafter of trees of at most this size, whatever `nodes` and `depth` are."""
+        at_most("topk", self.topk, models.target.info.vocab_size)
+        shape = DynamicTree(nodes, depth, self.topk)
+        return models.heads[self.drafter].tree_drafter(models.target, shape, models.capacity, rows, rules)
+
+
+# -- names
+
+
+@dataclass(frozen=True)
+class LabelledMethod:
     """A method with its name in tables: as the user wrote it, with LOSSY behind it if it is lossy.
 
     `eagle3@a:k=5` is that of the drafter a, of several that were passed (`variant` is `@a`).
@@ -166,10 +455,10 @@ class Named:
         at, name = self.label.removesuffix(LOSSY).partition(":")[0].partition("@")[1:]
         return at + name
 
-    def by(self, variant: str) -> Named:
+    def by(self, variant: str) -> LabelledMethod:
         """Return the same method of a drafter's name."""
         name, *settings = self.label.split(":")
-        return Named(":".join([f"{name.partition('@')[0]}{variant}", *settings]), self.method)
+        return LabelledMethod(":".join([f"{name.partition('@')[0]}{variant}", *settings]), self.method)
 
     def keys(self, given: Mapping[str, str]) -> list[str]:
         """Return the keys in `given` of the models that it needs: `kind@name` where several of a kind were passed."""
@@ -180,16 +469,89 @@ class Named:
             object.__setattr__(self, "label", self.label.removesuffix(LOSSY) + LOSSY)
 
 
+# Methods by name, with their default settings.
+METHODS: dict[str, Method] = {
+    "ar": AutoregressiveMethod(),
+    "spec": FixedLengthMethod(),
+    "specdec++": SpecDecPlusPlusMethod(),
+    "cost": CostMethod(),
+    "online": OnlineMethod(),
+    "confidence": ConfidenceMethod(),
+    "self-verify": SelfVerifyMethod(),
+    "pre-verify": PreVerifyMethod(),
+    "pre+self-verify": PreAndSelfVerifyMethod(),
+    "hsddw": HsddwMethod(),
+    "pld": PromptLookupMethod(),
+    "lookahead": LookaheadMethod(),
+    "pearl": PearlMethod(),
+}
+# What a trained drafter may draft (`DraftHead.drafts`): the end of the method's name behind its kind, and the method.
+OF_HEADS: dict[str, tuple[str, type[DraftingMethod]]] = {
+    "chain": ("", FixedLengthMethod),
+    "tree": ("-tree", DynamicTreeMethod),
+    "static": ("-static", StaticTreeMethod),
+    "typical": ("-static", TypicalTreeMethod),
+    "confidence": ("-confidence", SlotConfidenceMethod),
+    "cost": ("-cost", SlotCostMethod),
+}
+
+
+def methods_of(kind: str) -> dict[str, Method]:
+    """Return the methods of a kind of trained drafter by name."""
+    own = [OF_HEADS[draft] for draft in drafters.head_class(kind).drafts]
+    return {f"{kind}{end}": method(drafter=kind) for end, method in own}
+
+
 @functools.cache
-def known_methods() -> dict[str, type[Method]]:
-    """Return every method of this engine by its name: `ar`, and the METHODS of METHOD_MODULES."""
-    methods: dict[str, type[Method]] = {"ar": Autoregressive}
-    for name in METHOD_MODULES:
-        methods |= importlib.import_module(f"{__package__}.{name}").METHODS
-    return methods
+def known_methods() -> dict[str, Method]:
+    """Return every method of this engine by its name, with its default settings. `add_folder` adds to it."""
+    return METHODS | {name: method for kind in drafters.HEADS for name, method in methods_of(kind).items()}
 
 
-def parse_methods(text: str, more: Mapping[str, type[Method]] | None = None) -> list[Named]:
+def add_folder(folder: str) -> None:
+    """Register the drafters of another folder: heads named like their file, and methods listed in METHODS.
+
+    Raises:
+        InputError: the folder holds no Python files, or a file, head or method with a name that is taken.
+    """
+    modules = list(pkgutil.iter_modules([folder]))
+    if not modules:
+        raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
+    # Its absolute path.
+    finder: Any = modules[0].module_finder
+    folder, names, path = finder.path, [module.name for module in modules], drafters.__path__
+    # Python would import the file of the first folder, without a word.
+    taken = {module.name for module in pkgutil.iter_modules(own for own in path if own != folder)}
+    if clash := sorted(taken & set(names)):
+        raise InputError("drafters", f"{', '.join(clash)} in {folder}", "names that are not taken", "Rename it.")
+    if folder not in path:
+        path.append(folder)
+    for name in names:
+        # A second call finds the module imported, or the file fails again.
+        module = importlib.import_module(f"{drafters.__name__}.{name}")
+        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__.startswith(module.__name__)]
+        kinds = {vars(head)["kind"] for head in own if issubclass(head, DraftHead) and "kind" in vars(head)}
+        if kinds - {name}:
+            raise InputError("kind", f"{', '.join(kinds)} in {name}.py", f"{name}, as the file", "Rename one.")
+        if kinds:
+            drafters.HEADS[name] = name, (module.__doc__ or name).splitlines()[0]
+        listed = vars(module).get("METHODS", {})
+        methods = {key: value() if isinstance(value, type) else value for key, value in listed.items()}
+        methods |= methods_of(name) if kinds else {}
+        if clash := sorted(key for key in methods if known_methods().get(key, methods[key]) != methods[key]):
+            raise InputError("METHODS", f"{', '.join(clash)} in {name}.py", "names that are not taken", "Rename it.")
+        known_methods().update(methods)
+
+
+def settings_of(method: Method) -> dict[str, Any]:
+    """Return the settings of a named method with their types."""
+    hints = get_type_hints(type(method))
+    # The methods of a kind draft with it: their drafter is no setting.
+    fixed = {"drafter"} if getattr(method, "drafter", MODEL) != MODEL else set()
+    return {spec.name: hints[spec.name] for spec in dataclasses.fields(method) if spec.name not in fixed}
+
+
+def parse_methods(text: str, more: Mapping[str, Method] | None = None) -> list[LabelledMethod]:
     """Parse methods `name:setting=value`, separated by commas. more: methods of other engines.
 
     Raises:
@@ -202,10 +564,10 @@ def parse_methods(text: str, more: Mapping[str, type[Method]] | None = None) -> 
     for label in labels:
         if labels.count(label) > 1:
             raise InputError("methods", f"{label} twice", "each method once", "Remove one of them.")
-    return [Named(label, parse_method(label, more)) for label in labels]
+    return [LabelledMethod(label, parse_method(label, more)) for label in labels]
 
 
-def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> Method:
+def parse_method(label: str, more: Mapping[str, Method] | None = None) -> Method:
     """Parse one method with its settings."""
     known = {**known_methods(), **(more or {})}
     name, *parts = (part.strip() for part in label.removesuffix(LOSSY).split(":"))
@@ -214,22 +576,27 @@ def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> 
         raise InputError(
             "methods", repr(label), f"the name of a drafter behind {name}@", "Name it, or leave out the @."
         )
+    if name in RENAMED:
+        raise InputError("methods", repr(name), f"{RENAMED[name]}, which is its name now", f"Write {RENAMED[name]}.")
     if name not in known:
         raise InputError("methods", repr(name), f"one of {', '.join(known)}", "Correct the name.")
-    method_class: Any = known[name]
-    hints = get_type_hints(method_class)
-    kinds = {spec.name: hints[spec.name] for spec in dataclasses.fields(method_class)}
+    method, kinds = known[name], settings_of(known[name])
     values: dict[str, Any] = {}
     for part in parts:
         setting, equals, value = (piece.strip() for piece in part.partition("="))
         if setting not in kinds:
             allowed = ", ".join(kinds) or "no settings"
-            raise InputError(f"methods, {name}", f"setting {setting!r}", allowed, "Correct or remove it.")
+            kind = getattr(method, "drafter", MODEL)
+            others = [key for key, own in known.items() if getattr(own, "drafter", MODEL) == kind != MODEL]
+            remedy = next(
+                (f"{key} has it." for key in others if setting in settings_of(known[key])), "Correct or remove it."
+            )
+            raise InputError(f"methods, {name}", f"setting {setting!r}", allowed, remedy)
         if setting in values or not equals:
             found = f"{setting} twice" if equals else repr(part)
             raise InputError(f"methods, {name}", found, f"{setting}=VALUE once", "Correct it.")
         values[setting] = convert(f"methods, {name}, {setting}", value, kinds[setting])
-    return method_class(**values)
+    return replace(method, **values)
 
 
 def convert(name: str, text: str, kind: Any) -> Any:
@@ -255,7 +622,7 @@ def convert(name: str, text: str, kind: Any) -> Any:
     raise InputError(name, repr(text), " or ".join(words), "Correct it.")
 
 
-def check_needs(named: Named, given: Mapping[str, str]) -> None:
+def check_needs(named: LabelledMethod, given: Mapping[str, str]) -> None:
     """Raise InputError if a model that the method needs was not passed. given: `Models.paths`."""
     known = {
         "draft": ("a draft model", "--draft DIR"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree, chain_parents
-from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import Sampler, Source
 from draftsmith.modules.targets.base import CausalLM
@@ -85,7 +85,7 @@ class PearlDrafter:
 
 
 @dataclass(frozen=True)
-class Pearl(Method):
+class PearlMethod(Method):
     """PEARL (Liu et al. 2024): k tokens are drafted beside every target call, which verifies those drafted before."""
 
     k: int = 5
@@ -98,6 +98,3 @@ class Pearl(Method):
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         assert models.draft is not None
         return EachRow([PearlDrafter(models.draft, self.k, models.capacity) for _ in range(rows)])
-
-
-METHODS = {"pearl": Pearl}

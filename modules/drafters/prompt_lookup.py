@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, NO_DRAFT, DraftTree, chain_parents
-from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams, at_least, at_most
 
@@ -51,7 +51,7 @@ class PromptLookupDrafter:
 
 
 @dataclass(frozen=True)
-class PromptLookup(Method):
+class PromptLookupMethod(Method):
     """What followed the last ngram (or fewer) tokens when they last occurred, up to k tokens."""
 
     k: int = 10
@@ -64,6 +64,3 @@ class PromptLookup(Method):
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         return EachRow([PromptLookupDrafter(self.k, self.ngram) for _ in range(rows)])
-
-
-METHODS = {"pld": PromptLookup}

@@ -512,7 +512,7 @@ EAGLE1_ROWS = (
         fields=eagle_fields,
         biases=safeailab_biases,
         problems=(safeailab_problems,),
-        notes=(TREE.format(5, "eagle2"),),
+        notes=(TREE.format(5, "eagle-tree"),),
     ),
     VLLM(
         kind="eagle",

@@ -37,7 +37,7 @@ ROWS = [
     Row("export: a head as a draft model", f"export --format llamacpp --draft {{eagle}} {TARGET}{OUT}",
         ("an eagle head", "--head")),
     Row("decode: a draft that is a head", f"decode Hi {TARGET}--draft {{eagle}} --method spec", ("a draft model",)),
-    Row("decode: no tree there", f"decode Hi {TARGET}--draft {{eagle}} --method eagle-tree:tree=x.yaml", ("x.yaml",)),
+    Row("decode: no tree there", f"decode Hi {TARGET}--draft {{eagle}} --method eagle-static:tree=x.yaml", ("x.yaml",)),
     # Stages on what is no artefact, or another one.
     Row("responses: prompts of another kind", f"data responses --prompts {{features}} {TARGET}{OUT}", ("features",)),
     Row("responses: a drafter for a server", f"data responses --prompts {{prompts}} {TARGET}{OUT}--engine openai "
@@ -58,8 +58,8 @@ ROWS = [
     Row("responses: a head that does not draft",
         f"data responses --prompts {{prompts}} {TARGET}{OUT}--draft {{acceptance}}", ("head", "a drafter")),
     Row("responses: a tree of a file",
-        f"data responses --prompts {{prompts}} {TARGET}{OUT}--draft {{eagle}} --method eagle-tree",
-        ("method", "eagle-tree")),
+        f"data responses --prompts {{prompts}} {TARGET}{OUT}--draft {{eagle}} --method eagle-static",
+        ("method", "eagle-static")),
     Row("features: prompts", f"data features --responses {{prompts}} {TARGET}{OUT}", ("prompts", "responses")),
     Row("acceptance: no drafter", f"data acceptance --responses {{responses}} {TARGET}{OUT}", ("--draft",)),
     Row("acceptance: features", f"data acceptance --responses {{features}} {TARGET}--draft {{draft}} {OUT}",

@@ -60,6 +60,6 @@ ROWS = [
     Row("decode: half of a surrogate pair", "decode a\udce9 --target {target} --method ar", ("prompt", "surrogate")),
     Row("decode: a system prompt that is no text", "decode Hi --system a\udce9 --target {target} --method ar",
         ("prompt", "surrogate")),
-    Row("a tree nested too deeply", "decode Hi --target {target} --draft {eagle} --method eagle-tree:tree={file}",
+    Row("a tree nested too deeply", "decode Hi --target {target} --draft {eagle} --method eagle-static:tree={file}",
         ("tree", "recursion"), file(b"- " + b"[" * 3000, "t.yaml")),
 ]  # fmt: skip

@@ -32,7 +32,7 @@ def test_seeds_are_pooled_as_sums_and_a_prompt_is_drawn_with_all_of_its_answers(
     seeds = [
         {
             "ar": [answered("ar", prompt, 8, 8, 2.0) for prompt in range(2)],
-            "eagle2": [answered("eagle2", 0, 8, rounds, 1.0), answered("eagle2", 1, 8, 2 * rounds, 1.0)],
+            "eagle-tree": [answered("eagle-tree", 0, 8, rounds, 1.0), answered("eagle-tree", 1, 8, 2 * rounds, 1.0)],
         }
         for rounds in (2, 4)
     ]
@@ -70,9 +70,13 @@ def test_it_trains_every_kind_and_measures_all_methods_with_the_heads_of_a_seed(
     assert [row["tau"] for row in found["rows"]["T=1"]] == [1.0] + [2.0] * 8
     assert [row["matches_ar"] for row in found["rows"]["greedy"]] == [True] * 9
     table = (tmp_path / "table1.md").read_text()
-    assert "**Greedy**" in table and "| eagle2 | 2.00 |" in table and "| 2.00 2.00 | 1.00x |" in table
+    assert "**Greedy**" in table and "| eagle-tree | 2.00 |" in table and "| 2.00 2.00 | 1.00x |" in table
     head_table.run(config)
     assert len(benched) == 2  # what is measured stays
-    fewer = dataclasses.replace(config, methods="pld,eagle2")
+    fewer = dataclasses.replace(config, methods="pld,eagle-tree")
     rows = json.loads(head_table.run(fewer).read_text())["rows"]["greedy"]
-    assert len(benched) == 4 and [row["method"] for row in rows] == ["ar", "pld", "eagle2"]  # and of others it is not
+    assert len(benched) == 4 and [row["method"] for row in rows] == [
+        "ar",
+        "pld",
+        "eagle-tree",
+    ]  # and of others it is not

@@ -33,8 +33,8 @@ from draftsmith.modules.acceptance.repeats import RepeatIndex, repeat_scores
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import SelfVerifyStop
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
-from draftsmith.modules.drafters.eagle.head import Eagle2
-from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import DynamicTreeMethod, parse_method
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
@@ -93,7 +93,7 @@ def world(tmp_path_factory) -> World:
     how = Recording(GREEDY, DEPTH, NEW_TOKENS, 0, tuple(eos_ids))
     chains = {name: record_all(ChainRecorder(models, name, how, heads), prompts) for name in ("draft", "eagle")}
     tree_how = dataclasses.replace(how, depth=TREE_DEPTH)
-    trees = record_all(TreeRecorder(models, Eagle2(nodes=1, topk=3), tree_how), prompts)
+    trees = record_all(TreeRecorder(models, DynamicTreeMethod(nodes=1, topk=3, drafter="eagle"), tree_how), prompts)
     return World(models, heads, prompts, tuple(eos_ids), chains, trees)
 
 
@@ -118,7 +118,7 @@ def test_a_replay_is_the_decoders_trace(world, drafter, policy):
 
 @pytest.mark.parametrize(("nodes", "depth"), [(2, 1), (7, 2), (30, 3)])
 def test_a_replayed_tree_is_the_decoders_trace(world, nodes, depth):
-    decoded = world.decoded(f"eagle2:nodes={nodes}:depth={depth}:topk=3")
+    decoded = world.decoded(f"eagle-tree:nodes={nodes}:depth={depth}:topk=3")
     assert replay.replay_tree(world.trees, nodes, depth) == decoded
     assert 0 < pool(decoded).num_accepted < pool(decoded).num_draft_tokens
 

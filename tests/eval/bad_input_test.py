@@ -57,7 +57,7 @@ WRONG = [
     ("hsddw", DRAFT, "--mid"),
     # Settings out of range.
     ("spec:k=0", DRAFT, "k: found 0, expected 1 or more"),
-    ("eagle2:nodes=40:depth=1:topk=5", EAGLE, "nodes: found 40, expected 30 or less"),
+    ("eagle-tree:nodes=40:depth=1:topk=5", EAGLE, "nodes: found 40, expected 30 or less"),
     # Models that speak other tokens than the target.
     ("spec", {"draft": "foreign"}, "draft: found .*foreign with tokenizer"),
     # Heads of other models.

@@ -8,7 +8,8 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.eval.costs import MeasuredTimes, interpolate, measure_step_cost
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.pretrained.models import load_lm
 
 
@@ -88,11 +89,11 @@ def tree_times(models, label):
 
 def test_a_run_measures_the_target_once_and_every_kind_of_tree_once(tmp_path):
     models = models_of(tmp_path)
-    first = tree_times(models, "eagle2:nodes=auto:topk=3")
+    first = tree_times(models, "eagle-tree:nodes=auto:topk=3")
     known = dict(models.times.tree_seconds)
     assert len(first.verify) == 129 and min(first.verify) > 0 and first.first > 0
-    assert tree_times(models, "eagle2:nodes=auto:topk=3:depth=2") == first
-    wider = tree_times(models, "eagle2:nodes=auto:topk=4")
+    assert tree_times(models, "eagle-tree:nodes=auto:topk=3:depth=2") == first
+    wider = tree_times(models, "eagle-tree:nodes=auto:topk=4")
     assert wider.verify == first.verify
     now = models.times.tree_seconds
     assert {key: now[key] for key in known} == known and len(now) == len(known) + 1

@@ -24,7 +24,8 @@ from draftsmith.eval.schedule import (
 )
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams

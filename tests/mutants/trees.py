@@ -67,7 +67,7 @@ MUTANTS = [
            (EAGLE_TEST,)),
     Mutant("eagle-context-one-too-long", DRAFTING, "self.longest_text = most + 2",
            "self.longest_text = most + 3", (CONTEXTS,)),
-    Mutant("drawn-trees-never-drawn", "modules/drafters/trees.py", "drawn=self.drawn)", "drawn=False)",
+    Mutant("drawn-trees-never-drawn", "modules/drafters/methods.py", "drawn=self.drawn)", "drawn=False)",
            ("tests/modules/drafters/contract_test.py::test_its_static_tree_is_drawn_where_it_is_asked_for",)),
     Mutant("block-branches-see-the-anchors-state", BLOCK, "DocumentBlocks.of(0, anchors, slots,",
            "DocumentBlocks.of(0, anchors + 1, slots,",

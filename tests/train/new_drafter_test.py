@@ -16,7 +16,8 @@ from draftsmith.data.store.datasets import collate_features, open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules import drafters
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import add_folder, known_methods, parse_method
 from draftsmith.modules.pretrained.heads import drafter_identity, load_draft_head, load_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -37,7 +38,7 @@ QUICK["tau_max_new_tokens"] = 8
 def another_drafter():
     """Register the drafters of the examples, for this module."""
     before = dict(known_methods())
-    drafters.add_folder(str(FOLDER))
+    add_folder(str(FOLDER))
     yield
     drafters.__path__.remove(str(FOLDER))
     del drafters.HEADS["bigram"]

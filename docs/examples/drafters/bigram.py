@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig
 from draftsmith.modules.losses import soft_cross_entropy
@@ -40,6 +39,7 @@ class BigramHead(FeatureHead):
     """Drafts from the target's state and the last token alone: h_t = W [embed(x_{t+1}); f_t]."""
 
     kind = "bigram"
+    drafts = ("chain",)  # the method `bigram`
     Config, Settings = LlamaHeadConfig, BigramSettings
     defaults = {"lr": 1e-2}
     lookahead = 2
@@ -86,13 +86,3 @@ class BigramHead(FeatureHead):
         total, _, hits = soft_cross_entropy(target.lm_head, vocab_size, wanted, [hidden], [weights])
         sums = {"loss": total.detach(), "top1": hits[0]}
         return LossOutput(settings.scale * total / weights.sum().clamp_min(1), sums, dict.fromkeys(sums, weights.sum()))
-
-
-@dataclass(frozen=True)
-class BigramChain(FixedK):
-    """A bigram head drafts a chain of k tokens a round."""
-
-    uses = ("bigram",)
-
-
-METHODS = {"bigram": BigramChain}

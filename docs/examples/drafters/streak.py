@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.modules.decoding.stop import DraftView, StopPolicy
-from draftsmith.modules.drafters.chains import StopRule
-from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import ChainMethod
 
 
 class Streak(StopPolicy):
@@ -31,7 +31,7 @@ class Streak(StopPolicy):
 
 
 @dataclass(frozen=True)
-class StreakRule(StopRule):
+class StreakRule(ChainMethod):
     """Between low and high drafted tokens, by how the last rounds went."""
 
     low: int = 2

@@ -391,6 +391,10 @@ class BlockHead(BlockNet):
 
     # -- drafter
 
+    @property
+    def longest_draft(self) -> int:
+        return self.config.drafts
+
     def net(self, target: CausalLM) -> SlotNet:
         return SlotNet(self, target)
 
@@ -400,6 +404,7 @@ class DFlashHead(BlockHead):
     this directory."""
 
     kind = "dflash"
+    drafts = ("chain", "tree", "static")
     Settings: ClassVar[type] = DFlashSettings
 
 
@@ -408,4 +413,5 @@ class DSparkHead(BlockHead):
     confidence head says how likely each is accepted. The target's embedding and lm_head are not in this directory."""
 
     kind = "dspark"
+    drafts = ("chain", "tree", "static", "confidence", "cost")
     Settings: ClassVar[type] = DSparkSettings

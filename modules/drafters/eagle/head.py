@@ -13,10 +13,8 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope, rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
-from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import LmHead, TokenLoss, soft_cross_entropy
 from draftsmith.modules.targets.base import CausalLM
@@ -181,6 +179,7 @@ class EagleHead(EagleNet, FeatureHead):
     et al. 2024). Embedding and lm_head are the target's and not in this directory."""
 
     kind = "eagle"
+    drafts = ("chain", "tree", "static")
     Config, Settings = EagleConfig, EagleSettings
     # The paper's, for 7B targets.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
@@ -265,27 +264,3 @@ def eagle_training(config: LlamaConfig, rows: Sequence[int], logit_rows: int, pa
     # The first pass reads data, so no gradient flows to the inputs of its fusion layer.
     head -= (flops.TRAINED - flops.TRAINED_FIRST) * fusion
     return head + (1 + passes * flops.FROZEN_PASSING) * flops.lm_head_forward(config, logit_rows)
-
-
-@dataclass(frozen=True)
-class EagleChain(FixedK):
-    """An EAGLE head drafts a chain of k tokens a round (Li et al. 2024)."""
-
-    uses = ("eagle",)
-
-
-@dataclass(frozen=True)
-class EagleStaticTree(StaticTrees):
-    """EAGLE-1's static tree (Li et al. 2024): 25 nodes, or any tree from a YAML list of paths of ranks."""
-
-    uses = ("eagle",)
-
-
-@dataclass(frozen=True)
-class Eagle2(DynamicTrees):
-    """EAGLE-2's dynamic trees (Li et al. 2024) of an EAGLE head."""
-
-    uses = ("eagle",)
-
-
-METHODS = {"eagle": EagleChain, "eagle-tree": EagleStaticTree, "eagle2": Eagle2}

@@ -14,11 +14,9 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents
 from draftsmith.modules.drafters.base import TargetWeights, TrainStep
-from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope, rope_of
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
-from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig, captured_layers
 from draftsmith.modules.losses import Divergence, along_drafts, distances
 from draftsmith.modules.targets.base import CausalLM
@@ -187,6 +185,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     directory."""
 
     kind = "eagle3"
+    drafts = ("chain", "tree", "static")
     Config, Settings = Eagle3Config, Eagle3Settings
     # SafeAILab/EAGLE eagle/traineagle3, but for the learning rate, SpecForge's and TorchSpec's.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
@@ -342,27 +341,3 @@ def draft_vocabulary(counts: Tensor, size: int, always: Sequence[int] = ()) -> T
     wanted = counts.clone()
     wanted[list(always)] = wanted.max() + 1
     return wanted.sort(descending=True, stable=True).indices[:size].sort().values
-
-
-@dataclass(frozen=True)
-class Eagle3Chain(FixedK):
-    """An EAGLE-3 head drafts a chain of k tokens a round (Li et al. 2025)."""
-
-    uses = ("eagle3",)
-
-
-@dataclass(frozen=True)
-class Eagle3Tree(DynamicTrees):
-    """An EAGLE-3 head drafts the dynamic trees of EAGLE-2 (Li et al. 2025, section 3)."""
-
-    uses = ("eagle3",)
-
-
-@dataclass(frozen=True)
-class Eagle3StaticTree(StaticTrees):
-    """An EAGLE-3 head drafts EAGLE-1's static tree, or any from a YAML list of paths of ranks."""
-
-    uses = ("eagle3",)
-
-
-METHODS = {"eagle3": Eagle3Chain, "eagle3-tree": Eagle3Tree, "eagle3-static": Eagle3StaticTree}

@@ -107,7 +107,7 @@ def test_what_safeailabs_code_needs_is_said_and_written(exported, tiny_target, e
     before = sorted(path.name for path in Path(tiny_target).iterdir())
     assert export(ExportConfig(format="eagle", head=eagle_dir, output=tmp_path / "out")) == 0
     said = capsys.readouterr().out
-    assert "eagle2:nodes=59:depth=5:topk=10" in said and "copy target-index.json" in said
+    assert "eagle-tree:nodes=59:depth=5:topk=10" in said and "copy target-index.json" in said
     index = json.loads((tmp_path / "out" / "target-index.json").read_text())
     assert index["weight_map"]["model.embed_tokens.weight"] == "model.safetensors"
     assert sorted(path.name for path in Path(tiny_target).iterdir()) == before

@@ -10,7 +10,7 @@ import pytest
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.heads.card import model_card
-from draftsmith.modules import drafters
+from draftsmith.modules.drafters.methods import add_folder
 from draftsmith.modules.types import InputError
 
 SOURCE = '''"""Echo: drafts the last token again."""
@@ -47,7 +47,7 @@ def echo(tmp_path, drafters_registry):
     """Register a new drafter and return the directory of a head of its kind."""
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "echo.py").write_text(SOURCE)
-    drafters.add_folder(str(tmp_path / "files"))
+    add_folder(str(tmp_path / "files"))
     head = tmp_path / "head"
     head.mkdir()
     (head / "config.json").write_text(json.dumps({"kind": "echo", "head": {"hidden_size": 8}}))

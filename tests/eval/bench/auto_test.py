@@ -14,7 +14,7 @@ from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import caption, read_rows
 
 GIVEN = "online:c=0.1:max=4,spec:k=2"
-AUTO = "online:max=4,eagle2:nodes=auto:depth=auto:topk=2"
+AUTO = "online:max=4,eagle-tree:nodes=auto:depth=auto:topk=2"
 
 
 def config_of(models, output, **changes) -> BenchConfig:

@@ -29,7 +29,8 @@ from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
-from draftsmith.modules.drafters.methods import Models, known_methods, parse_method, parse_methods
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import known_methods, parse_method, parse_methods
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import SamplingParams
 
@@ -39,13 +40,14 @@ GROUPS = [[BenchPrompt(str(n), [7 + n, 30, 9 * n + 1])] for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
 LEARNING = ["online:c=0.1:max=5", "online:head=on:c=0.05:max=5",
             "cost:c=0.02:max=5", "dspark-cost:k=4:c=0.02",
-            "eagle2:nodes=auto:topk=2", "eagle2:nodes=auto:depth=auto:topk=2"]  # fmt: skip
+            "eagle-tree:nodes=auto:topk=2", "eagle-tree:nodes=auto:depth=auto:topk=2"]  # fmt: skip
 OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
-          "eagle-tree", "eagle2:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3", "hsddw:k=3:max=6",
+          "eagle-static", "eagle-tree:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3",
+          "hsddw:k=3:max=6",
           "eagle3:k=3", "eagle3-tree:nodes=5:depth=2:topk=2", "eagle3-static",
           "dflash:k=3", "dflash-tree:nodes=5:depth=2:topk=2", "dflash-static", "dspark:k=3",
           "dspark-tree:nodes=5:depth=2:topk=2", "dspark-static", "dspark-confidence:k=4:t=0.3",
-          "medusa", "medusa-chain:k=3", "hydra", "hydra-chain:k=3",
+          "medusa-static", "medusa:k=3", "hydra-static", "hydra:k=3",
           "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
 
 

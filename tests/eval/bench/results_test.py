@@ -175,8 +175,8 @@ def test_a_journal_is_resumed(tmp_path):
 
 
 def test_what_changes_the_output_is_marked_in_every_table_and_never_the_fastest():
-    (lossy,) = parse_methods("medusa:accept=typical")
-    assert lossy.label == "medusa:accept=typical (not lossless)"
+    (lossy,) = parse_methods("medusa-static:accept=typical")
+    assert lossy.label == "medusa-static:accept=typical (not lossless)"
     results = results_of({"ar": AR, "spec:k=5": AR, lossy.label: SPEC})
     tables = results_tables(results)
     assert [row["method"] for row in tables[0].rows if row["fastest"]] == ["ar", "spec:k=5"]  # half as fast

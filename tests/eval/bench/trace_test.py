@@ -25,8 +25,8 @@ from draftsmith.modules.types import SamplingParams
 METHODS = (
     "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,cost:c=0.2,"
     "online:c=0.2:max=5,online:c=0.1:drafter=eagle,"
-    "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-tree,"
-    "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa,medusa-chain:k=2,hydra,hydra-chain:k=2,"
+    "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-static,"
+    "eagle-tree:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa-static,medusa:k=2,hydra-static,hydra:k=2,"
     "dflash:k=3,dflash-tree:nodes=6:depth=2:topk=3,dflash-static,dspark:k=3,dspark-tree:nodes=6:depth=2:topk=3,"
     "dspark-static,dspark-confidence:k=4:t=0.2,dspark-cost:k=4:c=0.1,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
@@ -106,7 +106,7 @@ def test_every_line_is_a_round(traced):
         if line["method"].startswith("online"):
             assert len(line.get("head", [])) == len(line["drafted"])
         assert all(0 <= prob <= 1 for prob in line.get("head", []))
-        if line["method"].startswith("eagle2") and line["drafted"]:
+        if line["method"].startswith("eagle-tree") and line["drafted"]:
             assert len(line["value"]) == len(line["drafted"]) and max(line["value"]) <= 0
         assert ("beside" in line) == (line["method"].startswith("pearl") and bool(line["drafted"]))
 

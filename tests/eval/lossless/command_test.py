@@ -18,7 +18,8 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
 from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.tree import DraftTree
-from draftsmith.modules.drafters.methods import Method, Models, known_methods, parse_methods
+from draftsmith.modules.drafters.method import Method, Models
+from draftsmith.modules.drafters.methods import known_methods, parse_methods
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
@@ -43,7 +44,7 @@ def rows(output: Path) -> dict[str, dict]:
 
 
 def test_lossless_methods_pass_in_both_loops(models, tmp_path, capsys):
-    methods = "spec:k=3,eagle2:nodes=6:depth=2:topk=3,pearl:k=2,online:c=0.1:max=4"
+    methods = "spec:k=3,eagle-tree:nodes=6:depth=2:topk=3,pearl:k=2,online:c=0.1:max=4"
     assert run(config(models, tmp_path, methods=methods)) == 0
     found = rows(tmp_path)
     assert set(found) == {f"{label}, {loop}" for label in methods.split(",") for loop in ("single", "batched")}
@@ -97,7 +98,7 @@ class FirstTokens(Method):
 
 
 def test_a_second_draw_at_a_trees_nodes_is_found(loaded, tmp_path, monkeypatch):
-    monkeypatch.setitem(known_methods(), "first", FirstTokens)
+    monkeypatch.setitem(known_methods(), "first", FirstTokens())
     row = planted_row(loaded, Planted(child_twice, "first"), tmp_path, monkeypatch)
     assert row["sampling"]["strongest_bet"] == "towards what was drafted" and not row["sampling"]["passed"]
 
@@ -193,10 +194,14 @@ def test_typical_acceptance_is_announced_found_and_never_called_lossless(
     own = {"target": models["target"], "draft": str(Path(models["eagle"]).with_name("medusa"))}
     settings = {**own, "prompts": models["prompts"], **FLAGS, "sampled_tokens": sampled, "batch_size": 1}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-    assert main(["eval", "lossless", *flags, "--methods", "medusa:accept=typical", "--output", str(tmp_path)]) == 1
+    assert (
+        main(["eval", "lossless", *flags, "--methods", "medusa-static:accept=typical", "--output", str(tmp_path)]) == 1
+    )
     said = capsys.readouterr()
-    assert "medusa:accept=typical (not lossless): its rule of acceptance changes the output" in said.out + said.err
+    assert (
+        "medusa-static:accept=typical (not lossless): its rule of acceptance changes the output" in said.out + said.err
+    )
     assert "NOT lossless, by its rule" in said.out
-    row = rows(tmp_path)["medusa:accept=typical (not lossless), single"]
+    row = rows(tmp_path)["medusa-static:accept=typical (not lossless), single"]
     assert row["greedy"]["passed"] and not row["passed"]
     assert row["sampling"] is None if not sampled else not row["sampling"]["passed"]

@@ -15,7 +15,8 @@ from draftsmith.modules.decoding.stop import FixedLengthStop, learned_state
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.decoding.tree import DynamicTree
 from draftsmith.modules.drafters.draft_model import DraftModelNet
-from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -23,9 +24,9 @@ from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 METHODS = ["ar", "spec:k=1", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "confidence:t=0.2:max=8", "self-verify:k=6",
-           "eagle:k=4", "confidence:t=0.2:max=6:drafter=eagle", "eagle-tree", "eagle2:nodes=8:depth=2:topk=3",
+           "eagle:k=4", "confidence:t=0.2:max=6:drafter=eagle", "eagle-static", "eagle-tree:nodes=8:depth=2:topk=3",
            "pld:k=4", "lookahead:w=3:n=3:g=3", "pearl:k=3"]  # fmt: skip
-SOME = ["ar", "spec:k=5", "self-verify:k=6", "eagle:k=4", "eagle2:nodes=8:depth=2:topk=3"]
+SOME = ["ar", "spec:k=5", "self-verify:k=6", "eagle:k=4", "eagle-tree:nodes=8:depth=2:topk=3"]
 SAMPLING = SamplingParams(temperature=1.0, top_k=4)
 
 
@@ -92,11 +93,11 @@ def test_tokens_are_transformers_and_counts_the_single_loops(world, alone, metho
         assert one.trace == trace
     steps = {(step.num_drafted, step.num_accepted) for one in made for step in one.trace.steps}
     if method != "ar":  # else nothing was tested
-        tree = method.startswith(("eagle-tree", "eagle2", "lookahead"))
+        tree = method.startswith(("eagle-static", "eagle-tree", "lookahead"))
         assert any((a > 0 if tree else a == d > 0) for d, a in steps) and any(a == 0 < d for d, a in steps)
 
 
-@pytest.mark.parametrize("kind", ["ar", "draft", "eagle", "eagle2", "self-verify"])
+@pytest.mark.parametrize("kind", ["ar", "draft", "eagle", "eagle-tree", "self-verify"])
 def test_fixed_shapes_change_nothing(world, kind):
     """What a GPU runs, run here: widths padded, spans in buckets, rows that idle until half of the batch is done."""
     if kind == "ar":
@@ -105,14 +106,14 @@ def test_fixed_shapes_change_nothing(world, kind):
         drafter = ChainDrafter(
             world.eagle.net(world.target), [FixedLengthStop(4) for _ in range(5)], CONTEXT, static=True
         )
-    elif kind == "eagle2":
+    elif kind == "eagle-tree":
         drafter = TreeDrafter(world.eagle.net(world.target), DynamicTree(8, 2, 3), CONTEXT, 5, static=True)
     else:
         policy = parse_method("self-verify:k=6" if kind == "self-verify" else "spec:k=5")
         stops = policy.policies(None, 5)
         drafter = ChainDrafter(DraftModelNet(world.draft), stops, CONTEXT, static=True)
     names = {"draft": "spec:k=5", "eagle": "eagle:k=4", "self-verify": "self-verify:k=6"}
-    method = names.get(kind, "eagle2:nodes=8:depth=2:topk=3" if kind == "eagle2" else "ar")
+    method = names.get(kind, "eagle-tree:nodes=8:depth=2:topk=3" if kind == "eagle-tree" else "ar")
     prompts = world.prompts[:10]
     ends = tuple(dict.fromkeys(answer[9 + 3 * i] for i, answer in enumerate(world.answers[:10])))
     for some_ends in ((), ends):

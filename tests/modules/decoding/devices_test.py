@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -25,8 +26,8 @@ from draftsmith.modules.types import SamplingParams
 GREEDY, NEW_TOKENS = SamplingParams(), 24
 PROMPTS = [[7 + i, 11, 13 + 2 * i] * (2 + 3 * i) for i in range(3)]
 METHODS = ["ar", "spec:k=4", "specdec++:h=0.5:max=6", "confidence:t=0.2:max=6", "self-verify:k=3", "eagle:k=3",
-           "eagle-tree", "eagle2:nodes=8:depth=2:topk=3", "eagle3:k=3", "eagle3-tree", "medusa", "hydra",
-           "hydra-chain:k=3", "pld:k=4", "lookahead:w=3:n=3:g=3", "pearl:k=3"]  # fmt: skip
+           "eagle-static", "eagle-tree:nodes=8:depth=2:topk=3", "eagle3:k=3", "eagle3-tree", "medusa-static",
+           "hydra-static", "hydra:k=3", "pld:k=4", "lookahead:w=3:n=3:g=3", "pearl:k=3"]  # fmt: skip
 # Of logits of order 10, a thousandth of them; in bf16 what 8 bits leave of them after two layers, and what other tokens
 # are above: see the test of the bars.
 GAPS = {"float32": 0.01, "bfloat16": 1.0}

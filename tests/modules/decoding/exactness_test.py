@@ -47,15 +47,15 @@ def params(request):
 FULL_SUPPORT = {
     "eagle:k=2",
     "drawn",
-    "medusa:drawn",
-    "hydra:drawn",
+    "medusa-static:drawn",
+    "hydra-static:drawn",
     *(name for name in METHODS if name.endswith(":eagle")),
 }
 
 
 # Truncated distributions meet every kind of verification once.
-TRUNCATED = ["spec:k=2", "specdec++", "eagle:k=2", "tree", "drawn", "eagle2", "pre-verify", "hsddw", "medusa", "hydra",
-             "lookahead", "pld", "pearl:k=2"]  # fmt: skip
+TRUNCATED = ["spec:k=2", "specdec++", "eagle:k=2", "tree", "drawn", "eagle-tree", "pre-verify", "hsddw",
+             "medusa-static", "hydra-static", "lookahead", "pld", "pearl:k=2"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from draftsmith.modules.decoding.stop import (
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelNet
-from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import TorchSource
@@ -46,8 +47,8 @@ BROKEN = {
     "confidence:t=0.1:max=4": ("draft",),
     "self-verify:k=3": ("draft",),
     "eagle:k=3": ("eagle",),
-    "eagle-tree": ("eagle",),
-    "eagle2:nodes=6:depth=2:topk=3": ("eagle",),
+    "eagle-static": ("eagle",),
+    "eagle-tree:nodes=6:depth=2:topk=3": ("eagle",),
     "eagle3:k=3": ("eagle3",),
     "eagle3-tree:nodes=6:depth=2:topk=3": ("eagle3",),
     "eagle3-static": ("eagle3",),
@@ -59,11 +60,11 @@ BROKEN = {
     "dspark-static": ("dspark",),
     "dspark-confidence:k=3:t=0.01": ("dspark",),
     "dspark-cost:k=3:c=0.01": ("dspark",),
-    "medusa": ("medusa",),
-    "medusa:accept=typical": ("medusa",),
-    "medusa-chain:k=3": ("medusa",),
-    "hydra": ("hydra",),
-    "hydra-chain:k=3": ("hydra",),
+    "medusa-static": ("medusa",),
+    "medusa-static:accept=typical": ("medusa",),
+    "medusa:k=3": ("medusa",),
+    "hydra-static": ("hydra",),
+    "hydra:k=3": ("hydra",),
     "pre-verify:k=2": ("draft", "mid"),
     "pre+self-verify:k=2": ("draft", "mid"),
     "hsddw:k=2:max=4": ("draft", "mid"),
@@ -71,7 +72,13 @@ BROKEN = {
     "lookahead:w=3:n=3:g=3": (),
     "pearl:k=2": ("draft",),
 }
-FEW = ["spec:k=3", "online:c=0.1:max=4", "eagle2:nodes=6:depth=2:topk=3", "medusa:accept=typical", "hsddw:k=2:max=4"]
+FEW = [
+    "spec:k=3",
+    "online:c=0.1:max=4",
+    "eagle-tree:nodes=6:depth=2:topk=3",
+    "medusa-static:accept=typical",
+    "hsddw:k=2:max=4",
+]
 
 
 def run(label: str, params: SamplingParams, found: Models) -> Any:

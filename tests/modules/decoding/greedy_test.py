@@ -25,7 +25,7 @@ METHODS = [
     "cost:c=0.1:max=6", "online:c=0.02:max=6", "online:c=0.01:max=5:drafter=eagle",
     "online:head=on:c=0.02:max=6",
     "specdec++:h=0.5:min=1:max=5:drafter=eagle", "confidence:t=0.2:max=6:drafter=eagle",
-    "self-verify:k=5:drafter=eagle", "eagle-tree", "eagle2:nodes=12:depth=3:topk=4",
+    "self-verify:k=5:drafter=eagle", "eagle-static", "eagle-tree:nodes=12:depth=3:topk=4",
     "pre-verify:k=4",
     "pre+self-verify:k=5", "hsddw:k=3:max=9",
     "pld:k=6", "lookahead:w=6:n=4:g=6", "pearl:k=3", "hf-target", "hf-draft",
@@ -47,7 +47,7 @@ def test_every_prompt_gets_the_answer_of_transformers(world, method):
         assert done.tokens == answer
         accepted |= {(step.num_drafted, step.num_accepted) for step in done.trace.steps}
     if method != "ar":  # else nothing was tested: drafts accepted whole (of trees: to some depth), in part, not at all
-        tree = method.startswith(("eagle-tree", "eagle2", "lookahead"))
+        tree = method.startswith(("eagle-static", "eagle-tree", "lookahead"))
         assert any(a == d > 0 or (tree and a > 1) for d, a in accepted) and any(a == 0 < d for d, a in accepted)
         assert method in ("spec:k=1", "pearl:k=3") or any(0 < a < d for d, a in accepted)
 
@@ -105,7 +105,14 @@ def test_a_context_of_thousands_of_tokens(tmp_path):
     assert logits.argmax(-1).tolist() == answer
     eagle = quick_eagle_head(target, [[*prompt, *answer][-64 - shift : -shift] for shift in (1, 2, 3)], steps=60)
     models = run_models(target, draft, draft, eagle=eagle, capacity=context)
-    for method in ("spec:k=4", "eagle:k=4", "eagle2:nodes=12:depth=3:topk=4", "hsddw:k=3:max=8", "pld", "pearl:k=3"):
+    for method in (
+        "spec:k=4",
+        "eagle:k=4",
+        "eagle-tree:nodes=12:depth=3:topk=4",
+        "hsddw:k=3:max=8",
+        "pld",
+        "pearl:k=3",
+    ):
         done = generate_one(target, parse_method(method).build(models), prompt, GREEDY, count, TorchSource(0), ())
         assert done.tokens == answer, method
         assert done.trace.num_draft_tokens > 0

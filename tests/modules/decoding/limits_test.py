@@ -46,7 +46,9 @@ def rounds_of(max_nodes: int = 128, **how: Any) -> tuple[Generation, list[Round]
     return generate_one(**how, options=DecodeOptions(rounds.append, max_nodes=max_nodes)), rounds
 
 
-@pytest.mark.parametrize("name", ["spec:k=3", "eagle:k=2", "tree", "eagle2", "hsddw", "pearl:k=2", "pld", "lookahead"])
+@pytest.mark.parametrize(
+    "name", ["spec:k=3", "eagle:k=2", "tree", "eagle-tree", "hsddw", "pearl:k=2", "pld", "lookahead"]
+)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
 def test_no_draft_outruns_what_is_wanted(name, params):
     """Each of three limits is the one that counts, and drafts come up to it. A draft's deepest token may be the last
@@ -82,7 +84,7 @@ def depth_of(tree: DraftTree) -> int:
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("spec:k=3", GREEDY), *((name, SAMPLING) for name in ("spec:k=3", "tree", "eagle2", "hsddw"))],
+    [("spec:k=3", GREEDY), *((name, SAMPLING) for name in ("spec:k=3", "tree", "eagle-tree", "hsddw"))],
 )
 def test_watchers_hear_of_what_was_emitted(name, params):
     """End tokens amid accepted drafts: what is shown is the answer, piece by piece, and counts no token cut from it."""
@@ -104,7 +106,7 @@ def test_watchers_hear_of_what_was_emitted(name, params):
     assert cut > 0
 
 
-@pytest.mark.parametrize("name", ["spec:k=3", "tree", "eagle2", "pearl:k=2"])
+@pytest.mark.parametrize("name", ["spec:k=3", "tree", "eagle-tree", "pearl:k=2"])
 def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
     """Features of the root and of the accepted nodes that the target has read, wherever in the tree they lie."""
     target, apart = TableLM(1), 0
@@ -125,7 +127,7 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
             assert len(outcome.features) == 1 + len(path)
             apart += path != list(range(len(path)))
             text += done.tokens
-    assert (apart > 0) == (name in ("tree", "eagle2"))
+    assert (apart > 0) == (name in ("tree", "eagle-tree"))
 
 
 class Even(TableLM):

@@ -104,7 +104,15 @@ def models_of(world: World, **more: Any) -> Any:
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
     "name",
-    ["ar", "spec:k=5", "confidence:t=0.2:max=8", "eagle:k=4", "eagle2:nodes=8:depth=2:topk=3", "pld:k=4", "pearl:k=3"],
+    [
+        "ar",
+        "spec:k=5",
+        "confidence:t=0.2:max=8",
+        "eagle:k=4",
+        "eagle-tree:nodes=8:depth=2:topk=3",
+        "pld:k=4",
+        "pearl:k=3",
+    ],
 )
 def test_a_refilled_row_answers_as_transformers_does(world, name, static):
     ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:15])))

@@ -109,7 +109,7 @@ def hierarchy():
     return EachRow([HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)])
 
 
-@pytest.mark.parametrize("name", ["spec:k=3", "self-verify", "pearl:k=2", "eagle2", "hierarchy"])
+@pytest.mark.parametrize("name", ["spec:k=3", "self-verify", "pearl:k=2", "eagle-tree", "hierarchy"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "T=1"])
 def test_no_model_reads_the_same_text_twice(monkeypatch, name, temperature):
     """Neither the target nor a drafter's models: what was accepted stays in their caches."""

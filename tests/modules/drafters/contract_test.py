@@ -29,8 +29,8 @@ from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
-from draftsmith.modules.drafters.methods import MachineTimes, Models, known_methods
-from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
+from draftsmith.modules.drafters.method import CostModel, Models
+from draftsmith.modules.drafters.methods import DynamicTreeMethod, methods_of
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
@@ -161,20 +161,21 @@ def test_saving_and_loading_is_exact(head, tmp_path):
 def test_each_of_its_methods_is_lossless(drafter):
     """With the settings that a user leaves out; dynamic trees have more than this vocabulary (`table_methods`)."""
     target, shape = TableLM(1), StaticTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
-    heads, times = {drafter.kind: drafter.double()}, MachineTimes()
+    heads, times = {drafter.kind: drafter.double()}, CostModel()
     times.step_cost = lambda *_: 0.1
     models = Models(target, heads=heads, capacity=CAPACITY, trees={"eagle-1": shape}, times=times)
-    methods = [m for m in known_methods().values() if m.uses == (drafter.kind,) and not issubclass(m, DynamicTrees)]
+    own = methods_of(drafter.kind).values()
+    methods = [method for method in own if not isinstance(method, DynamicTreeMethod)]
     for method in methods:
         found = decoded_distribution(
-            target, lambda method=method: method().build(models), SAMPLING, length=3, max_new_tokens=5
+            target, lambda method=method: method.build(models), SAMPLING, length=3, max_new_tokens=5
         )
         assert total_variation(found, target_distribution(target, SAMPLING, 3)) < 1e-10, method
     assert methods
 
 
 # A head without a tree of ranks has no such setting.
-STATIC = sorted(method.uses[0] for method in known_methods().values() if issubclass(method, StaticTrees))
+STATIC = [kind for kind in learned() if {"static", "typical"}.intersection(head_class(kind).drafts)]
 
 
 @pytest.mark.parametrize("drafter", STATIC, indirect=True)
@@ -182,8 +183,8 @@ STATIC = sorted(method.uses[0] for method in known_methods().values() if issubcl
 def test_its_static_tree_is_drawn_where_it_is_asked_for(drafter, drawn):
     target, shape, rounds = TableLM(1), StaticTree.from_paths([[0], [1], [0, 0]]), list[Round]()
     models = Models(target, heads={drafter.kind: drafter.double()}, capacity=CAPACITY, trees={"eagle-1": shape})
-    (method,) = (m for m in known_methods().values() if m.uses == (drafter.kind,) and issubclass(m, StaticTrees))
-    made = method(drawn=drawn).build(models)
+    method = dataclasses.replace(methods_of(drafter.kind)[f"{drafter.kind}-static"], drawn=drawn)
+    made = method.build(models)
     generate_one(target, made, [2, 0], SamplingParams(1.0), 9, TorchSource(0), (), DecodeOptions(rounds.append))
     trees = [done.tree for done in rounds if done.tree is not None and done.tree.tokens]
     assert trees and all((tree.drawn is not None) == drawn for tree in trees)

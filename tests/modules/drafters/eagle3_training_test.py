@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.eagle3.head import (
-    Eagle3Head,
-    Eagle3Settings,
-    draft_vocabulary,
-)
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings, draft_vocabulary
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, default_layers, layer_like
 from draftsmith.modules.layers import LlamaConfig, captured_layers
 from draftsmith.modules.types import FeatureBatch, InputError

@@ -10,7 +10,8 @@ from table_models import H, TableLM, V
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead, MedusaSettings
-from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
@@ -126,5 +127,5 @@ def test_a_chain_has_a_token_a_head_at_most(kind: str) -> None:
     heads = {"medusa": random_medusa_heads, "hydra": random_hydra_heads}[kind](1)
     models = Models(TableLM(1), heads={kind: heads}, capacity=32)
     with pytest.raises(InputError, match=r"k: found 4, expected 3 or less"):
-        parse_method(f"{kind}-chain:k=4").build(models)
-    assert [parse_method(f"{kind}-chain{k}").policies(models, 1)[0].max_drafted for k in ("", ":k=2")] == [3, 2]
+        parse_method(f"{kind}:k=4").build(models)
+    assert [parse_method(f"{kind}{k}").policies(models, 1)[0].max_drafted for k in ("", ":k=2")] == [3, 2]

@@ -6,23 +6,46 @@ import pytest
 
 from draftsmith.data.engines.own import select_method
 from draftsmith.eval.bench.runner import BASELINES
-from draftsmith.modules.drafters import learned
-from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
-from draftsmith.modules.drafters.eagle.head import EagleChain
-from draftsmith.modules.drafters.medusa import MedusaTree
-from draftsmith.modules.drafters.methods import check_needs, known_methods, parse_method, parse_methods
+from draftsmith.modules.drafters import head_class, learned
+from draftsmith.modules.drafters.methods import (
+    CostMethod,
+    FixedLengthMethod,
+    OnlineMethod,
+    SpecDecPlusPlusMethod,
+    TypicalTreeMethod,
+    check_needs,
+    known_methods,
+    parse_method,
+    parse_methods,
+)
 from draftsmith.modules.types import InputError
+
+STATIC = {"medusa": ["-static"]}  # typical acceptance is a setting of its tree
 
 
 def test_methods_and_settings_are_read_in_order():
     named = parse_methods("ar, spec:k=3,specdec++:h=0.5:min=1:max=9:calibrated=on,eagle")
     assert [item.label for item in named] == ["ar", "spec:k=3", "specdec++:h=0.5:min=1:max=9:calibrated=on", "eagle"]
-    assert [item.method for item in named[1:]] == [FixedK(3), SpecDecPlusPlus(1, 9, 0.5, True), EagleChain()]
+    assert [item.method for item in named[1:]] == [
+        FixedLengthMethod(3),
+        SpecDecPlusPlusMethod(1, 9, 0.5, True),
+        FixedLengthMethod(drafter="eagle"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in learned() if kind != "draft"])
+def test_the_methods_of_a_kind_are_its_chain_and_its_trees(kind):
+    """`spec:drafter=KIND` is the same chain."""
+    names = {name.removeprefix(kind) for name, method in known_methods().items() if method.needs == (kind,)}
+    drafts = head_class(kind).drafts
+    assert names == {"", *(f"-{draft}" for draft in drafts if draft not in ("chain", "typical")), *STATIC.get(kind, ())}
+    assert parse_method(f"spec:drafter={kind}") == parse_method(kind)
+    assert parse_method(f"spec:k=3:drafter={kind}") == parse_method(f"{kind}:k=3") == FixedLengthMethod(3, drafter=kind)
 
 
 def test_a_cost_is_a_number_or_measured():
-    assert parse_method("online") == Online(c="auto", min=1, max=16, drafter="draft")
-    assert parse_method("cost:c=0.25:drafter=eagle") == HeadByCost(c=0.25, drafter="eagle")
+    assert parse_method("online") == OnlineMethod(c="auto", min=1, max=16, drafter="draft")
+    assert parse_method("cost:c=0.25:drafter=eagle") == CostMethod(c=0.25, drafter="eagle")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +53,7 @@ def test_a_cost_is_a_number_or_measured():
     [
         ("", ["methods", "ar"]),
         ("nosuch", ["'nosuch'", ", ".join(known_methods())]),
-        ("spec:depth=3", ["'depth'", "expected k."]),
+        ("spec:depth=3", ["'depth'", "expected drafter, k."]),
         ("ar:k=3", ["'k'", "no settings"]),
         ("spec:k=three", ["spec, k", "'three'", "an integer"]),
         ("spec:k=0", ["k: found 0", "1 or more"]),
@@ -46,15 +69,22 @@ def test_a_cost_is_a_number_or_measured():
         ("specdec++:h=0", ["h: found 0.0", "between 0 and 1"]),
         ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
         ("confidence:drafter=lookup", ["'lookup'", "one of draft, dflash"]),
-        ("medusa:accept=often", ["medusa, accept", "'often'", "exact or typical"]),
-        ("medusa:accept=typical:eps=2", ["eps: found 2.0"]),
-        ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),
-        ("eagle2:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
+        ("medusa-static:accept=often", ["medusa-static, accept", "'often'", "exact or typical"]),
+        ("medusa-static:accept=typical:eps=2", ["eps: found 2.0"]),
+        ("eagle-tree:nodes=200", ["nodes: found 200", "128 or less"]),
+        ("eagle-tree:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
         ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
         ("hsddw:max=65", ["max: found 65", "64 or less"]),
         ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
         ("online:c=little", ["online, c", "'little'", "a number or auto"]),
         ("cost:c=0", ["c: found 0.0", "above 0, or auto"]),
+        ("eagle2:nodes=8", ["'eagle2'", "expected eagle-tree"]),
+        ("medusa-chain", ["'medusa-chain'", "expected medusa,"]),
+        ("hydra-chain:k=2", ["'hydra-chain'", "expected hydra,"]),
+        ("medusa:tree=medusa-63", ["medusa: found setting 'tree', expected k", "medusa-static has it."]),
+        ("eagle-tree:tree=eagle-1", ["eagle-tree: found setting 'tree'", "eagle-static has it."]),
+        ("eagle3:drafter=eagle", ["setting 'drafter'", "expected k."]),
+        ("eagle:k=0", ["k: found 0", "1 or more"]),
     ],
 )
 def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
@@ -75,19 +105,20 @@ def test_a_missing_model_is_told_with_its_flag(label):
 
 
 def test_a_trees_nodes_are_a_number_or_auto():
-    auto = parse_method("eagle2:nodes=auto:depth=2:topk=4")
+    auto = parse_method("eagle-tree:nodes=auto:depth=2:topk=4")
     assert (auto.nodes, auto.most_nodes) == ("auto", 4 + 2 * 16)
-    assert parse_method("eagle2:nodes=auto").most_nodes == 128
-    assert parse_method("eagle2:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
+    assert parse_method("eagle-tree:nodes=auto").most_nodes == 128
+    assert parse_method("eagle-tree:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
 
 
 def test_a_method_that_changes_the_output_says_so_in_its_label_which_is_read_again():
-    (named,) = parse_methods("medusa:accept=typical:eps=0.1:delta=0.5")
-    assert named.label == "medusa:accept=typical:eps=0.1:delta=0.5 (not lossless)"
+    (named,) = parse_methods("medusa-static:accept=typical:eps=0.1:delta=0.5")
+    assert named.label == "medusa-static:accept=typical:eps=0.1:delta=0.5 (not lossless)"
     assert parse_methods(named.label) == [named] and parse_method(named.label) == named.method
-    assert named.method == MedusaTree(accept="typical", eps=0.1, delta=0.5) and not named.method.lossless
-    assert parse_methods("medusa:eps=0.1")[0].label == "medusa:eps=0.1"  # exact: no setting of the rule matters
+    assert named.method == TypicalTreeMethod(accept="typical", eps=0.1, delta=0.5, drafter="medusa")
+    assert not named.method.lossless
+    # Exact: no setting of the rule matters.
+    assert parse_methods("medusa-static:eps=0.1")[0].label == "medusa-static:eps=0.1"
     with pytest.raises(InputError, match="expected a lossless method"):
-        select_method("medusa:accept=typical", "medusa")
-    others = [method for name, method in known_methods().items() if name != "medusa"]
-    assert all(method().lossless for method in others)
+        select_method("medusa-static:accept=typical", "medusa")
+    assert all(method.lossless for method in known_methods().values())

@@ -16,7 +16,8 @@ from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.feature_heads import PairNetwork
-from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import parse_method, parse_methods
 from draftsmith.modules.engine import low_precision
 from draftsmith.modules.engine.lean import LeanLinear
 from draftsmith.modules.engine.low_precision import (
@@ -163,7 +164,7 @@ def directory(tmp_path_factory):
 
 
 @pytest.mark.parametrize("precision", [pytest.param("int8", marks=needs_int8), "int4"])
-@pytest.mark.parametrize("method", ["spec:k=3", "eagle:k=3", "eagle2:nodes=6:depth=2:topk=3"])
+@pytest.mark.parametrize("method", ["spec:k=3", "eagle:k=3", "eagle-tree:nodes=6:depth=2:topk=3"])
 def test_drafts_in_fewer_bits_leave_greedy_answers_alone(directory, method, precision):
     target = load_lm(directory, packed=True)
     torch.manual_seed(0)

@@ -1,0 +1,122 @@
+"""What a decoding method is, and the models and times that it is built from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.tree_rule import TreeTimes
+from draftsmith.modules.decoding.drafter import Drafter
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.targets.base import CausalLM
+
+
+class CostModel:
+    """Times of this machine for settings of `auto`, measured when they are first needed. This one has none."""
+
+    def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
+        """Return c of a drafter of chains, with this many rows decoded together.
+
+        It is the time of one more drafted token, and of verifying it, by the time of a round without a draft.
+        """
+        raise NotImplementedError("no times of this machine were handed in")
+
+    def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
+        """Return the times of a round's parts. trees: a name for these trees. probe(levels): their drafter."""
+        raise NotImplementedError("no times of this machine were handed in")
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return all measured times, as JSON values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Use these times instead of measuring; others are measured when they are needed."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models and limits of a run, for its methods; None for models that the user did not pass.
+
+    heads: trained drafters by kind.
+    paths: role or kind (`target`, `draft`, ...) -> what the user passed, for methods that load models themselves.
+    others: where several drafters of one kind were passed, each by `kind@name`.
+    variant: `@name` of the ones that are in `draft` and `heads`, or nothing.
+    capacity: most tokens of a sequence, drafts included.
+    ends: tokens that end an answer, and drafts of chains.
+    trees: the draft trees that the methods name.
+    """
+
+    target: CausalLM
+    draft: CausalLM | None = None
+    mid: CausalLM | None = None
+    heads: Mapping[str, Any] = field(default_factory=dict)
+    acceptance: AcceptanceHead | None = None
+    paths: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = ""
+    capacity: int = 0
+    ends: tuple[int, ...] = ()
+    trees: Mapping[str, StaticTree] = field(default_factory=dict)
+    times: CostModel = field(default_factory=CostModel)
+
+    def of(self, variant: str) -> Models:
+        """Return these models with the drafters of a name in place of others (`LabelledMethod.variant`)."""
+        own = {key.removesuffix(variant): model for key, model in self.others.items() if key.endswith(variant)}
+        if not variant or not own:
+            return self
+        paths = {**self.paths, **{kind: self.paths[f"{kind}{variant}"] for kind in own}}
+        draft = own.pop("draft", self.draft)
+        return dataclasses.replace(self, draft=draft, heads={**self.heads, **own}, paths=paths, variant=variant)
+
+    def embedder(self, drafter: str) -> CausalLM:
+        """Return the model whose token embeddings a drafter of chains reads."""
+        model = self.draft if drafter == "draft" else self.target
+        assert model is not None
+        return model
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    uses: models that it needs whatever its settings: `draft`, `mid`, or `acceptance`.
+    batchable: several prompts can be decoded together.
+    """
+
+    batchable: ClassVar[bool] = True
+    uses: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Models that it needs with these settings, as `uses`, or kinds of trained drafters."""
+        return self.uses
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its output follows the target. A lossy method is never chosen for the user."""
+        return True
+
+    @property
+    def trees(self) -> tuple[str, ...]:
+        """Names of draft trees that it reads (`Models.trees`)."""
+        return ()
+
+    @property
+    def timed(self) -> bool:
+        """Whether it depends on times of this machine (`Models.times`), so that its drafts are not reproducible."""
+        return "auto" in vars(self).values()
+
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        """Build the drafter for this many rows of our decoder; None decodes without one."""
+        raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
+
+
+@dataclass(frozen=True)
+class AutoregressiveMethod(Method):
+    """One token a target call: the baseline of every speed-up."""
+
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return None
