@@ -277,12 +277,12 @@ def distances(
     the target's first choice cannot be drafted: greedily none is accepted there. measured: compute more than `total`,
     which costs half as much again, without the matrix products.
     """
-    measures = [(weights.new_empty(0), weights.new_empty(0), weights.new_empty(0))]
+    measures = [(weights.new_empty(0), *torch.empty(2, 0, dtype=torch.bool, device=weights.device))]
 
     def loss(*given: Tensor) -> Iterator[Tensor]:
         *states, weights, wanted, lm_head = given
         with torch.no_grad():
-            p, share, first, known = _draftable(wide(target_lm_head(wanted)), d2t)  # [C, draft vocabulary], [C, 1], [C]
+            p, share, first, known = _draftable(wide(target_lm_head(wanted)), d2t, measured)
         counted = weights * known[:, None] if drop_unknown else weights  # [C, P]
         accepted, right = [], []
         for h, weight in zip(states, counted.unbind(-1), strict=True):
@@ -290,7 +290,7 @@ def distances(
             choice = logits.argmax(-1) if measured else first
             distance, q = divergence_of(divergence, logits, p)
             if measured:
-                accepted.append(torch.minimum(p if d2t is None else p * share, q).sum(-1))
+                accepted.append(torch.minimum(p if share is None else p * share, q).sum(-1))
                 right.append(known & ((choice if d2t is None else d2t[choice]) == first))
             yield (distance * weight).sum()
         if measured:
@@ -300,18 +300,21 @@ def distances(
     return Distances(total, *(torch.cat(parts) for parts in zip(*measures, strict=True)))
 
 
-def _draftable(target_logits: Tensor, d2t: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return p over the tokens that can be drafted, their share of the whole p, its first choice, and if they have it.
+def _draftable(
+    target_logits: Tensor, d2t: Tensor | None, measured: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return p of the tokens that can be drafted, their share of the whole p if measured, its argmax, if it is of them.
 
     target_logits: [C, V], which are overwritten. Returns [C, draft vocabulary], [C, 1], [C] and [C] bool.
     """
     first = target_logits.argmax(-1)
     if d2t is None:
-        return softmax_(target_logits), first.new_ones(len(first), 1), first, torch.ones_like(first, dtype=torch.bool)
+        return softmax_(target_logits), None, first, torch.ones_like(first, dtype=torch.bool)
     # A look-up, because `isin` waits for the device.
     known = first.new_zeros(target_logits.shape[-1], dtype=torch.bool).index_fill_(0, d2t, True)[first]
-    drafted = target_logits[:, d2t]
-    share = (drafted.logsumexp(-1, keepdim=True) - target_logits.logsumexp(-1, keepdim=True)).exp()
+    drafted, share = target_logits[:, d2t], None
+    if measured:
+        share = (drafted.logsumexp(-1, keepdim=True) - target_logits.logsumexp(-1, keepdim=True)).exp()
     return softmax_(drafted), share, first, known
 
 

@@ -251,7 +251,7 @@ def reduced(x: Leaves, drop: bool) -> tuple[Tensor, Tensor]:
     """Over a draft vocabulary, with p renormalised over it, and what is measured beside the loss."""
     ours, p = distances(x.logits, V, x.wanted, x.reduced, D2T, x.hidden, KEPT, drop), x.p()
     known, share = torch.isin(p.argmax(-1), D2T), p[:, D2T].sum(-1, keepdim=True)
-    assert torch.equal(ours.known, known) and not known.all()
+    assert torch.equal(ours.known, known) and not known.all() and ours.right.dtype == ours.known.dtype == torch.bool
     total = torch.zeros((), dtype=torch.float64)
     for i, (h, weight) in enumerate(zip(x.hidden, KEPT.unbind(-1), strict=True)):
         logits = h @ x.reduced.T

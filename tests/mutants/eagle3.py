@@ -38,7 +38,7 @@ MUTANTS = [
            "state", (NET_TEST,)),
     Mutant("eagle3-draft-ids-taken-for-the-targets", NET, "index_copy_(-1, self.d2t, logits)",
            "index_copy_(-1, torch.arange(logits.shape[-1]), logits)", (TRAINING,)),
-    Mutant("eagle3-acceptance-of-renormed-p", LOSS, "p if d2t is None else p * share", "p", (LOSS_TEST,)),
+    Mutant("eagle3-acceptance-of-renormed-p", LOSS, "p if share is None else p * share", "p", (LOSS_TEST,)),
     Mutant("loss-gradient-of-what-is-no-distribution", LOSS, "        q /= norm\n", "", (LOSS_TEST,)),
     Mutant("loss-logits-not-shifted", LOSS, "q -= q.amax(-1, keepdim=True)\n", "pass\n", (LOSS_TEST,)),
     Mutant("loss-gradient-of-the-last-chunk-only", LOSS, "grad[part] = leaf.grad", "grad[:] = 0; grad[part] = leaf.grad",
