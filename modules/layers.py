@@ -197,6 +197,51 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+# Defaults of transformers' LlamaConfig and of SafeAILab's EConfig alike.
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+
+
+def llama_sizes(raw: Mapping[str, Any]) -> LlamaConfig:
+    """Read the sizes and rotary settings of a `config.json`, without switches.
+
+    Raises:
+        InputError: a size is no positive integer, or eps no number.
+    """
+    size = {name: positive(raw, name, default) for name, default in DEFAULTS.items()}
+    hidden, heads, rope = size["hidden_size"], size["num_attention_heads"], rope_settings(raw)
+    kv_heads, head_dim, eps = raw.get("num_key_value_heads"), raw.get("head_dim"), raw.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, int | float) or isinstance(eps, bool):
+        raise InputError("config.json, rms_norm_eps", repr(eps), "a number", "Correct config.json.")
+    return LlamaConfig(
+        vocab_size=size["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=size["intermediate_size"],
+        num_layers=size["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else positive(raw, "num_key_value_heads", heads),
+        head_dim=max(hidden // heads, 1) if head_dim is None else positive(raw, "head_dim", 1),
+        max_position=size["max_position_embeddings"],
+        rms_eps=float(eps),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+    )
+
+
+def positive(raw: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a positive integer of a `config.json`, or the default if the field is absent."""
+    value = raw.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"config.json, {key}", repr(value), "a positive integer", "Correct config.json.")
+    return value
+
+
 def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
     """Read rotary settings of a `config.json` as transformers 5, vLLM 0.33.0 and SGLang 0.5.23 do.
 

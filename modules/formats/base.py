@@ -206,11 +206,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def largest(values: Tensor) -> float:
     """Return the largest absolute value; infinity if anything is not a number."""
     return float(values.abs().nan_to_num(math.inf, math.inf, math.inf).max()) if values.numel() else 0.0
-
-
-def positive(raw: Mapping[str, Any], key: str, default: int) -> int:
-    """Return a positive integer of a `config.json`, or the default if the field is absent."""
-    value = raw.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"config.json, {key}", repr(value), "a positive integer", "Correct config.json.")
-    return value

@@ -23,7 +23,6 @@ from draftsmith.modules.formats.base import (
     TargetFacts,
     as_stored,
     check_tensors,
-    positive,
     same_values,
 )
 from draftsmith.modules.formats.llama import (
@@ -34,10 +33,10 @@ from draftsmith.modules.formats.llama import (
     check_options,
     flat,
     inner_object,
-    llama_config,
     longest_text,
     num_states,
 )
+from draftsmith.modules.layers import llama_sizes, positive
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; the embedding and lm_head are the target's, and servers share them.
@@ -83,7 +82,7 @@ class BlockFormat(LlamaFormat):
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         raw, notes = settings(package.config), list[str]()
         raw = {**self.row.fills(raw), **raw}
-        llama = llama_config(raw)
+        llama = llama_sizes(raw)
         plain = {name: value for name, value in raw.items() if name not in ("layer_types", "is_causal")}
         check_options(plain, llama, target, ("vocab_size", "draft_vocab_size"), notes)
         if raw.get("is_neox_style", raw.get("rope_is_neox_style", True)) is not True:

@@ -23,7 +23,8 @@ from draftsmith.modules.formats.base import (
     check_tensors,
     same_values,
 )
-from draftsmith.modules.formats.llama import LlamaFormat, check_layer, check_options, llama_config, longest_text
+from draftsmith.modules.formats.llama import LlamaFormat, check_layer, check_options, longest_text
+from draftsmith.modules.layers import llama_sizes
 
 FIRST_NORM = "layers.0.input_layernorm.weight"
 
@@ -40,7 +41,7 @@ class Eagle1Format(LlamaFormat):
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         raw, notes = package.config, list[str]()
-        llama = llama_config(raw)
+        llama = llama_sizes(raw)
         check_options(raw, llama, target, ("vocab_size", "draft_vocab_size", "hot_vocab_size"), notes)
         problems = self.problems(raw, package.tensors, target)
         tensors = self.own_tensors(package, target, str, notes, problems)

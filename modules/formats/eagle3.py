@@ -25,11 +25,10 @@ from draftsmith.modules.formats.llama import (
     check_options,
     flat,
     inner_object,
-    llama_config,
     longest_text,
     num_states,
 )
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, llama_sizes
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
@@ -70,7 +69,7 @@ class Eagle3Format(LlamaFormat):
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         """Read settings by this system's fields, and tensors by any system's names."""
         raw, notes = flat(package.config), list[str]()
-        llama = llama_config(raw)
+        llama = llama_sizes(raw)
         check_options(raw, llama, target, ("vocab_size",), notes)
         if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):
             raise InputError("config.json, target_hidden_size", width, "the head's own width", UNSUPPORTED)

@@ -18,8 +18,7 @@ from torch import Tensor
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.block import OUTPUTS, settings, window
 from draftsmith.modules.formats.eagle3 import IDS
-from draftsmith.modules.formats.llama import llama_config
-from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
+from draftsmith.modules.layers import LlamaConfig, RopeScaling, llama_sizes, rope_frequencies
 from draftsmith.modules.types import InputError
 
 # transformers' names -> GGUF's. A tied model has no output.weight.
@@ -208,7 +207,7 @@ def to_halves(rows: Tensor, heads: int) -> Tensor:
 def head_to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return metadata and tensors of a head's GGUF file; the tokenizer's other fields are the caller's."""
     raw, kind = settings(package.config), package.config["gguf"]
-    llama = llama_config(raw)
+    llama = llama_sizes(raw)
     heads = {"q_proj": llama.num_heads, "k_proj": llama.num_kv_heads} if kind in ADJACENT_ROPE else {}
     tensors = rope_divisors(llama)
     for name, tensor in package.tensors.items():

@@ -19,7 +19,6 @@ from draftsmith.modules.formats.base import (
     Problem,
     Served,
     TargetFacts,
-    positive,
     same_values,
 )
 from draftsmith.modules.layers import (
@@ -31,7 +30,6 @@ from draftsmith.modules.layers import (
     config_object,
     rope_frequencies,
     rope_number,
-    rope_settings,
 )
 from draftsmith.modules.types import InputError
 
@@ -40,15 +38,6 @@ Wrong = Mapping[str, tuple[Any, str]]  # a field or tensor -> whether it is wron
 Refusal = tuple[str, Any, str, str]  # a head's setting: field, value, what is expected, remedy
 
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-# Defaults of transformers' LlamaConfig and of SafeAILab's EConfig alike.
-DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-}
 # Fields that change the forward, and the values under which our heads compute the same.
 PLAIN_VALUES: dict[str, Any] = {
     "logit_scale": 1.0,
@@ -342,35 +331,6 @@ def frequencies(llama: LlamaConfig, rope: RotarySettings | None = None) -> Tenso
     if rope.kind not in ROPE_KINDS:
         return torch.full((llama.head_dim // 2,), math.nan)
     return rope_frequencies(dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling))
-
-
-def llama_config(raw: Raw) -> LlamaConfig:
-    """Read the sizes and rotary settings of a `config.json`, without biases.
-
-    Raises:
-        InputError: a size is no positive integer, or eps no number.
-    """
-
-    def size(key: str) -> int:
-        return positive(raw, key, DEFAULTS[key])
-
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    rope, given, eps = rope_settings(raw), raw.get("head_dim"), raw.get("rms_norm_eps", 1e-6)
-    if not isinstance(eps, int | float) or isinstance(eps, bool):
-        raise InputError("config.json, rms_norm_eps", repr(eps), "a number", "Correct config.json.")
-    return LlamaConfig(
-        vocab_size=size("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=size("intermediate_size"),
-        num_layers=size("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=heads if raw.get("num_key_value_heads") is None else positive(raw, "num_key_value_heads", heads),
-        head_dim=max(hidden // heads, 1) if given is None else positive(raw, "head_dim", 1),
-        max_position=size("max_position_embeddings"),
-        rms_eps=float(eps),
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-    )
 
 
 def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from draftsmith.modules.formats.base import (
     TargetFacts,
     as_stored,
     check_tensors,
-    positive,
 )
 from draftsmith.modules.formats.llama import max_positions
+from draftsmith.modules.layers import positive
 from draftsmith.modules.types import InputError
 
 PARTS = ("weight", "bias")

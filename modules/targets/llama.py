@@ -15,7 +15,7 @@ from draftsmith.modules.engine.cache import NoCache, any_shape
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, cached_rows, picked_of
-from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, rope_settings, rope_table
+from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, llama_sizes, rope_table
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, Session, check_capture, fit_logits
 from draftsmith.modules.types import InputError
 
@@ -35,28 +35,17 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise InputError("hidden_act", raw["hidden_act"], "silu", ON_HF)
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if not isinstance(raw.get(name), int):
-            raise InputError(name, raw.get(name, "nothing"), "an integer in config.json", "Fetch or build it again.")
-    heads = raw["num_attention_heads"]
-    rope = rope_settings(raw)
-    if rope.kind not in ROPE_KINDS:
-        raise InputError("rope_type", rope.kind, " or ".join(ROPE_KINDS), ON_HF)
+        if name not in raw:
+            raise InputError(name, "nothing", "an integer in config.json", "Fetch or build it again.")
+    sizes = llama_sizes(raw)
+    if sizes.rope_scaling.kind not in ROPE_KINDS:
+        raise InputError("rope_type", sizes.rope_scaling.kind, " or ".join(ROPE_KINDS), ON_HF)
     windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
     if windowed and kind != "mistral":
         # Qwen windows only the layers from max_window_layers on; one window for all would be silently wrong.
         raise InputError("use_sliding_window", True, "false for a Qwen model", ON_HF)
-    return LlamaConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        max_position=raw.get("max_position_embeddings", 2048),
-        rms_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
+    return dataclasses.replace(
+        sizes,
         # Qwen2 has q/k/v biases without saying so; Mistral has none whatever it says.
         qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(raw.get("attention_bias"))),
         o_bias=kind in ("llama", "qwen3") and bool(raw.get("attention_bias")),
