@@ -1,4 +1,4 @@
-"""Tiny random EAGLE-1 and EAGLE-3 heads, their target's facts, and broken copies of their exports."""
+"""Tiny random heads, their target's facts, and broken copies of their exports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
@@ -105,3 +105,14 @@ def written(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> P
 
 def rand(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+class Block(nn.Module):
+    """A linear layer and SiLU, with a way around it, as of Medusa and SpecDec++."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.silu(self.linear(x))

@@ -22,7 +22,7 @@ from draftsmith.data.heads.diagnosis import (
     HeadVariant,
     better_variants,
     head_variants,
-    known_shape,
+    known_rope,
     longest_draft,
     right,
 )
@@ -173,7 +173,7 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     heads = [head.to(lm.device, lm.dtype).eval() for head in heads]
     variants = [HeadVariant("", "as it is", head, head.capture or (lm.info.num_layers,)) for head in heads]
     if ours is None:
-        variants = head_variants(theirs, known_shape(lm, source.path), lm.info.num_layers, in_files=True)
+        variants = head_variants(theirs, known_rope(lm, source.path), lm.info.num_layers, in_files=True)
     depth = longest_draft(COMPARED, variants)
     try:
         as_it_is, *others = measure_texts(lm, texts, variants, depth).lengths

@@ -24,7 +24,7 @@ from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.formats.readings import readings
-from draftsmith.modules.layers import LlamaConfig, RotarySettings
+from draftsmith.modules.layers import RotarySettings
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, stored_tensors
 from draftsmith.modules.pretrained.models import llama_shape
 from draftsmith.modules.pretrained.reading import read_object
@@ -136,7 +136,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
         InputError: no drafter, or another target's. NonFinite: the head's logits.
     """
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
-    variants = head_variants(head, known_shape(target, name), target.info.num_layers, mask_tokens(head, name))
+    variants = head_variants(head, known_rope(target, name), target.info.num_layers, mask_tokens(head, name))
     depth = longest_draft(TOKENS, variants)
     measures = measure(target, rows, variants, depth)
     passes = (manifest.get("config") or {}).get(head.passes)
@@ -176,11 +176,11 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
 
 
 def head_variants(
-    head: DraftHead, target: LlamaConfig | None, num_layers: int, masks: Sequence[int] = (), in_files: bool = False
+    head: DraftHead, rope: RotarySettings | None, num_layers: int, masks: Sequence[int] = (), in_files: bool = False
 ) -> list[HeadVariant]:
     """Return the head as it is, then with one factor changed each.
 
-    target: its sizes, if they are known. masks: tokens that may fill a block drafter's slots (`mask_tokens`).
+    rope: of the target, if it is known. masks: tokens that may fill a block drafter's slots (`mask_tokens`).
     in_files: only those that a head's directory can hold.
     """
     layers = head.capture or (num_layers,)
@@ -188,7 +188,7 @@ def head_variants(
     if not head.capture and num_layers > 1 and not in_files:  # no directory says which state such heads read
         label = f"layers {num_layers - 1} in place of {num_layers}"
         variants.append(HeadVariant("layers", label, head, (num_layers - 1,)))
-    rope, device = RotarySettings.of(target) if target else None, next(head.parameters()).device
+    device = next(head.parameters()).device
     for other in readings(head.config, stored_tensors(head), num_layers, rope, masks):
         built = build_head(head.kind, other.config, other.state).eval().to(device)
         variants.append(HeadVariant(other.factor, other.label, built, built.capture or layers))
@@ -200,10 +200,10 @@ def longest_draft(tokens: int, variants: Sequence[HeadVariant]) -> int:
     return min(tokens, *(getattr(variant.head.config, name, tokens) for variant in variants for name in LONGEST))
 
 
-def known_shape(target: CausalLM, name: str) -> LlamaConfig | None:
-    """Return a target's sizes and rotary settings; None for a family whose rotary settings are unknown."""
+def known_rope(target: CausalLM, name: str) -> RotarySettings | None:
+    """Return a target's rotary settings; None for a family whose settings are unknown."""
     try:
-        return llama_shape(target, name)
+        return RotarySettings.of(llama_shape(target, name))
     except InputError:
         return None
 

@@ -32,7 +32,7 @@ from draftsmith.data.heads.diagnosis import (
     TextMeasures,
     better_variants,
     head_variants,
-    known_shape,
+    known_rope,
     mask_tokens,
     measure,
     right,
@@ -46,7 +46,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.formats import formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat
 from draftsmith.modules.formats.gguf import head_to_gguf
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import RotarySettings
 from draftsmith.modules.pretrained.heads import head_fields, kind_at, load_draft_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm, vocabulary_size
 from draftsmith.modules.pretrained.reading import read_object
@@ -136,9 +136,9 @@ def run(config: RepairConfig) -> int:
         )
     target = load_lm(config.target, **config.loading)
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
-    shape = known_shape(target, config.target)
+    rope = known_rope(target, config.target)
     rows, masks = answers(config, target), mask_tokens(head, config.target)
-    repaired, corrections, first = search(head, shape, target, rows, masks)
+    repaired, corrections, first = search(head, rope, target, rows, masks)
 
     # What `import` corrected, since the head's own system would read it otherwise.
     misread = [] if ours else manifest["imported"]["problems"]
@@ -187,7 +187,7 @@ def answers(config: RepairConfig, target: CausalLM) -> list[dict[str, Any]]:
 
 def search(
     head: DraftHead,
-    shape: LlamaConfig | None,
+    rope: RotarySettings | None,
     target: CausalLM,
     rows: Sequence[Mapping[str, Any]],
     masks: Sequence[int] = (),
@@ -197,7 +197,7 @@ def search(
     found, first = head, Share(0.0, 0.0)
 
     def variants_of(head: DraftHead) -> list[HeadVariant]:
-        return head_variants(head, shape, target.info.num_layers, masks, in_files=True)
+        return head_variants(head, rope, target.info.num_layers, masks, in_files=True)
 
     for _ in range(MOST_MISTAKES):
         variants = variants_of(found)

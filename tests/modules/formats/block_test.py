@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shlex
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from foreign_heads import CONTEXT, LLAMA3, TARGET, H, V, changed, facts, llama
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import ImportedHead, Package, Served
+from draftsmith.modules.formats.base import ImportedHead, Package
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
@@ -307,16 +305,3 @@ def test_what_llamacpp_reads():
     assert where(read(read_gguf(unheard, tensors), TARGET)) == ["enable_confidence_head"]
     package = read_gguf(metadata, tensors)
     assert where(read(package, facts(model_type="qwen2", num_hidden_layers=12))) == ["target"]
-
-
-def test_the_serving_commands():
-    served = Served("org/target", "my heads/one", 4)
-    for kind in ("dflash", "dspark"):
-        for name in ("vllm", "speculators"):
-            words = shlex.split(formats()[name, kind].serve(served))
-            assert json.loads(words[-1]) == {"method": kind, "model": "my heads/one", "num_speculative_tokens": 4}
-        words = shlex.split(formats()["sglang", kind].serve(served))
-        assert words[words.index("--speculative-algorithm") + 1] == kind.upper()
-        assert words[-2:] == ["--speculative-num-draft-tokens", "5"] and "--speculative-eagle-topk" not in words
-        words = shlex.split(formats()["llamacpp", kind].serve(served))
-        assert words[words.index("--spec-type") + 1] == f"draft-{kind}"

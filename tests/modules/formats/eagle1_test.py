@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.formats.base import ImportedHead, Package, Served, TargetFacts
+from draftsmith.modules.formats.base import ImportedHead, Package, TargetFacts
 from draftsmith.modules.layers import RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError
 
@@ -245,15 +244,3 @@ def test_sizes_of_the_target():
     assert EAGLE1["eagle"].read(written("eagle"), None).config.llama.max_position == CONTEXT
     with pytest.raises(InputError, match=r"hidden_size.*target's 99"):
         EAGLE1["eagle"].read(written("eagle"), facts(hidden_size=99))
-
-
-def test_the_serving_commands_survive_a_shell():
-    words = {
-        name: shlex.split(format.serve(Served("org/target", "my heads/one", 4))) for name, format in EAGLE1.items()
-    }
-    settings = {"method": "eagle", "model": "my heads/one", "num_speculative_tokens": 4}
-    assert json.loads(words["vllm"][-1]) == settings and words["vllm"][:3] == ["vllm", "serve", "org/target"]
-    sglang = dict(zip(words["sglang"][3::2], words["sglang"][4::2], strict=True))
-    assert sglang["--speculative-algorithm"] == "EAGLE" and sglang["--speculative-draft-model-path"] == "my heads/one"
-    assert (sglang["--speculative-num-steps"], sglang["--speculative-num-draft-tokens"]) == ("4", "5")
-    assert words["eagle"][-2:] == ["--ea-model-path", "my heads/one"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-
 import pytest
 import torch
 from foreign_heads import (
@@ -28,7 +25,7 @@ from foreign_heads import (
 )
 from plain_eagle3 import PlainEagle3
 
-from draftsmith.modules.formats.base import ImportedHead, Package, Served
+from draftsmith.modules.formats.base import ImportedHead, Package
 from draftsmith.modules.formats.foreign import ForeignHead, detect
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.types import InputError
@@ -268,13 +265,3 @@ def test_a_head_that_ours_cannot_be_is_refused_in_one_line(config, tensors, word
 
 def test_eagle3_of_two_states_is_not_taken_for_eagle1():
     assert detect(ForeignHead.of(written("vllm", capture=(1, 4)))).kind == "eagle3"
-
-
-def test_the_serving_commands():
-    words = {
-        name: shlex.split(format.serve(Served("org/target", "my heads/one", 4))) for name, format in EAGLE3.items()
-    }
-    for name in ("vllm", "speculators"):
-        assert json.loads(words[name][-1]) == {"method": "eagle3", "model": "my heads/one", "num_speculative_tokens": 4}
-    assert words["sglang"][words["sglang"].index("--speculative-algorithm") + 1] == "EAGLE3"
-    assert words["eagle"][-2:] == ["my heads/one", "--no-eagle3"]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign_heads import Block, changed
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from draftsmith.data.export.directory import read_package
 from draftsmith.modules.drafters.medusa import MedusaConfig
@@ -26,22 +27,11 @@ FACTS = TargetFacts(RAW, EMBEDDING, LM_HEAD)
 MEDUSA = formats()["medusa", "medusa"]
 
 
-class Block(nn.Module):
-    """A linear layer and SiLU, with a way around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.silu(self.linear(x))
-
-
 def medusa_heads(own: bool, layers: int) -> nn.ModuleList:
     """Return five heads; each repeats one block object."""
     torch.manual_seed(layers)
     ends = [[nn.Linear(H, V, bias=False)] if own else [] for _ in range(5)]
-    return nn.ModuleList(nn.Sequential(*[Block()] * layers, *end) for end in ends).requires_grad_(False)
+    return nn.ModuleList(nn.Sequential(*[Block(H)] * layers, *end) for end in ends).requires_grad_(False)
 
 
 def write_medusa(directory: Path, layout: str, layers: int = 1) -> nn.ModuleList:
@@ -81,13 +71,6 @@ def medusa_package(own: bool = True, layers: int = 1, **fields: object) -> Packa
     return Package({"medusa_num_heads": 5, **fields}, state)
 
 
-def changed(package: Package, **tensors: Tensor | None) -> Package:
-    """Return a copy with other tensors, `__` for a dot in names; None removes one."""
-    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    state = {name: tensor for name, tensor in {**package.tensors, **named}.items() if tensor is not None}
-    return Package(package.config, state)
-
-
 def refused(package: Package, words: str, target: TargetFacts | None = FACTS) -> None:
     with pytest.raises(InputError, match=words) as error:
         detect(ForeignHead.of(package)).read(package, target)
@@ -96,13 +79,14 @@ def refused(package: Package, words: str, target: TargetFacts | None = FACTS) ->
 
 def test_medusa_heads_that_ours_cannot_be_are_refused():
     one, two = medusa_package(), medusa_package(layers=2)
-    refused(changed(one, **{"3__0__linear__bias": None}), "3.0.linear.bias is missing")
-    refused(changed(one, **{"3__1__weight": None}), "3.1.weight is missing")
-    refused(changed(one, **{"2__0__linear__bias": torch.zeros(3)}), r"2.0.linear.bias is \[3\] in place of \[12\]")
-    refused(changed(one, extra=torch.zeros(3)), "extra is unknown")
-    refused(
-        changed(two, **{"1__1__linear__bias": torch.ones(H)}), "1.1.linear.bias, which differs from 1.0.linear.bias"
-    )
+    for package, tensors, words in (
+        (one, {"3.0.linear.bias": None}, "3.0.linear.bias is missing"),
+        (one, {"3.1.weight": None}, "3.1.weight is missing"),
+        (one, {"2.0.linear.bias": torch.zeros(3)}, r"2.0.linear.bias is \[3\] in place of \[12\]"),
+        (one, {"extra": torch.zeros(3)}, "extra is unknown"),
+        (two, {"1.1.linear.bias": torch.ones(H)}, "1.1.linear.bias, which differs from 1.0.linear.bias"),
+    ):
+        refused(changed(package, {}, tensors), words)
     refused(medusa_package(version="2"), "config.json, version")
     refused(one, "no file of theirs says its sizes", None)
     refused(one, "no file of theirs says its sizes", TargetFacts({"vocab_size": V}))

@@ -1,0 +1,46 @@
+"""The commands that serve a head, as each system's own command line takes them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import Served
+
+MODEL, HEAD = "org/target", "my heads/one"
+SGLANG = ["python", "-m", "sglang.launch_server", "--model-path", MODEL, "--speculative-algorithm"]
+CHAIN = ["--speculative-num-steps", "4", "--speculative-eagle-topk", "1"]
+COUNT = ["--speculative-num-draft-tokens", "5"]
+WEBUI = ["python", "-m", "eagle.application.webui", "--base-model-path", MODEL, "--ea-model-path", HEAD]
+COMMANDS = {
+    ("eagle", "eagle"): WEBUI,
+    ("eagle", "eagle3"): [*WEBUI, "--no-eagle3"],
+    ("sglang", "eagle"): [*SGLANG, "EAGLE", "--speculative-draft-model-path", HEAD, *CHAIN, *COUNT],
+    ("sglang", "eagle3"): [*SGLANG, "EAGLE3", "--speculative-draft-model-path", HEAD, *CHAIN, *COUNT],
+    ("sglang", "dspark"): [*SGLANG, "DSPARK", "--speculative-draft-model-path", HEAD, *COUNT],
+    ("llamacpp", "eagle3"): [
+        "llama-server", "-m", MODEL, "-md", HEAD, "--spec-type", "draft-eagle3", "--spec-draft-n-max", "4",
+    ],
+    ("specdec_pp", "acceptance"): [
+        "python3", "specdec_pp/evaluate.py", "--model_name", "big", "--assistant_name", MODEL,
+        "--num_assistant_tokens_schedule", "ada", "--assist_acc_head_dir", HEAD, "--stop_threshold", "0.7",
+        "--bound", "2", "4", "--do_sample", "--data_path", "data/alpaca_data/test.json", "--save_path", "results",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), COMMANDS)
+def test_the_command_survives_a_shell(name, kind):
+    assert shlex.split(formats()[name, kind].serve(Served(MODEL, HEAD, 4, "big"))) == COMMANDS[name, kind]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name, kind in formats() if name in ("vllm", "speculators")]
+)
+def test_vllm_takes_the_kind_of_a_head_for_its_method(name, kind):
+    *words, options = shlex.split(formats()[name, kind].serve(Served(MODEL, HEAD, 4)))
+    assert words == ["vllm", "serve", MODEL, "--speculative-config"]
+    assert json.loads(options) == {"method": kind, "model": HEAD, "num_speculative_tokens": 4}
