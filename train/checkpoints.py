@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from draftsmith.modules.pretrained.files import CannotWrite, make_directory, publish, write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
@@ -65,8 +65,8 @@ class TrainState:
             self.time_limit.load(state["time_limit"])
 
 
-class Checkpoints(CheckpointIO):
-    """Checkpoint plugin for Lightning.
+class Checkpoints(TorchCheckpointIO):
+    """Checkpoint plugin for Lightning. Paths of other names, as of a user's `ModelCheckpoint`, are Lightning's files.
 
     keep: newest checkpoints that are kept. about: further entries of the manifest. failure: error of the last save, or
     empty; set on the rank that writes.
@@ -79,6 +79,8 @@ class Checkpoints(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save a checkpoint. On a full disk the earlier ones stay unchanged, and `failure` holds the error."""
         path = Path(path)
+        if NAME.fullmatch(path.name) is None:
+            return super().save_checkpoint(checkpoint, path, storage_options)
         partial = path.with_name(f"{path.name}.tmp")
         self.failure = ""
         try:
@@ -98,12 +100,13 @@ class Checkpoints(CheckpointIO):
         except (OSError, CannotWrite) as error:
             self.failure = str(error)
             shutil.rmtree(partial, ignore_errors=True)
-            return
+            return None
         # A checkpoint later than this one is damaged: the run resumed from an earlier one.
         saved = all_in(path.parent)
         kept = [other for other in saved if step_of(other) <= step_of(path)][-self.keep :]
         for other in set(saved) - set(kept):
             self.remove_checkpoint(other)
+        return None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors and plain values only, no code (weights_only), mapped until they are copied."""
@@ -111,11 +114,14 @@ class Checkpoints(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, renamed first so that a half-deleted one never looks like a damaged one."""
+        if NAME.fullmatch(Path(path).name) is None:
+            return super().remove_checkpoint(path)
         # `step-*.tmp*` is cleared by the next save.
         gone = Path(path).with_name(f"{Path(path).name}.tmp-gone")
         shutil.rmtree(gone, ignore_errors=True)
         Path(path).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+        return None
 
 
 def all_in(folder: Path) -> list[Path]:

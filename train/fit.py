@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import yaml
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from torch import nn
 
 from draftsmith.data.console import print_text
@@ -164,6 +165,10 @@ def _fit(
         arguments["plugins"].append(checkpoints)
         if module.validates_first:
             arguments["num_sanity_val_steps"] = -1
+        # Lightning refuses these callbacks where their flags are off.
+        kinds = {"checkpointing": Checkpoint, "progress_bar": ProgressBar, "model_summary": ModelSummary}
+        for name, kind in kinds.items():
+            arguments[f"enable_{name}"] = any(isinstance(callback, kind) for callback in callbacks)
         trainer = pl.Trainer(
             **(arguments | flags),
             max_steps=data.total_steps,
@@ -175,12 +180,23 @@ def _fit(
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
+    return _conclude(module, trainer, save, provenance.job)
+
+
+def _conclude(module: LitHead, trainer: pl.Trainer, save: Save, job: str) -> Path:
+    """Record that a run is complete, and return best/; or say how to resume one that was interrupted.
+
+    Raises:
+        InputError, SystemExit: as `fit`.
+    """
+    config = module.config
     # An interrupted run says how to resume it.
     interrupted = module.signal_agreed or module.signal_received
     if interrupted and trainer.global_step < module.total_steps:
-        command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED)]
+        command = ["draftsmith", "train", job, "--config", str(config.output / RESOLVED)]
         saved = f"saved step {save.saved_step}" if save.saved_step else "nothing was saved"
-        say_on_rank_zero(f"{signal.Signals(interrupted).name}: {saved}. Resume with: {shlex.join(command)}")
+        again = "the same script" if config.data == Path(IN_PYTHON) else shlex.join(command)
+        say_on_rank_zero(f"{signal.Signals(interrupted).name}: {saved}. Resume with: {again}")
         raise SystemExit(exit_code(interrupted))
     if save.unsaved:
         found = f"no room for the trained head ({save.unsaved})"
@@ -194,7 +210,7 @@ def _fit(
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")
     if rank() == 0:
-        print_text(f"{provenance.job} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
+        print_text(f"{job} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
         for line in filter(None, (verdict, mismatch(latest))):
             print_text(line)
     # A signal in the last step: the training is complete, but nothing more was wanted.

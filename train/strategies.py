@@ -119,9 +119,6 @@ def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
         "num_sanity_val_steps": 0,
         # The module logs; a larger number only warns about short runs.
         "log_every_n_steps": 1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         # The data module knows its rank.
         "use_distributed_sampler": False,
     }

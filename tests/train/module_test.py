@@ -117,8 +117,11 @@ def test_lightnings_callbacks_loggers_and_flags_work(target, rows, tmp_path):
     seen, best = Seen(), ModelCheckpoint(tmp_path / "theirs", monitor="val/loss", save_top_k=1)
     flags = {"limit_val_batches": 1, "logger": CSVLogger(tmp_path / "csv", name="", version="")}
     module = module_of(target, tmp_path / "run", max_steps=6, val_every=2)
-    trained(module, rows, seen, best, LearningRateMonitor(), enable_checkpointing=True, **flags)
+    trained(module, rows, seen, best, LearningRateMonitor(), **flags)
     assert seen.validated == 3 and best.best_model_score is not None
+    # A file as of any Lightning training, and one: earlier ones are removed.
+    (file,) = (tmp_path / "theirs").iterdir()
+    assert torch.load(file, weights_only=True)["global_step"] in (2, 4, 6)
     assert len(losses(tmp_path / "csv")) == 6 and module.trainer.num_val_batches == [1]
 
 
