@@ -18,11 +18,11 @@ import torch
 
 from draftsmith.data.console import log_note
 from draftsmith.eval.clock import Clock, clock_of, interleaved, medians
-from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, generate
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.decoding.tree_rule import TreeTimes
 from draftsmith.modules.drafters.method import CostModel, Models
 from draftsmith.modules.drafters.methods import build_chains
 from draftsmith.modules.sampling import TorchSource

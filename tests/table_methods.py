@@ -11,10 +11,10 @@ from table_models import H, TableLM, V
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.online import OnlinePredictor
 from draftsmith.modules.acceptance.predictor import HeadPredictor
-from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.stop import ConfidenceStop, CostRule, FixedLengthStop, PredictorStop, SelfVerifyStop
 from draftsmith.modules.decoding.tree import DraftTree, DynamicTree, StaticTree
+from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter

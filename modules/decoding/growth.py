@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
+from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, probabilities, top_values, wide, without
 from draftsmith.modules.transfer import to_device_together

@@ -22,10 +22,10 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.stop import StopPolicy
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
+from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
 from draftsmith.modules.engine.lean import Linear, swap_modules
 from draftsmith.modules.engine.low_precision import Precision, copy_of, linear_of

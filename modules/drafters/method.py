@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.tree_rule import TreeTimes
 from draftsmith.modules.targets.base import CausalLM
 
 

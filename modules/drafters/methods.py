@@ -23,7 +23,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.online import OnlinePredictor
 from draftsmith.modules.acceptance.predictor import HeadPredictor
-from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.stop import (
     ConfidenceStop,
@@ -37,6 +36,7 @@ from draftsmith.modules.decoding.stop import (
     ThresholdRule,
 )
 from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, Typical, num_candidates
+from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.hierarchical import HsddwMethod, PreAndSelfVerifyMethod, PreVerifyMethod

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.chain import OnToken, draft_chains
 from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.growth import Level, grow_dynamic, grow_static
 from draftsmith.modules.decoding.stop import Learner, StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree, Typical
+from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import MOST_POSITIONS
 from draftsmith.modules.sampling import Sampler, Source

@@ -8,7 +8,7 @@ DECODING = "tests/modules/decoding"
 EXACT, BATCH, ROWS_ALONE, GREEDY, TREE, TRACE, LIMITS, POOL = (
     f"{DECODING}/{name}_test.py" for name in ("exactness", "batch", "rows", "greedy", "tree", "trace", "limits", "pool")
 )
-POLICIES, NODES = f"{DECODING}/stop_test.py", "tests/modules/acceptance/tree_rule_test.py"
+POLICIES, NODES = f"{DECODING}/stop_test.py", "tests/modules/decoding/tree_rule_test.py"
 REPLAY_TEST = "tests/benchmarks/papers_replay_test.py"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from mutants.mutant import LIMITS, NODES, POLICIES, Mutant
 
 STOP, SURE = "modules/decoding/stop.py", "modules/decoding/confidence.py"
-ONLINE, NODES_PY, REPEATS, HEAD, PREDICTOR = (
-    f"modules/acceptance/{name}.py" for name in ("online", "tree_rule", "repeats", "head", "predictor")
+NODES_PY = "modules/decoding/tree_rule.py"
+ONLINE, REPEATS, HEAD, PREDICTOR = (
+    f"modules/acceptance/{name}.py" for name in ("online", "repeats", "head", "predictor")
 )
 SURE_TEST = "tests/modules/decoding/confidence_test.py"
 ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (

@@ -14,7 +14,6 @@ from draftsmith.eval.bench.measuring import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.modules.acceptance.online import OnlineLogistic
-from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.stop import (
     RecentRatio,
     learned_state,
@@ -22,6 +21,7 @@ from draftsmith.modules.decoding.stop import (
     load_learned_state,
     snapshot_learned_state,
 )
+from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.block.head import DFlashHead, DSparkHead
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_models import PROMPT, H, TableLM, V
 
-from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.stop import RecentRatio
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
+from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import TreeDrafter
 from draftsmith.modules.layers import LlamaConfig

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
+from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 
 TIMES = TreeTimes(first=1.0, step=0.5, verify=tuple(10 + 0.5 * nodes for nodes in range(129)))
 
