@@ -217,7 +217,7 @@ def _page(
 
 def _drafter_card(kind: str, head: Mapping[str, Any]) -> HeadCard:
     what = " ".join((head_class(kind).__doc__ or "").split("\n\n")[0].split())
-    tag, method = ("assisted-generation", "spec:k=5") if kind == MODEL else (kind, f"{kind}:k=5")
+    tag, method = ("assisted-generation", "spec:k=5") if kind == MODEL else (kind, kind)
     return HeadCard(TITLES.get(kind, f"{kind} head"), what, tag, method, _settings(head))
 
 

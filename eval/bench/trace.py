@@ -204,8 +204,8 @@ def write_traces(
     baseline = [row for row in baseline if row["prompt"] in numbers[row["task"]]]
 
     # Fresh runners: methods that learn begin anew, and transformers' own have no rounds to trace.
-    own = [item for item in named if not isinstance(item.method, HFGenerate | HFAssisted)]
-    runners: Any = make_runners(own, models, modes)
+    ours = [item for item in named if not isinstance(item.method, HFGenerate | HFAssisted)]
+    runners: Any = make_runners(ours, models, modes)
     ids: set[int] = set()
     write_text(directory / TRACE, "")
     for row in baseline:

@@ -220,6 +220,7 @@ def candidates(loss_mask: Tensor) -> Tensor:
 class BlockHead(BlockNet):
     """Drafts a block of tokens in one pass over the target's states."""
 
+    default_k = 7
     Config: ClassVar[type] = BlockConfig
     Settings: ClassVar[type] = BlockSettings
     # deepseek-ai/DeepSpec config/dspark.

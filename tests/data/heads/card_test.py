@@ -57,7 +57,7 @@ def test_a_trained_heads_card_says_what_a_reader_needs():
         "1,200 samples, 34,567 tokens": "Data",
         "1,500 steps of `draftsmith train eagle`:\n\n```yaml\nlr: 3.0e-05\ninit: random\nbetas:": "Training",
         "| loss | 1.25 |": "Measured on held-out samples",
-        "draftsmith eval bench --target owner/model --draft DIR --methods eagle:k=5 --prompts FILE ": "tau by task",
+        "draftsmith eval bench --target owner/model --draft DIR --methods eagle --prompts FILE ": "tau by task",
         "draftsmith export --head DIR --format sglang --output DIR-sglang": "How to use it",
         "draftsmith 0.1, torch 2.8, commit 1234.": "Versions",
     }.items():
