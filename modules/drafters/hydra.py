@@ -213,9 +213,18 @@ class HydraNet(MedusaNet):
         self._inputs = self._next(states, torch.tensor([row.tokens[-1:] for row in rows], device=self.device))
         return self._level(0)
 
+    def step(self, tokens: Any, depth: int) -> tuple[Tensor, Tensor]:
+        hidden, logits = self.expand(tokens, None, depth)
+        return logits[:, 0], hidden[:, 0]
+
     def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
         self._descend(tokens, parents)
         return self._level(depth)
+
+    def _level(self, depth: int) -> Level:
+        # A flat product is faster than a batch of small ones.
+        hidden, shape = self.heads[depth](self._inputs.flatten(0, 1)), self._inputs.shape[:2]
+        return Level(hidden.unflatten(0, shape), self.lm_heads[depth](hidden).unflatten(0, shape))
 
     def _descend(self, tokens: Any, parents: Tensor | None) -> None:
         inputs = self._inputs
@@ -237,8 +246,9 @@ class HydraNet(MedusaNet):
         starts = starts.to(self.device)
         states, ids = self._text[starts - self.first_start], self._ids[starts - 1]
         self._inputs = self._next(states, ids)[:, None]
-        return self.hidden(0)[:, 0]
+        return self.heads[0](self._inputs[:, 0])
 
     def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+        self.check_depth(depth)
         self._descend(tokens, parents)
-        return super().read(tokens, parents, depth)
+        return self.heads[depth](self._inputs)

@@ -234,43 +234,41 @@ class MedusaNet(DraftNet):
     def __init__(self, head: MedusaHead, target: CausalLM):
         super().__init__(head.kind, target.device, target.embed)
         self.head = head.lean(target)
-        self.lm_heads = self.head.outputs(head.output or target.lm_head)
-        self.longest_draft, self.capture = head.longest_draft, head.capture
+        self.heads, self.lm_heads = list(self.head.heads), self.head.outputs(head.output or target.lm_head)
+        self.longest_draft, self.capture = head.config.num_heads, head.capture
 
     def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
         for row in rows:
             row.features = row.features[-1:]
-        self._inputs = torch.stack([row.features for row in rows])  # [B, 1, H]
-        return self._level(0)
+        self._inputs = torch.cat([row.features for row in rows])  # [B, H]
+        return self.expand(None, None, 0)
+
+    def step(self, tokens: Any, depth: int) -> tuple[Tensor, Tensor]:
+        hidden = self.heads[depth](self._inputs)
+        return self.lm_heads[depth](hidden), hidden
 
     def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
-        hidden, logits = self._level(depth)
+        logits, hidden = self.step(tokens, depth)
         count = 1 if parents is None else parents.shape[1]
-        return Level(hidden.expand(-1, count, -1), logits.expand(-1, count, -1))
-
-    def hidden(self, depth: int) -> Tensor:
-        """Return the states [B, n, H] of the head of this level."""
-        # A flat product is faster than a batch of small ones.
-        return self.head.heads[depth](self._inputs.flatten(0, 1)).unflatten(0, self._inputs.shape[:2])
-
-    def _level(self, depth: int) -> Level:
-        hidden = self.hidden(depth)
-        logits = self.lm_heads[depth](hidden.flatten(0, 1))
-        return Level(hidden, logits.unflatten(0, hidden.shape[:2]))
+        return Level(hidden[:, None].expand(-1, count, -1), logits[:, None].expand(-1, count, -1))
 
     def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None:
         assert features is not None and len(features) == len(tokens)
         self._text = features
 
     def branch(self, starts: Tensor) -> Tensor:
-        self._inputs = self._text[starts.to(self.device) - self.first_start][:, None]
-        return self.hidden(0)[:, 0]
+        self._inputs = self._text[starts.to(self.device) - self.first_start]
+        return self.heads[0](self._inputs)
 
     def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+        self.check_depth(depth)
+        return self.heads[depth](self._inputs)[:, None]
+
+    def check_depth(self, depth: int) -> None:
+        """Raise InputError if no head predicts what follows this many drafted tokens."""
         if depth == self.longest_draft:
             expected = f"at most {depth - 1} for a head that reads the state after a token"
             raise InputError("depth", depth, expected, "Make labels of shorter drafts, or pass --state before.")
-        return self.hidden(depth)
 
     def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
         if isinstance(depth, int):

@@ -172,6 +172,12 @@ class SlotNet(DraftNet):
         """Return the probability that a slot's token is accepted, behind this token."""
         return sigmoid(logit + self._of_token[previous])
 
+    def step(self, tokens: Any, depth: int) -> tuple[Tensor, Tensor]:
+        if depth == 1 and self._memory is not None:
+            self._memory = self._memory[:, 0]
+        hidden = self._hidden[:, depth]
+        return self._behind(hidden, self._logits[:, depth], self.ids(tokens)[:, 0]), hidden
+
     def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
         if parents is not None and self._memory is not None:
             self._memory = self._memory.gather(1, parents[..., None].expand(-1, -1, self._memory.shape[-1]))
@@ -182,10 +188,14 @@ class SlotNet(DraftNet):
         count = previous.shape[1]
         hidden = self._hidden[:, slot : slot + 1].expand(-1, count, -1)
         logits = self._logits[:, slot : slot + 1].expand(-1, count, -1)
-        if (markov := self.head.markov_head) is not None:
-            z, self._memory = markov.step(hidden, previous, self._memory)
-            logits = logits + markov.markov_w2(z)
-        return Level(hidden, logits)
+        return Level(hidden, self._behind(hidden, logits, previous))
+
+    def _behind(self, hidden: Tensor, logits: Tensor, previous: Tensor) -> Tensor:
+        """Add the Markov head's part to the logits of slots behind these tokens."""
+        if (markov := self.head.markov_head) is None:
+            return logits
+        z, self._memory = markov.step(hidden, previous, self._memory)
+        return logits + markov.markov_w2(z)
 
     # -- branches
 
