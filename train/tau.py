@@ -16,6 +16,7 @@ from draftsmith.data.text.template import prompt_ids
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
 from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer, text_identity
@@ -79,7 +80,7 @@ class TauProbe:
         with torch.autocast(target.device.type, enabled=False):
             # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
-            drafter = head.drafter(target, [FixedLengthStop(self.k)], capacity)
+            drafter = ChainDrafter(head.net(target), [FixedLengthStop(self.k)], capacity)
             setup = DecodeOptions(session=target.session(1, capacity, head.capture), max_nodes=self.k)
             for prompt in own:
                 done = generate_one(

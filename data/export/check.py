@@ -28,6 +28,7 @@ from draftsmith.data.heads.diagnosis import (
 )
 from draftsmith.data.heads.diagnosis import measure as measure_texts
 from draftsmith.data.settings import Dtype, Loading
+from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.finite import NonFinite
@@ -200,7 +201,7 @@ def outputs_along(
     """
     ids, sides = torch.tensor(text["input_ids"]), list[tuple[Tensor, list[list[Tensor]]]]()
     for head in heads:
-        branches = head.branches(lm, depth)
+        branches = BranchDrafter(head.net(lm), depth)
         starts = torch.arange(max(text["loss_mask"].index(True) + 1, branches.min_start), len(ids) + 1)
         branches.open(ids.tolist(), lm.features(ids[None].to(lm.device), capture=head.capture)[0])
         drafted = branches.draft(starts.tolist(), depth, [SamplingParams()] * len(starts))

@@ -21,6 +21,7 @@ from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
+from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.formats.readings import readings
@@ -234,7 +235,7 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
     layers = tuple(sorted({last, *(layer for variant in variants for layer in variant.layers)}))
     context = min([MOST_TOKENS, target.info.max_position, *(variant.head.config.max_position for variant in variants)])
     depths = [depth, *[min(depth, COMPARED)] * len(variants)][: len(variants)]
-    drafting = [variant.head.branches(target, own) for variant, own in zip(variants, depths, strict=True)]
+    drafting = [BranchDrafter(variant.head.net(target), own) for variant, own in zip(variants, depths, strict=True)]
     tally, lengths = torch.zeros(2, depth), [[torch.zeros(0, dtype=torch.long)] for _ in variants]
     per_text: list[int] = []
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices

@@ -22,11 +22,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.stop import StopPolicy
-from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
-from draftsmith.modules.decoding.tree_rule import TreeRule
-from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
+from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.engine.lean import Linear, swap_modules
 from draftsmith.modules.engine.low_precision import Precision, copy_of, linear_of
 from draftsmith.modules.layers import MOST_POSITIONS, LlamaConfig
@@ -225,25 +221,6 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def net(self, target: CausalLM) -> DraftNet:
         """Return the network that drafts, in the target's type and on its device."""
-
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> ChainDrafter:
-        """Return a drafter of chains, with a stop policy for each row; texts have at most `capacity` tokens."""
-        return ChainDrafter(self.net(target), stops, capacity)
-
-    def tree_drafter(
-        self,
-        target: CausalLM,
-        shape: StaticTree | DynamicTree,
-        capacity: int,
-        rows: int = 1,
-        rules: Sequence[TreeRule] | None = None,
-    ) -> TreeDrafter:
-        """Return a drafter of trees. rules: size of dynamic trees, for each row."""
-        return TreeDrafter(self.net(target), shape, capacity, rows, rules)
-
-    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        """Return a drafter from many places of one text, at most `depth` tokens each, for acceptance labels."""
-        return BranchDrafter(self.net(target), depth)
 
     def draft_in(self, precision: Precision, target: CausalLM) -> None:
         """Draft with weights of this precision, and with a copy of the target's lm_head in it.

@@ -351,7 +351,7 @@ class StaticTreeMethod(DraftingMethod):
     def build(self, models: Models, rows: int = 1) -> Drafter:
         shape = replace(models.trees[self.tree], drawn=self.drawn)
         at_most(f"tree {self.tree}, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
-        return models.heads[self.drafter].tree_drafter(models.target, shape, models.capacity, rows)
+        return TreeDrafter(models.heads[self.drafter].net(models.target), shape, models.capacity, rows)
 
 
 @dataclass(frozen=True)
@@ -434,7 +434,7 @@ class DynamicTreeMethod(DraftingMethod):
         """Build the drafter of trees of at most this size, whatever `nodes` and `depth` are."""
         at_most("topk", self.topk, models.target.info.vocab_size)
         shape = DynamicTree(nodes, depth, self.topk)
-        return models.heads[self.drafter].tree_drafter(models.target, shape, models.capacity, rows, rules)
+        return TreeDrafter(models.heads[self.drafter].net(models.target), shape, models.capacity, rows, rules)
 
 
 # -- names

@@ -374,7 +374,8 @@ class FrozenDrafter:
 
     def branches(self, depth: int) -> BranchDrafter:
         """Build a drafter from many positions of a text, at most `depth` tokens each."""
-        return BranchDrafter(DraftModelNet(self.lm), depth) if self.head is None else self.head.branches(self.lm, depth)
+        net = DraftModelNet(self.lm) if self.head is None else self.head.net(self.lm)
+        return BranchDrafter(net, depth)
 
     @torch.no_grad()
     def features(self, text: Sequence[int], length: int) -> Tensor | None:

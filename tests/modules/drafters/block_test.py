@@ -12,6 +12,7 @@ from plain_block import PlainBlock
 from table_models import H, TableLM, V, decoded_distribution, target_distribution, total_variation
 from tiny_models import tiny_llama_dir
 
+from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
 from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
@@ -20,7 +21,7 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
 from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
-from draftsmith.modules.drafters.net import ChainDrafter
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import sampled_columns
 from draftsmith.modules.pretrained.models import load_lm
@@ -199,7 +200,7 @@ def test_chains_of_any_number_of_rows_are_the_plain_ones(head, target, drafts):
     for rows in ([0], [0, 1, 2]):
         seen: dict[int, list[Round]] = {}
         chosen = [prompts[row] for row in rows]
-        drafter = head.drafter(target, [FixedLengthStop(drafts) for _ in rows], 64)
+        drafter = ChainDrafter(head.net(target), [FixedLengthStop(drafts) for _ in rows], 64)
         options = DecodeOptions(on_round=lambda done, seen=seen: seen.setdefault(done.row, []).append(done))
         sources = [TorchSource(0) for _ in rows]
         done = generate(target, drafter, chosen, SamplingParams(), 12, sources, (), options)
@@ -223,7 +224,7 @@ TOLERANCE = 1e-7
 def test_branches_are_the_plain_drafts_from_every_place(head, target):
     text, depth = [5, 9, 30, 4, 77, 8, 2, 250, 11], head.config.drafts
     states = target.features(torch.tensor([text]), capture=head.config.capture)[0]
-    branches, starts = head.branches(target, depth), [2, 5, len(text)]
+    branches, starts = BranchDrafter(head.net(target), depth), [2, 5, len(text)]
     branches.open(text, states)
     drafted = branches.draft(starts, depth, [SamplingParams()] * len(starts))
     for number, start in enumerate(starts):
@@ -238,7 +239,7 @@ def test_every_node_of_a_drawn_tree_has_the_plain_distribution_of_its_path(head,
     shape = StaticTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0]])
     prompt, first, oracle = [5, 9, 30, 4, 77], 42, plain(head, target)
     states = target.features(torch.tensor([prompt]), capture=head.config.capture)[0]
-    drafter = head.tree_drafter(target, dataclasses.replace(shape, drawn=True), 64)
+    drafter = TreeDrafter(head.net(target), dataclasses.replace(shape, drawn=True), 64)
     drafter.begin(0, prompt, states, first)
     (tree,) = drafter.propose([SLOTS], SamplingParams(1.0), [TorchSource(0)])
     depth = max(shape.depths)
@@ -272,7 +273,7 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
             values = sure.cumprod(0) if product else sure
             below = [i for i, value in enumerate(values.tolist()) if value < threshold]
             wanted = tokens[: below[0]] if below else tokens
-            drafter = head.drafter(target, [SlotConfidenceStop(threshold, product, SLOTS)], 64)
+            drafter = ChainDrafter(head.net(target), [SlotConfidenceStop(threshold, product, SLOTS)], 64)
             drafter.begin(0, prompt, states, first)
             (tree,) = drafter.propose([SLOTS], SamplingParams(), [TorchSource(0)])
             assert list(tree.tokens) == wanted
@@ -297,7 +298,7 @@ def table_head(shape: str) -> Any:
 def test_dynamic_trees_of_one_pass_are_lossless(shape):
     target, head = TableLM(1), table_head(shape)
     tree = DynamicTree(nodes=6, depth=2, topk=2)
-    found = decoded_distribution(target, lambda: head.tree_drafter(target, tree, 32), SAMPLING, 3, 5)
+    found = decoded_distribution(target, lambda: TreeDrafter(head.net(target), tree, 32), SAMPLING, 3, 5)
     assert total_variation(found, target_distribution(target, SAMPLING, 3)) < 1e-10
 
 
@@ -306,9 +307,10 @@ def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypat
     target, head, threshold = TableLM(1), table_head("vanilla"), 0.2
 
     def difference() -> float:
-        found = decoded_distribution(
-            target, lambda: head.drafter(target, [SlotConfidenceStop(threshold, False, 3)], 32), SAMPLING, 3, 5
-        )
+        def drafter() -> ChainDrafter:
+            return ChainDrafter(head.net(target), [SlotConfidenceStop(threshold, False, 3)], 32)
+
+        found = decoded_distribution(target, drafter, SAMPLING, 3, 5)
         return total_variation(found, target_distribution(target, SAMPLING, 3))
 
     assert difference() < 1e-10

@@ -115,7 +115,8 @@ def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(l
         pytest.skip("the head takes its sizes from a lean target")
     head = captured_head(lm)
     features = lm.features(torch.tensor([text]), capture=head.capture)[0]
-    check(head.branches(lm, DEPTH), lambda stop: head.drafter(lm, [stop], 64), text, features, lm.info.vocab_size)
+    branches = BranchDrafter(head.net(lm), DEPTH)
+    check(branches, lambda stop: ChainDrafter(head.net(lm), [stop], 64), text, features, lm.info.vocab_size)
 
 
 def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):

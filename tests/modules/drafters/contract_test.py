@@ -18,6 +18,7 @@ from table_models import H, TableLM, V, captured, decoded_distribution, target_d
 from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
@@ -31,6 +32,7 @@ from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.drafters.method import CostModel, Models
 from draftsmith.modules.drafters.methods import DynamicTreeMethod, methods_of
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
@@ -235,7 +237,7 @@ def test_its_branches_draft_what_its_chains_draft(drafter):
     target, text = TableLM(1), [2, 0, 1, 3, 0, 1]
     drafter = drafter.double()
     features = captured(torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))]), drafter.capture)
-    branches = drafter.branches(target, 3)
+    branches = BranchDrafter(drafter.net(target), 3)
     branches.open(text, features)
     drafted = branches.draft([len(text)], 3, [SamplingParams()])
     assert drafted.tokens.shape == (1, 3) and drafted.hidden.shape[:2] == (1, 3)
@@ -251,18 +253,28 @@ def test_it_drafts_in_the_targets_type_whatever_its_own_is(drafter, own, theirs)
     shape = StaticTree.from_paths([[0], [1], [0, 0]])
     drafted = []
     for head in (drafter, copy.deepcopy(drafter).to(theirs)):
-        branches = head.branches(target, 3)
+        branches = BranchDrafter(head.net(target), 3)
         branches.open(text, features)
         found = [branches.draft([len(text)], 3, [SamplingParams()]).tokens.tolist()]
-        drafters = [head.drafter(target, [FixedLengthStop(3)], CAPACITY)]
-        if type(head).tree_drafter is not DraftHead.tree_drafter:
-            drafters.append(head.tree_drafter(target, shape, CAPACITY))
+        drafters = [ChainDrafter(head.net(target), [FixedLengthStop(3)], CAPACITY)]
+        if head.net(target).drafts_trees:
+            drafters.append(TreeDrafter(head.net(target), shape, CAPACITY))
         for each in drafters:
             done = generate_one(target, each, text, SAMPLING, 8, TorchSource(0), ())
             found.append((done.tokens, done.trace.num_draft_tokens))
             assert done.trace.num_draft_tokens > 0
         drafted.append(found)
     assert drafted[0] == drafted[1] and {weight.dtype for weight in drafter.parameters()} == {own}
+
+
+def test_its_copy_for_decoding_holds_no_weight_twice(drafter):
+    """A head may be large, and tau is measured while it is trained."""
+    weight = next(drafter.parameters())
+    own = {tensor.data_ptr() for tensor in drafter.parameters()}
+    same = drafter.like(TableLM(1, dtype=weight.dtype))
+    assert {tensor.data_ptr() for tensor in same.parameters()} == own
+    other = drafter.like(TableLM(1, dtype=torch.bfloat16))
+    assert {tensor.dtype for tensor in other.parameters()} == {torch.bfloat16} and weight.dtype != torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", sorted(learned()))

@@ -11,9 +11,11 @@ from table_methods import random_hydra_heads
 from table_models import H, TableLM, V
 from torch import Tensor
 
+from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
@@ -140,7 +142,7 @@ def test_a_new_head_passes_what_it_reads_of_the_target_through(plus: bool) -> No
 def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_path(plus: bool, rows: int) -> None:
     target, head, rng = TableLM(1), random_hydra_heads(2, plus), torch.Generator().manual_seed(0)
     paths = sorted([[0], [2], [0, 1], [2, 0], [2, 3], [2, 3, 1]], key=lambda path: (len(path), path))
-    drafter = head.tree_drafter(target, StaticTree.from_paths(paths), 32, rows)
+    drafter = TreeDrafter(head.net(target), StaticTree.from_paths(paths), 32, rows)
     texts = [torch.randint(V, (4 + row,), generator=rng).tolist() for row in range(rows)]
     features = [torch.randn(len(text) - 1, H, generator=rng, dtype=torch.float64) for text in texts]
     for row, text in enumerate(texts):
@@ -158,7 +160,7 @@ def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_pat
 def test_a_chain_reads_what_it_has_drafted(plus: bool) -> None:
     """Over several rounds, whose rejected tokens leave nothing behind."""
     target, head, rng = TableLM(1), random_hydra_heads(2, plus), torch.Generator().manual_seed(0)
-    drafter, text = head.drafter(target, [FixedLengthStop(3)], 32), [1, 3]
+    drafter, text = ChainDrafter(head.net(target), [FixedLengthStop(3)], 32), [1, 3]
     features = torch.randn(2, H, generator=rng, dtype=torch.float64)
     drafter.begin(0, text, features, 2)
     text = [*text, 2]
@@ -179,7 +181,7 @@ def test_branches_read_the_tokens_of_their_own_drafts(plus: bool) -> None:
     target, head, rng = TableLM(1), random_hydra_heads(5, plus), torch.Generator().manual_seed(1)
     text = torch.randint(V, (7,), generator=rng).tolist()
     features = torch.randn(7, H, generator=rng, dtype=torch.float64)
-    branches = head.branches(target, 3)
+    branches = BranchDrafter(head.net(target), 3)
     branches.open(text, features)
     starts = [2, 3, 5, 7]
     drafted = branches.draft(starts, 3, [SamplingParams()] * 4)

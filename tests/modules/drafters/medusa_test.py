@@ -8,10 +8,12 @@ from table_methods import random_hydra_heads, random_medusa_heads
 from table_models import H, TableLM, V
 
 from draftsmith.eval.bench.runner import read_tree
+from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.net import TreeDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
@@ -77,7 +79,7 @@ def test_lm_heads_of_their_own_begin_as_the_targets() -> None:
 @OWN
 def test_states_of_drafts_are_read_by_the_lm_head_of_their_level(own: bool) -> None:
     target, head = TableLM(1), random_medusa_heads(2, own)
-    branches = head.branches(target, 2)
+    branches = BranchDrafter(head.net(target), 2)
     hidden, level = torch.randn(7, H, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1, 0, 0])
     wanted = [(head.lm_heads[n].weight if own else target._lm_head) @ h for n, h in zip(level, hidden, strict=True)]
     assert torch.allclose(branches.lm_head(hidden, level), torch.stack(wanted))
@@ -92,7 +94,7 @@ def test_lm_heads_of_their_own_draft_in_fewer_bits() -> None:
     head.draft_in("int8", target)
     assert head.output is None and head.precision == "int8"
     hidden = torch.randn(4, H, dtype=torch.float64)
-    found, exact = head.branches(target, 1).lm_head(hidden), hidden @ head.lm_heads[0].weight.double().T
+    found, exact = BranchDrafter(head.net(target), 1).lm_head(hidden), hidden @ head.lm_heads[0].weight.double().T
     assert not torch.equal(found, exact) and torch.allclose(found, exact, atol=0.05)  # 8 bits of 1 and less
 
 
@@ -109,7 +111,8 @@ def test_a_node_is_what_the_head_of_its_depth_ranks(own: bool, rows: int) -> Non
     """Whatever its parent is, and of the last token's state alone."""
     target, head = TableLM(1), random_medusa_heads(2, own)
     paths = [[0], [2], [0, 1], [2, 0], [2, 3], [2, 3, 1]]
-    drafter, rng = head.tree_drafter(target, StaticTree.from_paths(paths), 32, rows), torch.Generator().manual_seed(0)
+    drafter = TreeDrafter(head.net(target), StaticTree.from_paths(paths), 32, rows)
+    rng = torch.Generator().manual_seed(0)
     features = torch.randn(rows, 3, H, generator=rng, dtype=torch.float64)
     for row in range(rows):
         drafter.begin(row, [1, 2, 0], features[row], 3)

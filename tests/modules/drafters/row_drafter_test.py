@@ -30,7 +30,7 @@ def test_policies_hear_the_verdict_on_every_round_but_the_last(name):
         drafter = ChainDrafter(DraftModelNet(TableLM(2)), [stop], 64)
     else:
         made = {"eagle": random_eagle_head, "medusa": random_medusa_heads, "hydra": random_hydra_heads}
-        drafter = made[name](2).drafter(target, [stop], 64)
+        drafter = ChainDrafter(made[name](2).net(target), [stop], 64)
     done = generate_one(target, drafter, PROMPT, SamplingParams(1.0), 30, TorchSource(0), ())
     assert stop.heard == [(step.num_drafted, step.num_accepted) for step in done.trace.steps[:-1]]
     assert any(accepted for _, accepted in stop.heard)
