@@ -32,7 +32,7 @@ from draftsmith.data.store.datasets import Item, pack_features
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, EagleConfig, EagleHead, eagle_loss, eagle_training, shift
+from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleConfig, EagleHead, eagle_loss, eagle_training, shift
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.types import LossOutput, at_least

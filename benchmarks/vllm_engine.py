@@ -28,7 +28,7 @@ from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.drafters.eagle3.net import default_layers
+from draftsmith.modules.drafters.eagle3 import default_layers
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions

@@ -12,8 +12,7 @@ FILES = [
     *(f"modules/engine/{name}.py" for name in ("lean", "rows", "cache", "graphs")),
     *(f"modules/{name}.py" for name in ("sampling", "losses", "attention", "transfer")),
     *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain", "growth")),
-    *(f"modules/drafters/{name}.py" for name in ("net", "draft_model", "feature_heads")),
-    *(f"modules/drafters/{name}.py" for name in ("eagle/head", "eagle/net", "eagle3/head", "eagle3/net")),
+    *(f"modules/drafters/{name}.py" for name in ("net", "draft_model", "feature_heads", "eagle", "eagle3")),
     *(f"train/{name}.py" for name in ("module", "bad_steps", "features", "metrics", "tracking")),
 ]
 HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"
@@ -38,7 +37,7 @@ ALLOWED = {
     "modules/decoding/growth.py:grow_static": (1, "one transfer a draft"),
     "modules/decoding/growth.py:_trees": (1, "one transfer a draft"),
     "modules/decoding/growth.py:_draw_static": (1, "of a drawn tree: each level, and each draw"),
-    "modules/drafters/eagle3/head.py:loss_count": (1, HOST),
+    "modules/drafters/eagle3.py:loss_count": (1, HOST),
     "train/bad_steps.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
     "train/module.py:agree": (1, "between ranks only, at the step's begin: what they count together"),
     "train/features.py:read": (1, "of a feature cache only"),

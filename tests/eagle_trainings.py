@@ -8,7 +8,7 @@ from pathlib import Path
 from trained_runs import fake_trainer, micro_batch
 
 from draftsmith.data.store.datasets import collate_features, open_dataset
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle import EagleHead
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data import MicroBatch

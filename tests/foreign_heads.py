@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, TargetFacts
 from draftsmith.modules.layers import LlamaConfig, RopeScaling

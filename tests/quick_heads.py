@@ -16,9 +16,8 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.stop import PredictorStop, ThresholdRule
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings, draft_vocabulary
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, Eagle3Settings, draft_vocabulary, layer_like
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.optimizers import MuonAdamW
 

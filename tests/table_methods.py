@@ -16,7 +16,7 @@ from draftsmith.modules.decoding.stop import ConfidenceStop, CostRule, FixedLeng
 from draftsmith.modules.decoding.tree import DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.draft_model import DraftModelNet
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.hydra import HydraConfig, HydraHead
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 HEADS = {
     "dflash": ("block.head", "DFlash: drafts a whole block in one pass, each token from its slot (Chen et al. 2026)."),
     "draft": (
-        "draft",
+        "draft_model",
         "Draft model: some of the target's layers, distilled on its answers (DistillSpec, Zhou et al. 2023).",
     ),
     "dspark": (
         "block.head",
         "DSpark: drafts a block in one pass, its tokens in order, with a confidence head (deepseek-ai/DeepSpec 2026).",
     ),
-    "eagle": ("eagle.head", "EAGLE head: drafts from the target's own features (Li et al. 2024, both papers)."),
+    "eagle": ("eagle", "EAGLE head: drafts from the target's own features (Li et al. 2024, both papers)."),
     "eagle3": (
-        "eagle3.head",
+        "eagle3",
         "EAGLE-3: drafts from several layers of the target, trained on its own states (Li et al. 2025).",
     ),
     "hydra": (

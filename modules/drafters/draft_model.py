@@ -1,17 +1,33 @@
-"""A small language model drafts chains (Leviathan et al. 2023; Chen et al. 2023)."""
+"""Draft models: a small language model drafts chains (Leviathan et al. 2023; Chen et al. 2023).
+
+The head is made of some of the target's layers and distilled on its answers (DistillSpec, Zhou et al. 2023).
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.modules import flops
+from draftsmith.modules.attention import Documents
 from draftsmith.modules.decoding.branches import BranchedText
 from draftsmith.modules.decoding.growth import Level
+from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.net import DraftNet, RowState
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.engine.low_precision import Precision
+from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.losses import Divergence, distances
+from draftsmith.modules.targets.base import CausalLM, ModelInfo
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.transfer import true_places
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config
 
 
 class DraftModelNet(DraftNet):
@@ -96,3 +112,176 @@ class DraftModelNet(DraftNet):
     def drop(self) -> None:
         assert self._text is not None, "open a text first"
         self._text.drop()
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Config of a draft model.
+
+    llama: its sizes. kept: the layers that it began as, counted from 0 in the model it was made from. source: directory
+    of that model, whose config.json and tokenizer it takes.
+    """
+
+    llama: LlamaConfig
+    kept: tuple[int, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.llama.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.llama.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        return self.llama.max_position
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSettings:
+    """Distil a draft model from the target's answers: some of its layers, or the model of --init. The result is a plain
+    transformers model.
+
+    Attributes:
+        keep_layers: Layers of the target that it begins as, from 0, ascending. Default: one of six, evenly spaced, with
+            the first and the last. With --init: layers of that model, by default all.
+        loss: Distance between the distributions of target p and draft q: forward KL(p|q), or tvd, total variation,
+            whose complement is the probability that a drawn token is accepted; or FILE.py:FUNCTION, of (draft logits
+            [N, V], target probabilities [N, V]).
+        train_embeddings: Train embedding and lm_head too, which begin as the target's.
+    """
+
+    keep_layers: tuple[int, ...] = ()
+    loss: str = "forward"  # in training also a function (train/own_loss.py)
+    train_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss, str) and ":" not in self.loss and self.loss not in ("forward", "tvd"):
+            raise InputError("loss", repr(self.loss), "forward, tvd or FILE.py:FUNCTION", "Change it.")
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Return one of six layers, at least two, evenly spaced, with the first and the last."""
+    count = min(num_layers, max(2, round(num_layers / 6)))
+    return tuple(round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))
+
+
+class DraftModelHead(DraftHead):
+    """A small language model of the target's tokenizer that begins as some of its layers, with its embedding and
+    lm_head, and learns its distributions on its answers (DistillSpec, Zhou et al. 2023)."""
+
+    kind = "draft"
+    drafts = ()  # methods take any language model
+    Config, Settings = DraftConfig, DraftSettings
+    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3}
+    whole_weights = True  # of its lm_head
+    is_model = True
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config, self.model = config, LlamaModel(config.llama)
+
+    # -- a new head
+
+    @classmethod
+    def new_config(cls, settings: DraftSettings, target: LlamaConfig) -> DraftConfig:
+        kept = tuple(settings.keep_layers) or default_layers(target.num_layers)
+        if list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < target.num_layers:
+            expected = f"ascending numbers from 0 to {target.num_layers - 1}, the model's layers"
+            raise InputError("keep_layers", " ".join(map(str, kept)), expected, "Change it.")
+        return DraftConfig(dataclasses.replace(target, num_layers=len(kept)), kept)
+
+    @classmethod
+    def shape(cls, config: DraftConfig) -> dict[str, Any]:
+        return {"keep_layers": config.kept}
+
+    def start(self, weights: TargetWeights) -> None:
+        """Take everything but the layers that are not kept."""
+        theirs = {f"layers.{old}.": f"model.layers.{new}." for new, old in enumerate(self.config.kept)}
+        theirs |= {name: f"model.{name}" for name in ("embed_tokens.", "norm.", "lm_head.")}
+        own = dict(self.named_parameters())
+        for name, tensor in weights.tensors(tuple(theirs)).items():
+            prefix = next(prefix for prefix in theirs if name.startswith(prefix))
+            ours = theirs[prefix] + name.removeprefix(prefix)
+            # A tied lm_head is the embedding, whether the files hold it or not.
+            if ours in own:
+                weight = own.pop(ours).data
+                # Models of one tokenizer may pad their embeddings to other sizes than the target.
+                weight[: len(tensor)] = tensor[: len(weight)]
+                weight[len(tensor) :] = 0
+        if own:
+            found = f"{weights.path} without {', '.join(sorted(own)[:4])}"
+            raise InputError("target", found, "all tensors config.json asks for", "Check the checkpoint.")
+        self.config = dataclasses.replace(self.config, source=weights.path)
+
+    def freeze(self, settings: DraftSettings) -> None:
+        for layer in (self.model.embed_tokens, self.model.lm_head):
+            layer.requires_grad_(settings.train_embeddings)
+
+    # -- loss
+
+    @classmethod
+    def loss_count(cls, batch: FeatureBatch, settings: Any) -> int:
+        return int(counted(batch).sum())
+
+    def loss(
+        self, batch: FeatureBatch, target: CausalLM, settings: DraftSettings, step: TrainStep | None
+    ) -> LossOutput:
+        """Return the mean divergence over the answers' tokens; `accepted` is the mean of sum_v min(p_v, q_v)."""
+        ids, documents, states = batch.input_ids, None, batch.features
+        assert states is not None, "the target reads the batch first"
+        if batch.lengths is not None:
+            documents = Documents.of(batch.lengths, ids.device)
+            ids = documents.side_by_side(ids)  # [D, L]
+        hidden = self.model.features(ids)  # [B, T, H]
+        if documents is not None:
+            hidden = documents.end_to_end(hidden)  # [1, N, H]
+
+        # Logits are made for the rows that count only.
+        rows = true_places(counted(batch), None if step is None else step.logit_rows)  # [N]
+        measured = step is None or step.logged
+        own, wanted = (each.flatten(0, 1).index_select(0, rows) for each in (hidden, states))  # [N, H] each
+        weights = torch.ones(len(rows), 1, dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
+        compared = distances(
+            target.lm_head, self.config.vocab_size, wanted.to(target.dtype), self.model.lm_head.weight, None, [own],
+            weights, measured=measured, divergence=cast(Divergence, settings.loss),
+        )  # fmt: skip
+        total, sums = compared.total, {"loss": compared.total.detach()}
+        if measured:
+            sums |= {"top1": compared.right.sum(), "accepted": compared.accepted.sum()}
+        count = torch.full((), len(rows), device=own.device)
+        return LossOutput(total / count.clamp_min(1), sums, dict.fromkeys(sums, count))
+
+    @classmethod
+    def flops(cls, config: DraftConfig, settings: DraftSettings, step: TrainStep, logit_rows: int) -> float:
+        logits = 1 + (flops.TRAINED if settings.train_embeddings else flops.FROZEN_PASSING)
+        layers = flops.TRAINED * flops.layers_forward(config.llama, step.lengths)
+        return layers + logits * flops.lm_head_forward(config.llama, logit_rows)
+
+    # -- drafter
+
+    def language_model(self, target: CausalLM) -> CausalLM:
+        """Return a frozen copy for decoding, in the target's type and on its device."""
+        llama = self.config.llama
+        model = copy.deepcopy(self.model).to(target.device, target.dtype).eval().requires_grad_(False)
+        info = ModelInfo(llama.hidden_size, llama.vocab_size, llama.num_layers, llama.max_position, (), {})
+        return LlamaLM(model, info, target.packed, self.precision)
+
+    def net(self, target: CausalLM) -> DraftModelNet:
+        return DraftModelNet(self.language_model(target))
+
+    def draft_in(self, precision: Precision, target: CausalLM) -> None:
+        # Its lm_head is its own.
+        self.precision = precision
+
+
+# Alignment. Row t has read x_t, as the target's state f_t has, and both predict x_{t+1}. It counts if x_{t+1} is of an
+# answer, and of the same document.
+def counted(batch: FeatureBatch) -> Tensor:
+    """Return the rows [B, T] (bool) whose predictions count."""
+    return F.pad(batch.loss_mask[:, 1:] & (batch.position_ids[:, 1:] > 0), (0, 1))

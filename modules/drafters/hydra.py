@@ -17,7 +17,7 @@ from draftsmith.modules.attention import Documents
 from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.eagle.net import EagleConfig
+from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.medusa import MOST_BLOCKS, MedusaHead, MedusaNet, MedusaSettings, lm_head_passes
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.lean import LeanStack, Taps

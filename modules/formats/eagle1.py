@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.formats.base import (
     ImportedHead,
     Package,
@@ -61,5 +61,5 @@ class Eagle1Format(LlamaFormat):
         llama = dataclasses.replace(llama, max_position=longest_text(llama, target, notes), **biases)
         config = EagleConfig(llama, fc_bias)
         with torch.device("meta"):
-            check_tensors(EagleNet(config), tensors)
+            check_tensors(EagleHead(config), tensors)
         return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))

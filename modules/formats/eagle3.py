@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net
-from draftsmith.modules.drafters.eagle3.net import default_layers as layers_of_target
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head
+from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
 from draftsmith.modules.formats.base import ImportedHead, Package, Problem, TargetFacts, as_stored, check_tensors
 from draftsmith.modules.formats.llama import (
     UNSUPPORTED,
@@ -94,7 +94,7 @@ class Eagle3Format(LlamaFormat):
         llama = dataclasses.replace(llama, num_layers=1, max_position=longest, qk_norm=qk_norm, **biases)
         config = Eagle3Config(llama, capture, drafted, **flags._asdict())
         with torch.device("meta"):
-            check_tensors(Eagle3Net(config), tensors, self.disk_name)
+            check_tensors(Eagle3Head(config), tensors, self.disk_name)
         return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))
 
     def capture(

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.block.net import BlockConfig
-from draftsmith.modules.drafters.eagle.net import EagleConfig
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config
+from draftsmith.modules.drafters.eagle import EagleConfig
+from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats.base import Served, TargetFacts
 from draftsmith.modules.formats.block import NON_CAUSAL, OUTPUTS, STATES, settings
 from draftsmith.modules.formats.eagle3 import IDS, default_layers, layer_ids

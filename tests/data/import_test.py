@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.data.export.import_head import ImportConfig, run
 from draftsmith.launch.cli import main
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import head_config, load_head, save_head
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import load_lm

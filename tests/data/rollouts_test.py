@@ -23,7 +23,7 @@ from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, ta
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.draft_model import DraftModelNet
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.heads import FrozenDrafter, drafter_identity, save_head
 from draftsmith.modules.pretrained.models import load_lm

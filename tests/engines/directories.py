@@ -45,9 +45,8 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import facts_of
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, DocumentBlocks, layers_like
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors

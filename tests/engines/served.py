@@ -32,7 +32,7 @@ from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate, generate_one
-from draftsmith.modules.drafters.eagle3.net import layer_like
+from draftsmith.modules.drafters.eagle3 import layer_like
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.hub import resolve_model

@@ -7,7 +7,7 @@ from run_models import run_models
 from tiny_models import tiny_llama_dir
 
 from draftsmith.eval.costs import MeasuredTimes, interpolate, measure_step_cost
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.pretrained.models import load_lm

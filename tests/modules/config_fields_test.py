@@ -11,8 +11,8 @@ import pytest
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
 from draftsmith.modules.drafters.block.net import BlockConfig
-from draftsmith.modules.drafters.eagle.net import EagleConfig
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config
+from draftsmith.modules.drafters.eagle import EagleConfig
+from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.layers import LlamaConfig, RopeScaling

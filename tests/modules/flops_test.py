@@ -20,7 +20,7 @@ from draftsmith.modules.acceptance.head import (
     AcceptanceHeadConfig,
     acceptance_training,
 )
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, eagle_loss, eagle_training
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_loss, eagle_training
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.types import AcceptanceBatch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.modules import losses
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.eagle.head import eagle_loss
+from draftsmith.modules.drafters.eagle import eagle_loss
 from draftsmith.modules.losses import (
     acceptance_loss,
     chunked,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
-HEAD, NET, LOSS = "modules/drafters/eagle3/head.py", "modules/drafters/eagle3/net.py", "modules/losses.py"
+HEAD, LOSS = "modules/drafters/eagle3.py", "modules/losses.py"
 DIAGONAL, LEAN, PAIRS = "modules/attention.py", "modules/engine/lean.py", "modules/drafters/feature_heads.py"
 TRAINING, NET_TEST = (f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net"))
 LOSS_TEST = "tests/modules/losses_test.py"
@@ -26,17 +26,17 @@ MUTANTS = [
            (TRAINING,)),
     Mutant("eagle3-reach-forgets-what-came-before", LOSS, "(chance * counted).cumprod(1)", "(chance * counted)",
            (TRAINING,)),
-    Mutant("eagle3-rope-stays-at-the-first-pass", NET, "at = (position_ids + j)", "at = position_ids", (NET_TEST,)),
-    Mutant("eagle3-embeddings-stay-at-the-first-pass", NET, "normed[:, j : j + rows]", "normed[:, :rows]", (NET_TEST,)),
+    Mutant("eagle3-rope-stays-at-the-first-pass", HEAD, "at = (position_ids + j)", "at = position_ids", (NET_TEST,)),
+    Mutant("eagle3-embeddings-stay-at-the-first-pass", HEAD, "normed[:, j : j + rows]", "normed[:, :rows]", (NET_TEST,)),
     Mutant("eagle3-state-before-embedding", LEAN, "torch.cat([self.input_norm(embeds), hidden], -1)",
            "torch.cat([hidden, self.input_norm(embeds)], -1)", (TRAINING,)),
     Mutant("eagle3-output-norm-lost-in-decoding", PAIRS, "self.head.normed(hidden if picked is None else picked_of(hidden, picked))",
            "hidden if picked is None else picked_of(hidden, picked)", (TRAINING,)),
 
-              Mutant("eagle3-residual-is-the-normed-state", NET,
+              Mutant("eagle3-residual-is-the-normed-state", HEAD,
            "(state if layer.normed_residual else hidden)",
            "state", (NET_TEST,)),
-    Mutant("eagle3-draft-ids-taken-for-the-targets", NET, "index_copy_(-1, self.d2t, logits)",
+    Mutant("eagle3-draft-ids-taken-for-the-targets", HEAD, "index_copy_(-1, self.d2t, logits)",
            "index_copy_(-1, torch.arange(logits.shape[-1]), logits)", (TRAINING,)),
     Mutant("eagle3-acceptance-of-renormed-p", LOSS, "p if share is None else p * share", "p", (LOSS_TEST,)),
     Mutant("loss-gradient-of-what-is-no-distribution", LOSS, "        q /= norm\n", "", (LOSS_TEST,)),

@@ -7,7 +7,7 @@ from mutants.mutant import REPLAY_TEST, Mutant
 REPLAY, RECORDING = "benchmarks/papers/replay.py", "benchmarks/papers/rollouts.py"
 LOSSES, METRICS = "modules/losses.py", "modules/acceptance/metrics.py"
 EAGLE, MEDUSA, MEDUSA_TEST = (
-    "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
+    "modules/drafters/eagle.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
 )  # fmt: skip
 HYDRA, HYDRA_TEST = "modules/drafters/hydra.py", "tests/modules/drafters/hydra_test.py"
 MEDUSA_FORMAT, MEDUSA_READ = "modules/formats/medusa.py", "tests/modules/formats/medusa_test.py"

@@ -6,8 +6,7 @@ from mutants.mutant import LIMITS, REPLAY_TEST, TREE, Mutant
 
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/decoding/growth.py"
 DRAFTING, READER = "modules/drafters/feature_heads.py", "modules/engine/rows.py"
-EAGLE, CACHE = "modules/drafters/eagle/head.py", "modules/engine/cache.py"
-NET = "modules/drafters/eagle/net.py"
+EAGLE, CACHE = "modules/drafters/eagle.py", "modules/engine/cache.py"
 BLOCK, BLOCK_HEAD = (f"modules/drafters/block/{name}.py" for name in ("drafter", "head"))
 BLOCK_TEST = "tests/modules/drafters/block_test.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
@@ -63,7 +62,7 @@ MUTANTS = [
            ("tests/train/eagle_test.py",)),
     Mutant("eagle-rows-see-the-newer-pass-only", "modules/attention.py", "entries[0], entries[1:])", "entries[0], entries[-1:])",
            (EAGLE_TEST,)),
-    Mutant("eagle-passes-stay-at-the-first-position", NET, "at = (position_ids + j)", "at = position_ids",
+    Mutant("eagle-passes-stay-at-the-first-position", EAGLE, "at = (position_ids + j)", "at = position_ids",
            (EAGLE_TEST,)),
     Mutant("eagle-context-one-too-long", DRAFTING, "self.longest_text = most + 2",
            "self.longest_text = most + 3", (CONTEXTS,)),

@@ -16,7 +16,7 @@ from rank_jobs import run_on_ranks
 from trained_runs import losses, weights
 
 from draftsmith.data.store.datasets import open_dataset, pack_features
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle import EagleHead
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainConfig

@@ -16,7 +16,7 @@ from trained_runs import newest_state, weights
 
 import draftsmith
 from draftsmith.data import prompts, responses
-from draftsmith.modules.drafters.draft import default_layers
+from draftsmith.modules.drafters.draft_model import default_layers
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

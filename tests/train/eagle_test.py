@@ -16,7 +16,7 @@ from trained_runs import losses, newest_state, step_loss, validate
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, eagle_training, noise_like, shift
+from draftsmith.modules.drafters.eagle import EagleHead, eagle_loss, eagle_training, noise_like, shift
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.pretrained.heads import load_head

@@ -16,7 +16,7 @@ from tiny_models import tiny_llama_dir
 from trained_runs import validate
 
 from draftsmith.modules.drafters import head_class, learned
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle import EagleHead
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm, target_shape
 from draftsmith.modules.types import InputError

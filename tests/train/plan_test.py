@@ -13,7 +13,7 @@ import pytest
 from tiny_models import tiny_llama_dir
 
 from draftsmith.launch.cli import main
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

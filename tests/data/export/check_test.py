@@ -12,7 +12,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.export.check import RECORD, CheckConfig
 from draftsmith.data.export.check import run as check
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle import EagleHead
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

@@ -13,8 +13,7 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.gguf import write_gguf_model
 from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.pretrained.gguf import open_gguf
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm

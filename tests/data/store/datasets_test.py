@@ -105,7 +105,7 @@ def test_pieces_count_every_token_once_and_begin_at_position_0(chain, overlap):
         assert positions.tolist() == [*range(length), *[0] * (size - length)]
     assert torch.cat([torch.arange(length) for length in pieces.lengths]).equal(pack_features(items).position_ids[0])
 
-    # With an overlap of two, the first two tokens of a piece are never predicted (drafters/eagle/head.py, shift).
+    # With an overlap of two, the first two tokens of a piece are never predicted (drafters/eagle.py, shift).
     # Pieces of a row share its number; the prompts are longer than the overlap.
     counted = [t for item in items for t in item["input_ids"][overlap:][item["loss_mask"][overlap:]].tolist()]
     expected = [token for item in whole for token in item["input_ids"][item["loss_mask"]].tolist()]

@@ -12,7 +12,7 @@ from draftsmith.data import acceptance
 from draftsmith.data.features import text_dataset
 from draftsmith.data.store.datasets import answer_lengths, open_dataset
 from draftsmith.data.text.answers import Supervision, spans
-from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
+from draftsmith.modules.drafters.eagle import LOOKAHEAD
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig

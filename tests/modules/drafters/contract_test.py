@@ -25,9 +25,8 @@ from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
-from draftsmith.modules.drafters.eagle.head import EagleConfig
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.eagle import EagleConfig
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.drafters.method import CostModel, Models

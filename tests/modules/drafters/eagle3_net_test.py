@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.attention import Documents
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, layer_like
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rotate
 
 LLAMA = LlamaConfig(
@@ -23,16 +23,16 @@ SHAPES = [
 ]
 
 
-def net_of(**shape: bool) -> Eagle3Net:
+def net_of(**shape: bool) -> Eagle3Head:
     torch.manual_seed(0)
-    net = Eagle3Net(Eagle3Config(layer_like(LLAMA), (2, 4, 5), 9, **shape)).double()
+    net = Eagle3Head(Eagle3Config(layer_like(LLAMA), (2, 4, 5), 9, **shape)).double()
     for weight in net.parameters():
         weight.data.normal_(std=0.4)
     net.cos, net.sin = net.cos.double(), net.sin.double()
     return net
 
 
-def layer_once(net: Eagle3Net, embeds: Tensor, states: Tensor) -> Tensor:
+def layer_once(net: Eagle3Head, embeds: Tensor, states: Tensor) -> Tensor:
     """The last output of the layer over a whole sequence of pairs [T, H], written out without a cache."""
     layer, length = net.layer, len(states)
     state = layer.hidden_norm(states)
@@ -53,7 +53,7 @@ def layer_once(net: Eagle3Net, embeds: Tensor, states: Tensor) -> Tensor:
     return net.norm(hidden) if net.config.norm_output else hidden
 
 
-def chain(net: Eagle3Net, embeds: Tensor, states: Tensor, start: int, passes: int) -> list[Tensor]:
+def chain(net: Eagle3Head, embeds: Tensor, states: Tensor, start: int, passes: int) -> list[Tensor]:
     """What a chain from row `start` reads and gives: true states up to there, its own ones from then on."""
     read, given = list(net.read(states)[: start + 1]), []
     for j in range(passes):

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings, draft_vocabulary
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, default_layers, layer_like
+from draftsmith.modules.drafters.eagle3 import (
+    Eagle3Config,
+    Eagle3Head,
+    Eagle3Settings,
+    default_layers,
+    draft_vocabulary,
+    layer_like,
+)
 from draftsmith.modules.layers import LlamaConfig, captured_layers
 from draftsmith.modules.types import FeatureBatch, InputError
 

@@ -10,7 +10,7 @@ from table_models import PROMPT, H, TableLM, V
 
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, shift
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, shift
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.sampling import TorchSource

@@ -12,7 +12,7 @@ from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.stop import RecentRatio
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource

@@ -14,7 +14,7 @@ from tiny_models import tiny_llama_dir
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.feature_heads import PairNetwork
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method, parse_methods

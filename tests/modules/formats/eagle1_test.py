@@ -12,7 +12,7 @@ from plain_eagle import PlainEagle
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.formats.base import ImportedHead, Package, TargetFacts
 from draftsmith.modules.layers import RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError

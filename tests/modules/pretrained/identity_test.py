@@ -16,7 +16,7 @@ from tiny_models import tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
 from draftsmith.launch.cli import main
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained import identity as identities
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm

@@ -1,1 +1,0 @@
-"""EAGLE head: drafts from the target's own features (Li et al. 2024, both papers)."""

@@ -1,1 +1,0 @@
-"""EAGLE-3: drafts from several layers of the target, trained on its own states (Li et al. 2025)."""
