@@ -165,8 +165,8 @@ class LitHead(pl.LightningModule):
         self.telemetry.start(self.device, self.config.precision)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a step or a validation batch; Lightning does not move frozen dataclasses."""
-        return batch.to(device) if isinstance(batch, MicroBatch) else [part.to(device) for part in batch]
+        """Move a validation batch. A step moves its parts one by one, as each is computed."""
+        return batch.to(device) if isinstance(batch, MicroBatch) else batch
 
     def training_step(self, parts: list[MicroBatch], batch_idx: int) -> None:
         """Take one optimizer step on the mean loss over all of its tokens, on all ranks and in all micro-batches."""
@@ -181,13 +181,15 @@ class LitHead(pl.LightningModule):
             with optimizer.toggle_model(sync_grad=number == len(parts) - 1):
                 # Autocast is ours under every strategy; weights and optimizer stay float32.
                 with self.autocast():
-                    inputs, frozen_states = self.read(part)
+                    inputs, frozen_states = self.read(part.to(self.device))
                     output = self.loss(inputs, self.train_step(part))
                 # Sums on the device: nothing waits for it until the step ends.
                 self.state.bad_steps.add(output.loss, part.keys, frozen_states, begins_step=number == 0)
                 self.state.means.add(output, only_finite=True)
                 # Every strategy takes the mean over ranks: undo it for a sum over ranks and parts.
                 self.manual_backward(output.loss * (part.tokens * ranks / tokens))
+                # Else the next part is read while the features of this one are still there.
+                del inputs, frozen_states, output
 
         # Clip, and drop the gradient unless everything in it is finite on all ranks. DeepSpeed clips inside its step.
         if self.trainer.strategy.handles_gradient_accumulation:
