@@ -40,8 +40,6 @@ ALLOWED = {
     "modules/drafters/eagle3.py:loss_count": (1, HOST),
     "train/bad_steps.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
     "train/module.py:agree": (1, "between ranks only, at the step's begin: what they count together"),
-    "train/features.py:read": (1, "of a feature cache only"),
-    "train/features.py:compute": (1, "of a feature cache only: to a file"),
     "train/features.py:feature_std": (1, "before the first step"),
     "train/features.py:item": (1, "of a feature server only, on the host"),
     "train/features.py:ahead": (1, HOST),

@@ -5,14 +5,10 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-import torch
-
 from draftsmith.data.features import text_dataset
-from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtefactDataset
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.features import FeatureCache
 
 QUICK = {
     "lr": 3e-3,
@@ -42,9 +38,3 @@ def curve(output: Path, name: str = "train/loss") -> list[float]:
 def texts(artefacts) -> ArtefactDataset:
     target = load_lm(str(artefacts.target))
     return text_dataset(artefacts.responses, str(artefacts.target), target.info.identity)
-
-
-def stored(cache: FeatureCache, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """Return the features of a row in a cache, if it is there."""
-    item = cache.item(input_ids)
-    return feature_codec.decoded(item["features"], item.get("scale")) if item else None

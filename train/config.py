@@ -278,11 +278,10 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
 
     Attributes:
         target: The target model, frozen: the one the data was made with. The head uses its embedding and lm_head.
-        features: Features of responses are computed in every epoch (online), or in the first one and stored (cache); or
-            they come from a server (vllm), and only the target's embeddings are loaded here.
-        feature_cache: Directory of the cache; several runs with one target may share it. Default: output/feature-cache.
-            For vllm: the server's directory, if this machine sees it under another path.
-        feature_dtype: What the cache or the server stores: bf16, or fp8 with a scale for each token, half the bytes.
+        features: Features of responses are computed in every epoch (online), or come from a server (vllm), and only the
+            target's embeddings are loaded here. To compute them once and store them: data features.
+        feature_directory: The server's directory of features, if this machine sees it under another path.
+        feature_dtype: What the server sends: bf16, or fp8 with a scale for each token, half the bytes.
         feature_server: Address of the server, which `draftsmith launch vllm` starts.
         feature_window: GB of features that are asked for ahead of their steps, on each rank; 0 takes two steps'.
         device_map: Spread the layers of a target larger than a GPU over those of this one process, by transformers.
@@ -293,7 +292,7 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
     kind: ClassVar[str]
     help_group: ClassVar[str] = "Data"
     help_rarely: ClassVar[tuple[str, ...]] = (
-        "feature_cache",
+        "feature_directory",
         "feature_dtype",
         "feature_server",
         "feature_window",
@@ -301,8 +300,8 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
     )
 
     target: str
-    features: Literal["online", "cache", "vllm"] = "online"
-    feature_cache: Path | None = volatile(None)
+    features: Literal["online", "vllm"] = "online"
+    feature_directory: Path | None = volatile(None)
     feature_dtype: FeatureDtype = "bf16"
     feature_server: str = volatile("http://127.0.0.1:8000")
     feature_window: float = volatile(0.0)

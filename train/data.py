@@ -165,14 +165,13 @@ class Samples(Dataset):
 
     lengths: tokens of each sample, [N] int64. collate: turns items, dictionaries with a `loss_mask`, into a dataclass
     of tensors. count: tokens of such a batch that count in the loss, or the sum of their weights. logit_rows: positions
-    of such a batch that the loss makes logits for. cached: returns the stored features of token ids [T], if there are
-    any (`FeatureCache.item`). stream: prefetcher of features, which is given the keys of coming samples.
+    of such a batch that the loss makes logits for. stream: server of features, which is given the keys of coming
+    samples (`features.FeatureStream`).
     """
 
     collate: Callable[[list[Any]], Any]
     count: Callable[[Any], float]
     logit_rows: Callable[[Any], int] | None = None
-    cached: Callable[[Tensor], dict[str, Tensor]] | None = None
     stream: Any = None
 
     def __init__(self, dataset: Any, indices: Sequence[int] | np.ndarray):
@@ -194,7 +193,7 @@ class Samples(Dataset):
 
     def item(self, index: int, epoch: int) -> dict[str, Tensor]:
         item = self.dataset.item(int(self.indices[index]), epoch)
-        return item if self.cached is None else {**item, **self.cached(item["input_ids"])}
+        return item if self.stream is None else {**item, **self.stream.item(item["input_ids"])}
 
     def text(self, index: int) -> Tensor:
         """Return the token ids [T] of a sample of texts."""

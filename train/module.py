@@ -390,8 +390,6 @@ class LitDrafter(LitHead):
             self._validation.add(self.validation(self.read_validation(batch)))
 
     def validation_metrics(self) -> dict[str, float]:
-        if self.source.cache is not None:
-            self.source.cache.flush()
         metrics = self._validation.take()
         if not metrics:
             raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")

@@ -199,9 +199,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
     (_, checkpoint, disk_bytes), tokens = saved_bytes(config, head), sum(documents.lengths)
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8") if feature_size else ()
     features = {d: feature_codec.token_bytes(feature_size, d) + INDEX_BYTES_PER_TOKEN for d in dtypes}
-    # A feature cache is filled in the first epoch and read in the others.
-    reads = min(1.0, order.steps_per_epoch / steps) if config.features == "cache" else 1.0
-    epoch = epoch_flops(config, head, shape if read_in_step else None, reads, documents)
+    epoch = epoch_flops(config, head, shape if read_in_step else None, documents)
     return TrainingPlan(
         trained=process["weights"] // FLOAT32,
         frozen=sum(p.numel() for p in target.parameters()),
@@ -221,18 +219,18 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
 
 
 def epoch_flops(
-    config: TrainDrafterConfig, head: DraftHead, target: LlamaConfig | None, reads: float, documents: TrainingDocuments
+    config: TrainDrafterConfig, head: DraftHead, target: LlamaConfig | None, documents: TrainingDocuments
 ) -> float:
     """Return the FLOPs of an epoch at the end of the training, when all passes run.
 
-    target: if it runs in the steps. reads: share of the epochs in which it does.
+    target: if it runs in the steps.
     """
     apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
     lengths = sorted(documents.lengths)[apart // 2 :: apart]
     count = sum(round(length * documents.loss_share) for length in lengths)
     total = head.flops(head.config, config, TrainStep(MOST, MOST, lengths, ()), count)
     if target is not None:
-        total += reads * flops.layers_forward(target, lengths)
+        total += flops.layers_forward(target, lengths)
     return total * sum(documents.lengths) / sum(lengths)
 
 

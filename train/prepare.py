@@ -20,7 +20,6 @@ from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
-from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.heads import starting_head, starting_settings
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import captured
@@ -136,39 +135,29 @@ def feature_source(
     samples: Sequence[Samples],
     clients: ExitStack,
 ) -> FeatureSource:
-    """Return the reader of features that `config.features` asks for; samples read from its cache or its server.
+    """Return the reader of features that `config.features` asks for; served ones come with the samples.
 
     clients: receives the server's client, to close it.
 
     Raises:
-        InputError: the disk cannot hold the cache; no server, another target or other layers there, or a directory
-            that is not here.
+        InputError: no server, another target or other layers there, or a directory that is not here.
     """
-    from draftsmith.train.features import FeatureCache, FeatureSource, FeatureStream
+    from draftsmith.train.features import FeatureSource, FeatureStream
 
-    states = tuple(layers) or (target.info.num_layers,)
-    size = token_bytes(target.info.hidden_size * len(states), config.feature_dtype)
-    cache, stream = None, None
-    if config.features == "cache":
-        directory = config.feature_cache or config.output / "feature-cache"
-        cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
-        if rank() == 0:
-            needed = cache.missing_tokens(samples) * size
-            log_note(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes to go")
-            remedy = "Pass --feature-cache on another disk, or --feature-dtype fp8."
-            check_disk(directory, needed, "feature_cache", remedy)
-    elif config.features == "vllm":
-        server = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_cache))
+    stream = None
+    if config.features == "vllm":
+        states = tuple(layers) or (target.info.num_layers,)
+        size = token_bytes(target.info.hidden_size * len(states), config.feature_dtype)
+        server = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_directory))
         if rank() == 0:
             rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
             log_note(check_numbering(server, config.target, states, rows, config.feature_dtype))
         step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
         window = config.feature_window * 1e9 or 2 * size * step_tokens / world_size(config)
         stream = FeatureStream(server, window, size)
-    source = FeatureSource(target, tuple(layers), cache, stream)
     for part in samples:
-        part.cached, part.stream = source.stored, stream
-    return source
+        part.stream = stream
+    return FeatureSource(target, tuple(layers), stream)
 
 
 def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[], Tensor] | None = None) -> DraftHead:

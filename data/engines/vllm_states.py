@@ -259,7 +259,7 @@ class ServedStates:
         directory = self._directory or Path(reply["directory"])
         if not directory.is_dir():
             found = f"{directory}, the server's spool, which this machine does not have"
-            remedy = "Put it on a shared file system, and pass its path here with --feature-cache if it is another."
+            remedy = "Put it on a shared file system, and pass its path here with --feature-directory if it is another."
             raise InputError("server", found, "a directory that both see", remedy)
         self._reader = SpoolReader(directory, self._folder)
 

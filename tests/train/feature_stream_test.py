@@ -224,7 +224,8 @@ def test_a_mixture_of_experts_gives_its_states_to_a_dense_head(artefacts, tmp_pa
         more = {"data": responses, "target": path, "features": "vllm", "feature_server": server.url}
         served = run(config(artefacts, tmp_path / "served", **more))
     assert "are not compared with our own" in capsys.readouterr().err
-    here = run(config(artefacts, tmp_path / "here", data=responses, target=path, features="cache", tau_prompts=0))
+    stored = make_features(FeaturesConfig(responses, path, tmp_path / "features"))
+    here = run(config(artefacts, tmp_path / "here", data=stored, target=path, tau_prompts=0))
     for name, value in weights(here).items():
         # States of a row alone and of padded batches differ in the last bit of bf16 now and then.
         torch.testing.assert_close(weights(served)[name], value, rtol=0, atol=1e-3)

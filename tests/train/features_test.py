@@ -1,20 +1,13 @@
-"""Features of the target in a training, computed in the step or read from a cache: the head learns the same."""
+"""Features of the target in a training, computed in the step or stored: the head learns the same."""
 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
-import pickle
-import shutil
-import signal
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
 from devices import DEVICES
-from online_cases import config, curve, stored, texts
+from online_cases import config, curve, texts
 from trained_runs import fake_trainer, micro_batch, step_loss
 from transformers import AutoModelForCausalLM
 
@@ -26,14 +19,12 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch, InputError
-from draftsmith.train import features as train_features
 from draftsmith.train.command import run
-from draftsmith.train.data import MicroBatch, SampleKey, Samples
-from draftsmith.train.features import FeatureCache, FeatureSource, feature_std
+from draftsmith.train.data import MicroBatch, Samples
+from draftsmith.train.features import FeatureSource, feature_std
 from draftsmith.train.module import LitDrafter
-from draftsmith.train.prepare import feature_source, make_head
+from draftsmith.train.prepare import make_head
 
 
 def a_module(artefacts, tmp_path) -> LitDrafter:
@@ -102,22 +93,6 @@ def test_the_noise_unit_is_that_of_the_stored_features(artefacts, tmp_path):
     samples = Samples(texts(artefacts), range(6))
     stored = feature_std(Samples(open_dataset(artefacts.features), range(6)), FeatureSource(target))
     assert feature_std(samples, FeatureSource(target)) == pytest.approx(stored, rel=1e-3)  # bf16
-    # Alone or in a batch, the sums differ in their order only, and so, rarely, what they round to.
-    for dtype, rel in (("bf16", 1e-5), ("fp8", 1e-2)):
-        cache = FeatureCache(tmp_path / dtype, target.info.identity, dtype, "float32")
-        assert feature_std(samples, FeatureSource(target, cache=cache)) == pytest.approx(stored, rel=rel)
-
-
-def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_path):
-    target, data = load_lm(str(artefacts.target)), texts(artefacts)
-    batch = collate_features([data[i] for i in (0, 6)])
-    cache = FeatureCache(tmp_path / "cache", target.info.identity, "fp8", "float32")
-    computed = FeatureSource(target, cache=cache).compute(batch.input_ids, [data.lengths[i] for i in (0, 6)])
-    plain = target.features(batch.input_ids)
-    for row, i in enumerate((0, 6)):
-        length = data.lengths[i]
-        assert torch.equal(computed[row, :length], feature_codec.rounded(plain[row, :length], "fp8"))
-        assert torch.equal(stored(cache, data[i]["input_ids"]), computed[row, :length])
 
 
 def test_data_that_no_head_can_be_trained_on_is_named(artefacts, tmp_path):
@@ -127,7 +102,7 @@ def test_data_that_no_head_can_be_trained_on_is_named(artefacts, tmp_path):
 
     refused(r"made with another target\.config", target=str(artefacts.draft))
     refused("expected kind responses or prompts or features", data=artefacts.acceptance)
-    refused("expected responses to compute them of", data=artefacts.features, features="cache")
+    refused("expected responses to compute them of", data=artefacts.features, features="vllm")
     refused("data: found prompts without answers", data=artefacts.responses.parent / "prompts")
 
 
@@ -140,216 +115,19 @@ def test_the_universal_engine_trains_the_same_head(artefacts, tmp_path):
         assert curve(tmp_path / "hf", name) == pytest.approx(curve(tmp_path / "lean", name), rel=1e-4), name
 
 
-IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
-
-
-def a_cache(directory: Path, dtype: feature_codec.FeatureDtype = "bf16") -> FeatureCache:
-    return FeatureCache(directory, IDENTITY, dtype, "float32")
-
-
-def a_row(seed: int, length: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [T] and features [T, 16]."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 300, (length,), generator=generator)
-    return ids, torch.randn(length, 16, generator=generator)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_a_row_reads_the_same_before_it_is_written_and_after_and_in_another_process(tmp_path, dtype):
-    cache, rows = a_cache(tmp_path, dtype), [a_row(seed) for seed in range(5)]
-    assert stored(cache, rows[0][0]) is None
-    put = [cache.put(ids, features) for ids, features in rows]
-    waiting = [stored(cache, ids) for ids, _ in rows]
-    cache.flush()
-    other = pickle.loads(pickle.dumps(cache))
-    for (ids, features), *found in zip(rows, put, waiting, strict=True):
-        expected = feature_codec.rounded(features, dtype)
-        for tensor in (*found, stored(cache, ids), stored(a_cache(tmp_path, dtype), ids), stored(other, ids)):
-            assert tensor is not None and torch.equal(tensor, expected) and tensor.dtype == torch.bfloat16
-
-
-def test_a_rank_reads_what_another_wrote_after_it_began(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_features, "LOOK_EVERY_S", 0.0)
-    first, second, (ids, features) = a_cache(tmp_path), a_cache(tmp_path), a_row(1)
-    first.put(ids, features)
-    assert stored(second, ids) is None
-    first.flush()
-    assert torch.equal(stored(second, ids), stored(first, ids))
-    second.put(ids, features)
-    second.flush()
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1  # what is there is not written again
-
-
-def kill_while_writing(directory: Path) -> None:
-    cache, real = a_cache(directory), os.fsync
-    cache.put(*a_row(1))
-    cache.flush()
-    cache.put(*a_row(2))
-
-    def die(descriptor: int) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        real(descriptor)
-
-    os.fsync = die
-    cache.flush()
-
-
-def test_a_killed_run_leaves_whole_shards_only(tmp_path, monkeypatch):
-    process = multiprocessing.get_context("fork").Process(target=kill_while_writing, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert len(list(tmp_path.glob("*.tmp*"))) == 1  # it was killed in the middle of it
-    cache = a_cache(tmp_path)
-    assert stored(cache, a_row(1)[0]) is not None and stored(cache, a_row(2)[0]) is None
-    cache.put(*a_row(2))
-    cache.flush()
-    assert stored(a_cache(tmp_path), a_row(2)[0]) is not None
-    monkeypatch.setattr(train_features, "LEFTOVER_S", -1.0)
-    (tmp_path / "notes.tmp").touch()  # somebody else's
-    a_cache(tmp_path)
-    assert [path.name for path in tmp_path.glob("*.tmp*")] == ["notes.tmp"]
-
-
-def test_a_cache_of_another_target_or_dtype_is_refused_and_so_is_another_directory(tmp_path):
-    a_cache(tmp_path / "cache")
-    for other in (
-        lambda: FeatureCache(tmp_path / "cache", {**IDENTITY, "lm_head": "xyz"}, "bf16", "float32"),
-        lambda: FeatureCache(tmp_path / "cache", IDENTITY, "fp8", "float32"),
-        lambda: FeatureCache(tmp_path / "cache", IDENTITY, "bf16", "bfloat16"),
-    ):
-        with pytest.raises(InputError, match=r"feature_cache: found .* with another \w+.*now"):
-            other()
-    (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="holds something else"):
-        a_cache(tmp_path / "strange")
-
-
-def test_a_disk_that_fills_up_ends_the_caching_and_not_the_training(tmp_path, monkeypatch, capsys):
-    def full(tensors, path, metadata):
-        raise OSError(28, "No space left on device")
-
-    cache, (ids, features) = a_cache(tmp_path), a_row(1)
-    monkeypatch.setattr("draftsmith.modules.pretrained.files.save_file", full)
-    for seed in (1, 2):
-        cache.put(*a_row(seed))
-        cache.flush()
-    assert capsys.readouterr().err.count("No space left on device") == 1
-    assert torch.equal(cache.put(ids, features), feature_codec.rounded(features, "bf16"))
-    assert not list(tmp_path.glob("*.safetensors*"))
-
-
-def test_the_disk_is_looked_at_before_the_first_step(artefacts, tmp_path, monkeypatch, capsys):
-    data, target = texts(artefacts), load_lm(str(artefacts.target))
-    unique = {tuple(data[i]["input_ids"].tolist()) for i in range(len(data))}
-    tokens, whole = sum(map(len, unique)), [Samples(data, range(len(data))) for _ in range(2)]
-    settings = config(artefacts, tmp_path / "run", features="cache", feature_dtype="fp8")
-    cache = feature_source(settings, target, (), whole, ExitStack()).cache
-    assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().err  # a value is a byte, a token's scale two
-    cache.put(data[0]["input_ids"], torch.zeros(data.lengths[0], 32))
-    cache.flush()
-    feature_source(settings, target, (), whole, ExitStack())
-    assert f"{(tokens - data.lengths[0]) * (32 + 2):,} bytes" in capsys.readouterr().err
-    real = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
-    with pytest.raises(InputError, match="found 1,000 bytes free"):
-        run(settings)
-    assert not (tmp_path / "run" / "started.json").exists()
-
-
-def test_of_many_rows_some_are_read_as_other_ranks_wait(artefacts, tmp_path, monkeypatch, capsys):
-    data, target, read = texts(artefacts), load_lm(str(artefacts.target)), []
-    text = Samples.text
-    monkeypatch.setattr(Samples, "text", lambda part, i: read.append(i) or text(part, i))
-    settings = config(artefacts, tmp_path / "run", features="cache")
-    needed = []
-    for most in (1000, 12):
-        monkeypatch.setattr("draftsmith.train.features.COUNTED_ROWS", most)
-        read.clear()
-        feature_source(settings, target, (), [Samples(data, range(40)), Samples(data, range(40, 48))], ExitStack())
-        needed.append(int(capsys.readouterr().err.split("; ")[1].split()[0].replace(",", "")))
-    # Lengths of rows differ by a factor of two.
-    assert len(read) <= 12 and 0.5 < needed[1] / needed[0] < 2
-
-
-@dataclasses.dataclass
-class Counted:
-    """How many tokens the target has read for features since `reset`."""
-
-    tokens: int = 0
-
-
-@pytest.fixture
-def counted(monkeypatch) -> Counted:
-    counter, real = Counted(), LlamaLM.features
-
-    def features(self, input_ids, position_ids=None, capture=()):
-        counter.tokens += input_ids.numel()
-        return real(self, input_ids, position_ids, capture)
-
-    monkeypatch.setattr(LlamaLM, "features", features)
-    monkeypatch.setattr("draftsmith.train.plan.check_space", lambda config: None)
-    return counter
-
-
-@pytest.mark.parametrize("batches", [{"feature_dtype": "fp8"}, {"tokens_per_batch": 400, "max_length": 36}])
-def test_later_epochs_and_runs_read_and_learn_the_same(artefacts, tmp_path, counted, batches, monkeypatch):
-    # A diagnosis would read texts again after the training.
-    monkeypatch.setattr("draftsmith.train.command.explain", lambda *_: None)
-    settings = {"max_steps": 15, "features": "cache", **batches}  # about three epochs of five steps
-    run(config(artefacts, tmp_path / "first", **settings))
-    first, counted.tokens = counted.tokens, 0
-    cache = tmp_path / "first" / "feature-cache"
-    run(config(artefacts, tmp_path / "again", **settings, feature_cache=cache))
-    data = texts(artefacts)
-    measured = counted.tokens  # the second run reads all but what it measures the noise's unit by
-    assert measured < sum(data.lengths)
-    # Every row once, with its padding (much of it beside short pieces), and not once in each of the three epochs.
-    assert sum(data.lengths) <= first - measured < 2 * sum(data.lengths)
-    run(config(artefacts, tmp_path / "few", **{**settings, "max_steps": 2}))
-    part = tmp_path / "few" / "feature-cache"  # as of a run that was killed in its first epoch
-    run(config(artefacts, tmp_path / "continued", **settings, feature_cache=part))
-    # Nothing that is logged differs in any digit, whether it was computed or read.
-    for name in ("train/loss", "val/loss", "val/tau"):
-        for other in ("again", "continued"):
-            assert curve(tmp_path / other, name) == curve(tmp_path / "first", name), name
-
-
-def test_reader_processes_read_what_is_there(artefacts, tmp_path):
-    target, data = load_lm(str(artefacts.target)), texts(artefacts)
-    cache = FeatureCache(tmp_path, target.info.identity, "bf16", "float32")
-    for i in range(0, 10, 2):
-        cache.put(data[i]["input_ids"], target.features(data[i]["input_ids"][None])[0])
-    cache.flush()
-    samples = Samples(data, range(10))
-    samples.cached = cache.item
-    samples.collate, samples.count = pack_features, lambda batch: 1.0
-    keys = [(SampleKey(0, i),) for i in range(10)]
-    loader = torch.utils.data.DataLoader(samples, None, sampler=keys, num_workers=1)
-    held = {tuple(data[i]["input_ids"].tolist()) for i in range(0, 10, 2)}
-    for batch in loader:
-        ids = tuple(batch.data.input_ids[0].tolist())
-        assert (batch.data.features is not None) == (ids in held)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("collate", [collate_features, pack_features])
-def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artefacts, tmp_path, collate, device):
+def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artefacts, collate, device):
     """What the loss sees is, to the bit, what decoding each row on the host gives."""
     target, data = load_lm(str(artefacts.target)), texts(artefacts)
-    cache = FeatureCache(tmp_path, target.info.identity, "fp8", "float32")
-    for row in range(4):
-        cache.put(data[row]["input_ids"], target.features(data[row]["input_ids"][None])[0])
-    cache.flush()
-    samples = Samples(data, range(4))
-    samples.cached = cache.item
-    shipped = collate([samples.item(row, 0) for row in range(4)])
+    items = [data[row] for row in range(4)]
+    stored = [feature_codec.encode(target.features(item["input_ids"][None])[0], "fp8") for item in items]
+    shipped = collate([item | feature_codec.as_item(kept) for item, kept in zip(items, stored, strict=True)])
     assert shipped.features.dtype == torch.float8_e4m3fn and shipped.scale.shape == shipped.input_ids.shape
     module = LitDrafter(EagleHead(EagleConfig.for_target(target.config)), target)
     read, states = module.read(micro_batch(shipped, 1).to(torch.device(device)))
     assert states is None
-    samples.cached = lambda ids: {"features": stored(cache, ids)}
-    wanted = collate([samples.item(row, 0) for row in range(4)])
+    decoded = [{"features": feature_codec.decode(kept)} for kept in stored]
+    wanted = collate([item | kept for item, kept in zip(items, decoded, strict=True)])
     assert read.scale is None and read.features.dtype == torch.bfloat16
     assert read.features.cpu().view(torch.int16).equal(wanted.features.view(torch.int16))

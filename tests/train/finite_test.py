@@ -6,20 +6,18 @@ import math
 
 import pytest
 import torch
-from online_cases import config, stored, texts
+from online_cases import config, texts
 from trained_runs import fake_trainer, micro_batch, validate
 
 from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, prepare
 from draftsmith.train.acceptance import LitAcceptance, MixedText
 from draftsmith.train.bad_steps import BadSteps
 from draftsmith.train.config import TrainAcceptanceConfig
 from draftsmith.train.data import MicroBatch, SampleKey
-from draftsmith.train.features import FeatureCache
 from draftsmith.train.module import LitDrafter
 
 
@@ -114,19 +112,3 @@ def test_only_a_loss_that_nothing_given_explains_is_a_bad_step():
     with pytest.raises(NonFinite, match="10, 11, 12, 13, 14 and 4 more") as caught:
         steps.agree(None, str)
     assert caught.value.model == "draft" and steps.count == 1
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_a_cache_keeps_no_nan_and_gives_none(tmp_path, dtype, monkeypatch):
-    cache = FeatureCache(tmp_path / "cache", {"config": "a"}, dtype, "float32")
-    ids, states = torch.arange(5), torch.randn(5, 8)
-    states[2, 1] = math.nan
-    assert cache.put(ids, states)[2].isnan().any()
-    cache.flush()
-    assert cache.num_rows == 0
-    monkeypatch.setattr("draftsmith.train.features.first_broken", lambda states: None)
-    cache.put(ids, states)
-    cache.flush()
-    monkeypatch.undo()
-    with pytest.raises(InputError, match=r"\.safetensors: found NaN or infinity in row .*, position 2"):
-        stored(cache, ids)
