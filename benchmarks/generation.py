@@ -37,7 +37,7 @@ class GenerationConfig(PromptChoice):
 
     Attributes:
         target: model directory, hub id or embedded:target.
-        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts.
         output: directory that receives generation.json.
         limit: the first so many prompts; 0 takes all.
         max_new_tokens: longest answer.

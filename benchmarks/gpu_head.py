@@ -46,7 +46,8 @@ IMPORTED = (  # by the stages
     "draftsmith.train.fit", "draftsmith.train.module", "draftsmith.train.tau", "draftsmith.eval.bench.command",
 )  # fmt: skip
 RECIPES = {
-    "eagle3": "--version 3-norm --draft-vocab 8192 --unknown keep --passes 3 --passes-after 0.3 --normalizer tokens",
+    "eagle3": "--version 3-norm --draft-vocab 8192 --unknown keep --ttt-steps 3 --ttt-steps-after 0.3 "
+    "--normalizer tokens",
     "dspark": "--num-layers 2 --markov-rank 64 --anchors 64 --loss-vocab 4096",
 }
 
@@ -182,7 +183,7 @@ def import_all() -> None:
 
 
 def answer(config: GpuHeadConfig, stages: Stages) -> Path | None:
-    """Make prompts and, in their share of the time, answers; return the artefact of the answers, or None."""
+    """Make prompts and, in their share of the time, answers; return the artifact of the answers, or None."""
     out, how = config.output, f"--target {config.target}"
     model = f"{how} --dtype {config.dtype} --device {config.device} --batch-size {config.batch_size}"
     fits = "--max-length 384 --overlong drop --invalid drop"

@@ -68,7 +68,7 @@ class GpuReportConfig:
         repeats: Runs of which the median counts.
         tokens: Of a training step, at most.
         document: Tokens of each training document.
-        passes: Draft steps that the head is trained on.
+        ttt_steps: Draft steps that the head is trained on.
         num_workers: Processes that read training data.
     """
 
@@ -81,11 +81,11 @@ class GpuReportConfig:
     repeats: int = 3
     tokens: int = 8192
     document: int = 2048
-    passes: int = 7
+    ttt_steps: int = 7
     num_workers: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in {"prompt": 1, "new_tokens": 8, "repeats": 1, "passes": 1, "num_workers": 0}.items():
+        for name, least in {"prompt": 1, "new_tokens": 8, "repeats": 1, "ttt_steps": 1, "num_workers": 0}.items():
             at_least(name, getattr(self, name), least)
         at_least("document", self.document, 16)
         at_least("tokens", self.tokens, self.document)
@@ -221,8 +221,8 @@ def timed_rounds(config: GpuReportConfig, models: Models, name: str, rows: int) 
     """Return the responses, and their seconds without those of the first tokens."""
     clock, method = clock_of(config.device, 1), parse_method(name)
     drafter = method.build(models, rows)
-    capture = () if drafter is None else drafter.capture
-    session = models.target.session(rows, models.capacity, capture)
+    aux_layers = () if drafter is None else drafter.aux_layers
+    session = models.target.session(rows, models.capacity, aux_layers)
     runner = EngineRunner(models.target, drafter, SamplingParams(), (), session=session)
     vocab = models.target.info.vocab_size
     prompts = [[(31 * row + i) % vocab for i in range(config.prompt)] for row in range(rows)]
@@ -280,7 +280,7 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
             torch.cuda.reset_peak_memory_stats(device)
         module, data = training_objects(config, settings, target, steps)
         fit(module, data, limit_val_batches=0)
-        # Of the steps after the warm-up; with a peak of 1 the utilisation is FLOP/s.
+        # Of the steps after the warm-up; with a peak of 1 the utilization is FLOP/s.
         numbers = {name.removeprefix("cost/"): value for name, value in module.logged.items()}
         dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
         listed = (
@@ -290,7 +290,7 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
         )
         peak = listed or measured_peak(device, dtype)
         planned = plan_of(settings).peak
-    what = f"eagle3, {config.passes} passes, {settings.precision}"
+    what = f"eagle3, {config.ttt_steps} ttt_steps, {settings.precision}"
     yield Measured(f"{what}: tokens a second", numbers["tokens_per_s"], "tokens/s")
     yield Measured(f"{what}: model FLOPs of what the device could do", 100 * numbers["mfu"] / peak, "%", ">= 50")
     yield Measured(f"{what}: waiting for data", 100 * numbers["data_wait"], "%", "< 2")
@@ -311,7 +311,7 @@ def training_settings(config: GpuReportConfig, folder: Path, steps: int, raw: di
             output=folder / "run",
             tokens_per_batch=config.tokens,
             max_steps=steps,
-            passes=config.passes,
+            ttt_steps=config.ttt_steps,
             num_workers=config.num_workers,
             accelerator="gpu" if torch.device(config.device).type == "cuda" else "cpu",
             tau_prompts=0,

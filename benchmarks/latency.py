@@ -257,7 +257,7 @@ class ForwardCosts:
         session.extend([[1] * self._context])
 
         def read() -> None:
-            session.extend([[1] * size], num_logits=size)
+            session.extend([[1] * size], logits_to_keep=size)
             session.keep([self._context])
 
         return read
@@ -381,7 +381,7 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
 
     def forward(session: Session, size: int) -> float:
         def read() -> None:
-            session.extend([[1] * size], num_logits=size)
+            session.extend([[1] * size], logits_to_keep=size)
             session.keep([start])
 
         if not session.lengths[0]:

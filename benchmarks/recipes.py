@@ -64,7 +64,7 @@ TOTAL = 1000  # steps that a measured training is configured for
 SeedRows = Sequence[Sequence[Row]]  # a row per test prompt for every seed, in one order
 BASE = "base"
 # The settings that a recipe changes, by the size of the target.
-CONFIGS = {"small": "{}-small", "smollm2-135m": "smollm2-135m-{}"}
+CONFIGS = {"embedded": "{}-embedded", "smollm2-135m": "smollm2-135m-{}"}
 # Of a kind of head, the method that drafts chains.
 CHAINS = {kind: f"{kind}:k={K}" for kind in ("eagle", "eagle3", "dflash", "dspark")}
 CHAINS |= {"medusa": "medusa", "hydra": "hydra"}
@@ -121,8 +121,8 @@ RECIPES = {
     "medusa-shared": Recipe(kind="medusa"),
     "hydra-shared": Recipe(kind="hydra"),
     "hydra++": Recipe({"lm_head": "own", "prefix_attention": True, "num_layers": 4}, kind="hydra"),
-    "passes-1": Recipe({"passes": 1}),
-    "passes-7": Recipe({"passes": 7}),
+    "ttt-steps-1": Recipe({"ttt_steps": 1}),
+    "ttt-steps-7": Recipe({"ttt_steps": 7}),
     "mask-previous": Recipe({"token_mask": "previous"}),
     "vocab512-drop": Recipe({"draft_vocab": 512, "unknown": "drop"}),
     "vocab512-keep": Recipe({"draft_vocab": 512, "unknown": "keep"}),
@@ -130,8 +130,8 @@ RECIPES = {
     "unknown-keep": Recipe({"unknown": "keep"}),
     "normalizer-sequence": Recipe({"normalizer": "sequence"}),
     "train-lm-head": Recipe({"train_lm_head": True}),
-    "decay-0.9": Recipe({"pass_decay": 0.9}),
-    "decay-1.0": Recipe({"pass_decay": 1.0}),
+    "decay-0.9": Recipe({"ttt_step_decay": 0.9}),
+    "decay-1.0": Recipe({"ttt_step_decay": 1.0}),
     "adamw": Recipe({"optimizer": "adamw", "lr": 2e-3}),
     **{f"lr-{lr:g}": Recipe({"lr": lr}) for lr in (0.0015, 0.006)},
     **{f"tokens-{n}": Recipe({"tokens_per_batch": n}) for n in (512, 2048)},
@@ -147,7 +147,7 @@ RECIPES = {
     "eagle1-other-data": Recipe(kind="eagle", other_data=True),
 }
 # Settings that change nothing of what a step computes.
-FREE = {"token_mask", "normalizer", "pass_decay"}
+FREE = {"token_mask", "normalizer", "ttt_step_decay"}
 
 
 def costs_like(name: str) -> str:
@@ -171,7 +171,7 @@ class RecipesConfig:
         prompts: Other prompts, with splits train and test. All of their tasks are taken unless --tasks is given.
         tasks: Only these tasks, separated by commas.
         responses: Answers of the target to train on, that `data responses` wrote; made from the prompts otherwise.
-        configs: What the recipes change: configs/train/KIND-small.yaml or configs/recipes/smollm2-135m-KIND.yaml.
+        configs: What the recipes change: configs/train/KIND-embedded.yaml or configs/recipes/smollm2-135m-KIND.yaml.
         dtype: Of the target, when it reads answers and when it decodes.
         cpu_seconds: That a head is trained for: its steps alone, from stored features; not start and validation.
         rungs: Of successive halving: the better half of the recipes by greedy tau, and base, train anew for twice as
@@ -197,7 +197,7 @@ class RecipesConfig:
     prompts: str | None = None
     tasks: str | None = None
     responses: Path | None = None
-    configs: Literal["small", "smollm2-135m"] = "small"
+    configs: Literal["embedded", "smollm2-135m"] = "embedded"
     dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_seconds: float = 80.0
     rungs: int = 1
@@ -296,7 +296,7 @@ class MeasuredTraining:
         self.module, self.data = prepare(config)
         # At the first step of a warm-up: the weights stay the same however often it is repeated.
         self.optimizer = self.module.configure_optimizers()
-        self.after: float = getattr(config, "passes_after", 0.0) or getattr(config, "unroll_after", 0.0)
+        self.after: float = getattr(config, "ttt_steps_after", 0.0) or getattr(config, "unroll_after", 0.0)
 
     def step(self, share: float, phase: str) -> None:
         """Run the step of the batch at this share of an epoch: read, forward, backward, clip and update."""
@@ -332,7 +332,7 @@ def measured_costs(
 ) -> dict[str, StepCost]:
     """Return the cost of each training's steps: the mean over batches of an epoch of the median over `rounds`.
 
-    All trainings run a batch before the next one: a machine that slows down favours none.
+    All trainings run a batch before the next one: a machine that slows down favors none.
     """
     sums = dict.fromkeys(((name, phase) for name in trainings for phase in PHASES), 0.0)
     for number in range(batches):

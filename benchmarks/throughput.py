@@ -2,7 +2,7 @@
 
 Our step is the real path: `fit` with its data module, callbacks and loggers. The bare loop takes the same batches, head
 and loss. Both run on one thread and are timed by process CPU time; they take turns step by step, so that a machine
-whose speed drifts favours neither.
+whose speed drifts favors neither.
 """
 
 from __future__ import annotations

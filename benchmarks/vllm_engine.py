@@ -24,7 +24,7 @@ from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.engines.vllm_states import VllmStates
 from draftsmith.data.settings import Dtype
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn
 from draftsmith.launch.cli import main_of
@@ -80,7 +80,7 @@ def run(config: VllmBenchConfig) -> Path:
     set_threads(1)
     for name, value in {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
         os.environ.setdefault(name, value)
-    rows = Rows(config.prompts, open_artefact(config.prompts, "prompts"), ["id", "prompt_ids"]).read(0, config.limit)
+    rows = Rows(config.prompts, open_artifact(config.prompts, "prompts"), ["id", "prompt_ids"]).read(0, config.limit)
     prompts = [row["prompt_ids"] for row in rows]
     turns = [PendingTurn(number, 1, row["id"], row["prompt_ids"]) for number, row in enumerate(rows)]
     lm = load_lm(config.target, config.dtype, packed=True)
@@ -94,7 +94,7 @@ def run(config: VllmBenchConfig) -> Path:
     def own_states() -> None:
         for batch in length_batches([len(text) for text in texts], 8):
             with torch.inference_mode():
-                states = lm.features(pad_right([texts[i] for i in batch], lm), capture=layers)
+                states = lm.features(pad_right([texts[i] for i in batch], lm), aux_layers=layers)
             for i, row in zip(batch, states, strict=True):
                 feature_codec.encode(row[: len(texts[i])], "bf16")
 

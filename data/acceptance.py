@@ -22,7 +22,7 @@ from draftsmith.data.engines.own import check_lengths, length_batches, pad_right
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import ROLLOUT_FIELDS, Rollouts, StoredRollouts, text_columns
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
-from draftsmith.data.store.manifest import Field, open_artefact, volatile
+from draftsmith.data.store.manifest import Field, open_artifact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, row_uniforms, run_stage
 from draftsmith.data.store.stored_target import StoredLM, load_stored
@@ -108,7 +108,7 @@ class AcceptanceConfig(StageLoading):
 
 @sole_writer(shared=True)
 def run(config: AcceptanceConfig) -> Path:
-    """Write the artefact `acceptance` or `rollouts` and return its directory."""
+    """Write the artifact `acceptance` or `rollouts` and return its directory."""
     set_threads(config.num_threads)
 
     def load(path: str) -> CausalLM:
@@ -124,7 +124,7 @@ def run(config: AcceptanceConfig) -> Path:
         target = load_stored(config.target, config.target_features, config.dtype, pick_device(config.device))
     drafter = load_drafter(config.draft, lambda: target, load)
     identity = {**text_identity(config.target), "target": target.info.identity}
-    manifest = open_artefact(config.responses, "responses", identity)
+    manifest = open_artifact(config.responses, "responses", identity)
     rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
 
     # Label with the settings of the responses, unless others are given.
@@ -196,7 +196,7 @@ class MixedTextLabels:
         """Label every response of a shard, in batches of similar length."""
         rows = source.read(shard.start, shard.stop)
         check_lengths(rows, shard.start, min(self.target.info.max_position, self.draft.info.max_position))
-        labelled: list[dict[str, Any]] = [{} for _ in rows]
+        labeled: list[dict[str, Any]] = [{} for _ in rows]
         for batch in length_batches([len(row["input_ids"]) for row in rows], self.batch_size):
             ids, masks = [rows[i]["input_ids"] for i in batch], [rows[i]["loss_mask"] for i in batch]
             counts = [sum(mask) for mask in masks]
@@ -208,11 +208,11 @@ class MixedTextLabels:
             # Give each row its part of the labels.
             columns = {name: values.split(counts) for name, values in labels.items()}
             for place, i in enumerate(batch):
-                labelled[i] = text_columns(rows[i]) | {name: parts[place].numpy() for name, parts in columns.items()}
+                labeled[i] = text_columns(rows[i]) | {name: parts[place].numpy() for name, parts in columns.items()}
             advance(len(batch))
-        drafted = sum(len(row["draft_ids"]) for row in labelled)
-        tokens = sum(len(row["input_ids"]) for row in labelled)
-        return ShardContent(labelled, {"tokens": tokens, "drafted_tokens": drafted})
+        drafted = sum(len(row["draft_ids"]) for row in labeled)
+        tokens = sum(len(row["input_ids"]) for row in labeled)
+        return ShardContent(labeled, {"tokens": tokens, "drafted_tokens": drafted})
 
     @torch.inference_mode()
     def label(

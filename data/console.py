@@ -42,7 +42,7 @@ class Column:
     """One column of a table.
 
     key: name of the value in a row. title: heading. format: spec for `format()`; a final `x` is printed behind the
-    number (`.2fx` gives 1.84x) and `>` only aligns text to the right. group: heading shared with neighbouring columns.
+    number (`.2fx` gives 1.84x) and `>` only aligns text to the right. group: heading shared with neighboring columns.
     below: print the value in the cell of the column before.
     """
 

@@ -1,7 +1,7 @@
 """Stage `data features`: the target's hidden states along its responses, which heads are trained on.
 
 The feature of position t is what a head reads of the target after x_t: the state after the final norm, or residual
-states of some layers side by side (`DraftHead.capture`), unshifted. Features are stored in bf16 or fp8
+states of some layers side by side (`DraftHead.aux_layers`), unshifted. Features are stored in bf16 or fp8
 (`feature_codec`), one safetensors file per shard with one key per row ("0000012"), beside a Parquet index.
 """
 
@@ -24,8 +24,8 @@ from draftsmith.data.engines.own import check_lengths, pad_right, set_threads
 from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, check_numbering
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import ArtefactDataset, feature_key, open_dataset
-from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artefact, volatile
+from draftsmith.data.store.datasets import ArtifactDataset, feature_key, open_dataset
+from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artifact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -108,22 +108,22 @@ class FeaturesConfig(StageLoading):
 
 @sole_writer(shared=True)
 def run(config: FeaturesConfig) -> Path:
-    """Write the artefact `features` and return its directory."""
+    """Write the artifact `features` and return its directory."""
     set_threads(config.num_threads)
     if config.engine == "vllm":
         return run_vllm(config)
     lm = load_lm(config.target, **config.loading, device_map=config.device_map)
     # Final states are there in any family.
     needs_shape = config.drafter is not None or config.layers
-    rows, plan, capture = open_rows(config, lm.info, llama_shape(lm, config.target) if needs_shape else None)
-    run_stage(plan, lambda shard, advance: read_shard(lm, rows, shard, config, advance, capture))
+    rows, plan, aux_layers = open_rows(config, lm.info, llama_shape(lm, config.target) if needs_shape else None)
+    run_stage(plan, lambda shard, advance: read_shard(lm, rows, shard, config, advance, aux_layers))
     return config.output
 
 
 def run_vllm(config: FeaturesConfig) -> Path:
-    """Write the artefact with states that vLLM computes, here or at a server."""
+    """Write the artifact with states that vLLM computes, here or at a server."""
     info = load_info(config.target)
-    rows, plan, capture = open_rows(config, info, target_shape(config.target))
+    rows, plan, aux_layers = open_rows(config, info, target_shape(config.target))
     if (config.output / MANIFEST).exists() and all(read_done(config.output, shard) for shard in plan.shards):
         # Nothing is left to read: no engine is started.
         read_by = Manifest.read(config.output).identity.get("read_by")
@@ -131,7 +131,7 @@ def run_vllm(config: FeaturesConfig) -> Path:
             replace(plan, identity={**plan.identity, "read_by": read_by}), lambda shard, advance: ShardContent([])
         )
         return config.output
-    layers = capture or (info.num_layers,)
+    layers = aux_layers or (info.num_layers,)
     source: VllmStates | ServedStates
     if config.server is not None:
         source = ServedStates(config.server, config.output)
@@ -165,7 +165,7 @@ def open_rows(
     """
     manifest = open_texts(config.responses, config.target, info.identity)
     rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=info.vocab_size)
-    capture = () if shape is None else captured_layers(config.drafter, config.layers, shape)
+    aux_layers = () if shape is None else captured_layers(config.drafter, config.layers, shape)
     plan = StagePlan(
         kind="features",
         stage="data features",
@@ -173,13 +173,13 @@ def open_rows(
         num_rows=len(rows),
         fields=FIELDS + feature_codec.fields(config.feature_dtype),
         inputs={manifest.kind: manifest.digest},
-        identity={**manifest.identity, "target": captured(info.identity, capture)},
+        identity={**manifest.identity, "target": captured(info.identity, aux_layers)},
         sampling=manifest.sampling,
     )
     # Captured layers lie side by side.
-    width = info.hidden_size * max(1, len(capture))
+    width = info.hidden_size * max(1, len(aux_layers))
     check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype))
-    return rows, plan, capture
+    return rows, plan, aux_layers
 
 
 def check_drafter(kind: str | None) -> None:
@@ -189,7 +189,7 @@ def check_drafter(kind: str | None) -> None:
 
 
 def captured_layers(drafter: str | None, layers: tuple[int, ...], shape: LlamaConfig) -> tuple[int, ...]:
-    """Return the layers that a drafter learns from (`DraftHead.learns_from`); empty for the final norm's state.
+    """Return the layers that a drafter learns from (`DraftHead.loss_layers`); empty for the final norm's state.
 
     layers: those that the drafter reads, if not its own choice.
     """
@@ -203,7 +203,7 @@ def captured_layers(drafter: str | None, layers: tuple[int, ...], shape: LlamaCo
         return ()
     # The head's defaults, with the layers if they are given.
     settings = head.Settings(**({"layers": layers} if layers else {}))
-    return head.learns_from(head.new_config(settings, shape), shape.num_layers)
+    return head.loss_layers(head.new_config(settings, shape), shape.num_layers)
 
 
 def open_texts(directory: Path, target: str, identity: Mapping[str, str], field: str = "responses") -> Manifest:
@@ -212,19 +212,19 @@ def open_texts(directory: Path, target: str, identity: Mapping[str, str], field:
     identity: the target's. field: option that names the directory, for errors.
 
     Raises:
-        InputError: another artefact, or prompts without answers.
+        InputError: another artifact, or prompts without answers.
     """
     expected: dict[str, Any] = text_identity(target)
     if Manifest.read(directory).kind == "responses":
         expected["target"] = dict(identity)
-    manifest = open_artefact(directory, ("responses", "prompts"), expected)
+    manifest = open_artifact(directory, ("responses", "prompts"), expected)
     if "loss_mask" not in manifest.field_names:
         remedy = "Make responses first (data responses), or data prompts --supervised."
         raise InputError(field, "prompts without answers", "responses, or supervised prompts", remedy)
     return manifest
 
 
-def text_dataset(directory: Path, target: str, identity: Mapping[str, str], field: str = "data") -> ArtefactDataset:
+def text_dataset(directory: Path, target: str, identity: Mapping[str, str], field: str = "data") -> ArtifactDataset:
     """Open responses or supervised prompts as a data set. Arguments as of `open_texts`."""
     manifest = open_texts(directory, target, identity, field)
     return open_dataset(directory, manifest.kind, vocab_size=vocabulary_size(target))
@@ -250,7 +250,7 @@ def read_shard(
     shard: Shard,
     config: FeaturesConfig,
     advance: Advance,
-    capture: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> ShardContent:
     """Compute the features of every row of a shard, in batches of similar length.
 
@@ -273,8 +273,10 @@ def read_shard(
     with ThreadPoolExecutor(1, "features") as receiver:
         for batch in group_by_length(lengths, config.tokens_per_batch):
             own = [lengths[i] for i in batch]
-            padded = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)  # [B, T, L*H]
-            features = Documents.of(own, lm.device).end_to_end(padded)[0]  # [N, L*H]
+            padded = lm.features(
+                pad_right([rows[i]["input_ids"] for i in batch], lm), aux_layers=aux_layers
+            )  # [B, T, L*H]
+            features = Documents.of(own, lm.device).unpad(padded)[0]  # [N, L*H]
             stored = feature_codec.encode(features, config.feature_dtype)
             sent = to_host_together([broken_row(features), *stored.values()])
             reading.append((batch, receiver.submit(split_rows, sent, list(stored), own)))

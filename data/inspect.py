@@ -1,4 +1,4 @@
-"""`data inspect`: print the summary of an artefact, and rows with their masks and labels in colour."""
+"""`data inspect`: print the summary of an artifact, and rows with their masks and labels in color."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftsmith.data.console import print_facts, print_table, print_text, table_
 from draftsmith.data.settings import check_not_negative
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
-from draftsmith.data.store.manifest import Manifest, check_files, open_artefact, volatile
+from draftsmith.data.store.manifest import Manifest, check_files, open_artifact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
@@ -28,7 +28,7 @@ from draftsmith.modules.types import InputError
 SUMMARIZED = ("responses", "features")
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
 PROMPT, COUNTED = "dim", "bold green"
-# Lowest acceptance probability of each colour.
+# Lowest acceptance probability of each color.
 BANDS = ((0.8, "green"), (0.4, "yellow"), (0.0, "red"))
 LEGEND = Text.assemble("P of the drafted token: ", *((f">= {lowest} ", style) for lowest, style in BANDS))
 LABELS_SHOWN, DRAFTS_SHOWN = 24, 8
@@ -39,13 +39,13 @@ class InspectConfig:
     """Options of `data inspect`: which rows to show.
 
     Attributes:
-        artefact: Directory of prompts, responses, acceptance labels, rollouts or features.
+        artifact: Directory of prompts, responses, acceptance labels, rollouts or features.
         row: Number of the first row to show.
         rows: How many rows to show; 0 shows the summary only.
-        tokenizer: Model whose tokenizer turns ids into text. Default: the target that the artefact was made with.
+        tokenizer: Model whose tokenizer turns ids into text. Default: the target that the artifact was made with.
     """
 
-    artefact: Path = volatile()
+    artifact: Path = volatile()
     row: int = 0
     rows: int = 1
     tokenizer: str | None = None
@@ -56,7 +56,7 @@ class InspectConfig:
 
 def run(config: InspectConfig) -> None:
     """Print the summary and the rows; the hashes of the files that are read for them are checked."""
-    manifest = open_artefact(config.artefact, KINDS, check="size")
+    manifest = open_artifact(config.artifact, KINDS, check="size")
     name = config.tokenizer or manifest.config.get("target")
     if not name:
         raise InputError("tokenizer", "none recorded", "a model's directory or hub id", "Pass --tokenizer MODEL.")
@@ -67,12 +67,12 @@ def run(config: InspectConfig) -> None:
     tokenizer = load_tokenizer(name)
 
     # Print the facts, then the rows.
-    rows = Rows(config.artefact, manifest)
+    rows = Rows(config.artifact, manifest)
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
     read = files_read(manifest, config.row, config.row + config.rows)
-    check_files(config.artefact, manifest, read.__contains__)
-    print_facts(summary(manifest, rows, tokenizer), f"{manifest.kind} in {config.artefact}")
+    check_files(config.artifact, manifest, read.__contains__)
+    print_facts(summary(manifest, rows, tokenizer), f"{manifest.kind} in {config.artifact}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         (row,) = rows.read(number, number + 1)
         task = f", task {row['task']}" if row.get("task") else ""
@@ -82,7 +82,7 @@ def run(config: InspectConfig) -> None:
         elif manifest.kind == "rollouts":
             print_drafts(row, manifest.config["depth"], tokenizer)
         else:
-            print_row(row, manifest.kind, config.artefact, tokenizer)
+            print_row(row, manifest.kind, config.artifact, tokenizer)
 
 
 def files_read(manifest: Manifest, first: int, stop: int) -> set[str]:
@@ -103,7 +103,7 @@ def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
     if manifest.kind == "responses":
         exact: dict[str, list[bool]] = {}
         for row in rows.iterate():
-            name = "re-tokenised text" if row["retokenised"] else "token ids as sampled"
+            name = "re-tokenized text" if row["retokenized"] else "token ids as sampled"
             exact.setdefault(name, []).append(round_trips(row, tokenizer))
         facts |= {name: f"{len(ok):,} rows, {sum(ok):,} round-trip exactly" for name, ok in exact.items()}
     if manifest.kind in SUMMARIZED:
@@ -126,7 +126,7 @@ def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
 def round_trips(row: dict[str, Any], tokenizer: Any) -> bool:
     """Return whether tokenization loses nothing: sampled ids -> text -> ids, or a server's text -> ids -> text."""
     answers = [row["input_ids"][start:end] for start, end in spans(row["loss_mask"])]
-    if row["retokenised"]:
+    if row["retokenized"]:
         # The ids may be those that the server sampled: they give its text and its count of tokens.
         text = "".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in answers)
         return text == row["text"] and row["server_tokens"] in (None, sum(map(len, answers)))
@@ -134,14 +134,14 @@ def round_trips(row: dict[str, Any], tokenizer: Any) -> bool:
 
 
 def print_row(row: dict[str, Any], kind: str, directory: Path, tokenizer: Any) -> None:
-    """Print the text with its answers in colour, and for prompts the messages of all turns."""
+    """Print the text with its answers in color, and for prompts the messages of all turns."""
     ids = row.get("input_ids") or row["prompt_ids"]
     mask = row.get("loss_mask") or [False] * len(ids)
     print_text(masked_text(ids, mask, tokenizer, bracketed=not Console().is_terminal))
     notes = [f"{len(ids)} tokens", f"{sum(mask)} counted by the loss"]
     if kind == "responses":
         notes.append("ended" if row["ended"] else "cut off")
-        notes += ["re-tokenised"] if row["retokenised"] else []
+        notes += ["re-tokenized"] if row["retokenized"] else []
     if kind == "features":
         stored = FeatureFiles(directory).read(row["shard"], feature_key(row["row"]), f"row {row['id']}")
         features = decode(stored).float()
@@ -159,7 +159,7 @@ def print_row(row: dict[str, Any], kind: str, directory: Path, tokenizer: Any) -
 
 
 def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, bracketed: bool) -> Text:
-    """Return the text with the masked part in COUNTED. bracketed: in brackets too, for output without colour."""
+    """Return the text with the masked part in COUNTED. bracketed: in brackets too, for output without color."""
     text = Text()
     # Whole runs: a character may be several tokens.
     for counted, run in itertools.groupby(range(len(ids)), lambda at: bool(mask[at])):
@@ -169,7 +169,7 @@ def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, bracke
 
 
 def print_labels(row: dict[str, Any], tokenizer: Any) -> None:
-    """Print the answers, each token coloured by P of the token drafted there, and a table of the first positions."""
+    """Print the answers, each token colored by P of the token drafted there, and a table of the first positions."""
     ids, probs, text, end = row["input_ids"], row["accept_prob"], Text(), 0
     positions = np.flatnonzero(row["loss_mask"]).tolist()
     for at, prob in zip(positions, probs, strict=True):
@@ -212,5 +212,5 @@ def print_drafts(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
 
 
 def band(prob: float) -> str:
-    """Return the colour of an acceptance probability."""
+    """Return the color of an acceptance probability."""
     return next(style for lowest, style in BANDS if prob >= lowest)

@@ -119,7 +119,7 @@ class PromptsConfig(RemoteCode):
 
 @sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
-    """Write the artefact `prompts` and return its directory."""
+    """Write the artifact `prompts` and return its directory."""
     tokenizer = load_chat_tokenizer(config.target, config.chat_template)
     # Open the source, and select rows by split, task and limit.
     names = [config.source] if Path(config.source).exists() else config.source.split(",")
@@ -208,13 +208,13 @@ def select_rows(
     first_index: dict[tuple[str, str], int] = {}
     first_prefix: dict[str, str] = {}
     shared: set[str] = set()
-    labelled: set[str] = set()
+    labeled: set[str] = set()
     absent = set(mapping.values())
     for index in range(len(source)):
         try:
             row = source.row(index)
             absent -= row.keys()
-            labelled |= {name for name in allowed if named_column(row, mapping, name)}
+            labeled |= {name for name in allowed if named_column(row, mapping, name)}
             if not all(row_label(row, mapping, name) in values for name, values in allowed.items()):
                 continue
             row_id = row_label(row, mapping, "id", f"{index:07d}")
@@ -235,7 +235,7 @@ def select_rows(
     # A column that no row has is a mistake in the options, not an empty result.
     if absent:
         raise InputError("columns", min(absent), "a column of the data", "Correct --columns.")
-    for name in allowed.keys() - labelled:
+    for name in allowed.keys() - labeled:
         remedy = f"Map it (--columns {name}=NAME) or drop the filter."
         raise InputError(name, "rows without it", f"a column {name}", remedy)
     if not selected:
@@ -262,7 +262,7 @@ def prompt_row(
     dated: TemplateInputs,
     counts: Counter[str],
 ) -> dict[str, Any]:
-    """Return the artefact's row for a row of the source. dated: the date, for a template that shows it.
+    """Return the artifact's row for a row of the source. dated: the date, for a template that shows it.
 
     Raises:
         RowError: the row cannot be used.

@@ -22,7 +22,7 @@ from draftsmith.data.engines.own import ResponseDrafter, RowUniforms, generate_r
 from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import answer_lengths
-from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
+from draftsmith.data.store.manifest import Field, Manifest, open_artifact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -54,7 +54,7 @@ TEXT_FIELDS = (
 FIELDS = (
     *TEXT_FIELDS,
     Field("ended", "bool"),
-    Field("retokenised", "bool"),
+    Field("retokenized", "bool"),
     Field("task", "string"),
     Field("text", "string"),
     Field("server_tokens", "int32"),
@@ -145,9 +145,9 @@ MakeShard = Callable[[Shard, Advance], ShardContent]
 
 @sole_writer(shared=True)
 def run(config: ResponsesConfig) -> Path:
-    """Write the artefact `responses` and return its directory."""
+    """Write the artifact `responses` and return its directory."""
     set_threads(config.num_threads)
-    manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
+    manifest = open_artifact(config.prompts, "prompts", text_identity(config.target))
     prompts = Rows(config.prompts, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
     with open_engine(config, manifest, prompts) as (make_shard, identity):
         plan = StagePlan(

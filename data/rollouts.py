@@ -76,25 +76,25 @@ class Rollouts:
 
     def label_rows(self, text: BranchedText | None, source: Rows, shard: Shard, advance: Advance) -> ShardContent:
         """Label a shard. text: where the target reads, if it does."""
-        rows, labelled = source.read(shard.start, shard.stop), []
+        rows, labeled = source.read(shard.start, shard.stop), []
         check_lengths(rows, shard.start, self.context)
         branches = self.drafter.branches(self.depth)
         for offset, row in enumerate(rows):
             with name_nonfinite([row["id"]]):
                 labels = self.label_response(text, branches, row, shard.start + offset)
-            labelled += [labels] if labels else []
+            labeled += [labels] if labels else []
             advance(1)
-        drafts = sum(len(row["starts"]) for row in labelled)
-        counts = {"tokens": sum(len(row["input_ids"]) for row in labelled), "drafts": drafts}
+        drafts = sum(len(row["starts"]) for row in labeled)
+        counts = {"tokens": sum(len(row["input_ids"]) for row in labeled), "drafts": drafts}
         # Responses without room for a draft have no row.
-        too_short = shard.stop - shard.start - len(labelled)
-        return ShardContent(labelled, {**counts, "drafted_tokens": drafts * self.depth, "too_short_dropped": too_short})
+        too_short = shard.stop - shard.start - len(labeled)
+        return ShardContent(labeled, {**counts, "drafted_tokens": drafts * self.depth, "too_short_dropped": too_short})
 
     @torch.inference_mode()
     def label_response(
         self, text: BranchedText | None, branches: BranchDrafter, row: dict[str, Any], number: int
     ) -> dict[str, Any] | None:
-        """Return the labelled row of the `number`-th response; None if no draft has room.
+        """Return the labeled row of the `number`-th response; None if no draft has room.
 
         text: where the target reads the response. branches: where the drafter does.
 
@@ -118,7 +118,7 @@ class Rollouts:
         draws = None if greedy else uniforms[1 : 1 + count * depth].view(count, depth)
         opening = ids[: starts[-1]]
         text.open(opening)
-        features = self.drafter.features(ids, len(opening)) if self.drafter.capture else text.features
+        features = self.drafter.features(ids, len(opening)) if self.drafter.aux_layers else text.features
         branches.open(opening, features)
         try:
             drafted = branches.draft(starts, depth, params, draws)
@@ -206,7 +206,7 @@ class StoredRollouts(Rollouts):
         first, ends = torch.tensor(starts, device=device), ends.to(device)
         text_ids, eos_ids = torch.tensor(ids, device=device), torch.tensor(target.info.eos_ids, device=device)
         states = target.features(text_ids[None])[0]  # [T, H]
-        features = self.drafter.features(ids, starts[-1]) if self.drafter.capture else states[: starts[-1]]
+        features = self.drafter.features(ids, starts[-1]) if self.drafter.aux_layers else states[: starts[-1]]
         branches.open(ids[: starts[-1]], features)
 
         agrees = torch.ones(count, dtype=torch.bool, device=device)

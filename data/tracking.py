@@ -104,7 +104,7 @@ def head_artifact(wandb: Any, name: str, directory: Path, card: Path) -> Any:
 
 
 def data_artifact(wandb: Any, directory: Path) -> Any:
-    """Describe a data artefact as an artifact of type dataset that holds its manifest, with the hash of every file.
+    """Describe a data artifact as an artifact of type dataset that holds its manifest, with the hash of every file.
 
     Its name has the digest, so that runs on the same data share one artifact.
     """

@@ -19,7 +19,7 @@ from pathlib import Path
 
 STEPS, KILLED_AFTER = 120, 55
 OPTIONS = {
-    "config": "eagle-small", "target": "embedded:target", "optimizer": "adamw", "lr": "2e-3", "max_steps": STEPS,
+    "config": "eagle-embedded", "target": "embedded:target", "optimizer": "adamw", "lr": "2e-3", "max_steps": STEPS,
     "tokens_per_batch": 2048, "log_every": 1, "save_every": 10, "val_every": STEPS, "tau_prompts": 0, "log": ("csv",),
     "accelerator": "cpu", "num_threads": 1, "val_share": 0.02,
 }  # fmt: skip
@@ -74,7 +74,7 @@ def main(data: Path, picture: Path) -> None:
     axes.plot(list(before), list(before.values()), color="C0", label="2 ranks, ZeRO-2, 2 parts a step, until SIGKILL")
     axes.plot(list(resumed), list(resumed.values()), color="C3", label="gone on: 1 rank, no DeepSpeed")
     axes.axvline(max(before), color="0.4", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("optimiser step")
+    axes.set_xlabel("optimizer step")
     axes.set_ylabel("training loss")
     axes.legend(frameon=False)
     figure.savefig(picture, metadata={"Date": None})

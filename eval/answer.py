@@ -17,7 +17,7 @@ from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, RowPool
 from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.drafters.methods import LabelledMethod, chain_method, parse_method
+from draftsmith.modules.drafters.methods import LabeledMethod, chain_method, parse_method
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
@@ -57,9 +57,7 @@ def load_drafter(
     label = method or chain_method(kind)
     parsed = parse_method(label)
     loading: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
-    models = load_models(
-        [LabelledMethod(label, parsed)], paths, longest, SamplingParams(temperature), target, **loading
-    )
+    models = load_models([LabeledMethod(label, parsed)], paths, longest, SamplingParams(temperature), target, **loading)
     drafter = parsed.build(models)
     if drafter is None:
         raise InputError("method", repr(method), "one that drafts", "Pass None to generate in the place of a drafter.")
@@ -142,7 +140,7 @@ class Answer:
     """Stream of rounds, each with its emitted tokens, of which the first `num_accepted` were drafted.
 
     `tokens`, `text` and `totals` of the whole answer decode the rest of it first. A notebook shows the text with
-    drafted tokens in one colour and the target's own in another.
+    drafted tokens in one color and the target's own in another.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
     def answering(k: int) -> Callable[[int], list[Generation]]:
         # These answers never end, so that all have the same number of tokens.
         chains = build_chains(replace(models, ends=()), drafter, [FixedLengthStop(k) for _ in prompts])
-        setup = DecodeOptions(session=target.session(rows, models.capacity, chains.capture))
+        setup = DecodeOptions(session=target.session(rows, models.capacity, chains.aux_layers))
 
         def answer(num_tokens: int) -> list[Generation]:
             sources = [TorchSource(0) for _ in prompts]
@@ -164,7 +164,7 @@ def time_target_trees(target: CausalLM, prompt: Sequence[int], clock: Clock) -> 
     parents = [-1, *(node // CHILDREN for node in range(max(TREE_ROWS) - 1))]
 
     def call(rows: int) -> None:
-        session.extend([[prompt[i % len(prompt)] for i in range(rows)]], [parents[:rows]], num_logits=rows)
+        session.extend([[prompt[i % len(prompt)] for i in range(rows)]], [parents[:rows]], logits_to_keep=rows)
         session.keep([len(prompt)])
 
     calls = {str(rows): functools.partial(call, rows) for rows in TREE_ROWS}
@@ -177,8 +177,8 @@ def time_draft_steps(target: CausalLM, drafter: Drafter, prompt: Sequence[int], 
 
     Drafts of one and of DRAFT_STEPS steps are made in turn along a greedy answer of the target.
     """
-    session = target.session(1, len(prompt) + DRAFT_ROUNDS + 1, drafter.capture)
-    scores = session.extend([prompt], num_logits=1)
+    session = target.session(1, len(prompt) + DRAFT_ROUNDS + 1, drafter.aux_layers)
+    scores = session.extend([prompt], logits_to_keep=1)
     token = int(scores.logits[0, -1].argmax())
     drafter.begin(0, prompt, scores.features[0], token)
     seconds: dict[int, list[float]] = {}  # by forwards of the drafter
@@ -190,7 +190,7 @@ def time_draft_steps(target: CausalLM, drafter: Drafter, prompt: Sequence[int], 
         # The first draft reads the prompt as well.
         if number:
             seconds.setdefault(tree.draft_calls, []).append(taken)
-        scores = session.extend([[token]], num_logits=1)
+        scores = session.extend([[token]], logits_to_keep=1)
         token = int(scores.logits[0, -1].argmax())
         drafter.advance([Outcome((token,), 0, scores.features[0], scores.logits[0])])
     # Two points of a straight line: the drafts with the fewest and with the most forwards.

@@ -1,4 +1,4 @@
-"""`draftsmith decode`: one answer, streamed, with drafted tokens and the target's own in two colours."""
+"""`draftsmith decode`: one answer, streamed, with drafted tokens and the target's own in two colors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from draftsmith.eval.bench.runner import EngineRunner, load_run, trained_for
 from draftsmith.eval.settings import AnswerLength, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.drafters.methods import LabelledMethod, by_drafter, chain_drafters, parse_methods
+from draftsmith.modules.drafters.methods import LabeledMethod, by_drafter, chain_drafters, parse_methods
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
@@ -85,7 +85,7 @@ def run(config: DecodeConfig) -> Generation:
     def on_round(done: Round) -> None:
         show(stream.push(done.tokens, done.num_accepted))
 
-    session = models.target.session(1, models.capacity, () if drafter is None else drafter.capture)
+    session = models.target.session(1, models.capacity, () if drafter is None else drafter.aux_layers)
     runner = EngineRunner(models.target, drafter, params, models.ends, on_round, session)
     start = time.perf_counter()
     with name_nonfinite([bench_prompt.id]):
@@ -108,7 +108,7 @@ def run(config: DecodeConfig) -> Generation:
     return generation
 
 
-def choose_method(config: DecodeConfig) -> LabelledMethod:
+def choose_method(config: DecodeConfig) -> LabeledMethod:
     """Return the requested method; `auto` drafts chains with what was passed, a head before a draft model."""
     label = config.method
     if label == "auto":

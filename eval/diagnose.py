@@ -8,7 +8,7 @@ from pathlib import Path
 from draftsmith.data.console import print_text
 from draftsmith.data.heads.diagnosis import diagnose
 from draftsmith.data.settings import Loading, check_positive
-from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.pretrained.heads import head_config
 from draftsmith.modules.pretrained.models import load_lm, vocabulary_size
@@ -41,7 +41,7 @@ def run(config: DiagnoseConfig) -> None:
         InputError: no draft head, another target's, or data without answers or of another tokenizer.
     """
     check_positive(config, "limit")
-    manifest = open_artefact(config.data, ("responses", "features", "prompts"), text_identity(config.target), "size")
+    manifest = open_artifact(config.data, ("responses", "features", "prompts"), text_identity(config.target), "size")
     if "input_ids" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses)."
         raise InputError("data", f"{config.data}, prompts without answers", "answers", remedy)

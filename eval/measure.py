@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.eval.answer import Answer, Prompt, encode, token_ids
 from draftsmith.eval.bench.measuring import PromptFailed, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import BASELINE, Row, summarise
+from draftsmith.eval.bench.results import BASELINE, Row, summarize
 from draftsmith.eval.bench.runner import DRAFT_ROOM, EngineRunner, Runner
 from draftsmith.eval.clock import clock_name
 from draftsmith.modules.decoding.drafter import Drafter
@@ -93,7 +93,7 @@ def measure(
     for label, method in ({BASELINE: None} | dict(methods)).items():
         drafter: Any = method
         if drafter is None or hasattr(drafter, "propose"):
-            session = target.session(1, capacity, () if drafter is None else drafter.capture)
+            session = target.session(1, capacity, () if drafter is None else drafter.aux_layers)
             runners[label] = EngineRunner(target, drafter, params, tuple(target.info.eos_ids), session=session)
         else:
             runners[label] = CallableRunner(label, drafter, target)
@@ -113,7 +113,7 @@ def measure(
 
     fair = params.greedy and str(target.dtype) == "torch.float32"
     table = []
-    for summary in summarise(measured, clock_name(target.device), seed, fair, temperature):
+    for summary in summarize(measured, clock_name(target.device), seed, fair, temperature):
         numbers: dict[str, Any] = {"method": summary["method"], **{name: summary[name] for name in NUMBERS}}
         for name in ("speedup", "tau"):
             numbers[f"{name}_low"], numbers[f"{name}_high"] = summary[f"{name}_ci95"] or (None, None)

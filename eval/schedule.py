@@ -377,7 +377,7 @@ def choose(temperature: float, counts: RoundCounts, times: RoundTimes) -> Schedu
 
 
 def ranges(lengths: Sequence[int]) -> list[KRange]:
-    """Merge equal neighbours: K for 1 to B requests -> (first, last, K)."""
+    """Merge equal neighbors: K for 1 to B requests -> (first, last, K)."""
     merged: list[KRange] = []
     for size, k in enumerate(lengths, start=1):
         if merged and merged[-1][2] == k:

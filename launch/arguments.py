@@ -49,7 +49,7 @@ ELSEWHERE = {
         "target": "model model_name_or_path target_model target_model_path verifier",
         "draft": "draft_model draft_model_path speculative_model",
         "data": "data_path train_data_path dataset",
-        "passes": "ttt_length ttt_steps",
+        "ttt_steps": "ttt_length",
         "draft-vocab": "draft_vocab_size",
         "num-drafted": "num_speculative_tokens speculative_num_steps",
         "max-new-tokens": "max_tokens n_predict",
@@ -328,7 +328,7 @@ def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple
 
 
 def config_file(prog: str, name: str) -> Path:
-    """Find a YAML file by its path, or a shipped one by its name: `eagle-small` after `train eagle`."""
+    """Find a YAML file by its path, or a shipped one by its name: `eagle-embedded` after `train eagle`."""
     file = Path(name)
     if file.is_file():
         return file

@@ -81,7 +81,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "data responses": Command("data.responses:ResponsesConfig", "The target answers the prompts"),
         "data acceptance": Command("data.acceptance:AcceptanceConfig", "Label which drafted tokens the target keeps"),
         "data features": Command("data.features:FeaturesConfig", "The target's hidden states, to train a draft head"),
-        "data inspect": Command("data.inspect:InspectConfig", "Look at rows, their mask in colour", ("artefact",)),
+        "data inspect": Command("data.inspect:InspectConfig", "Look at rows, their mask in color", ("artifact",)),
     },
     "Train heads": {
         "train acceptance": Command(

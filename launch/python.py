@@ -21,7 +21,7 @@ def run(command: str, **values: Any) -> Any:
         values: the command's options, with underscores; `config` takes a YAML file or a shipped name.
 
     Returns:
-        The directory of the artefact or head that the command makes, or its exit code.
+        The directory of the artifact or head that the command makes, or its exit code.
 
     Raises:
         InputError, UsageError: as the command line prints them.

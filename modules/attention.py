@@ -55,11 +55,11 @@ class Documents:
         rows = torch.where(real, (sizes.cumsum(0) - sizes)[:, None] + columns, 0)
         return cls(tuple(lengths), to_device(rows, device), to_device(true_places(real), device))
 
-    def side_by_side(self, flat: Tensor) -> Tensor:
+    def pad(self, flat: Tensor) -> Tensor:
         """Lay [1, N, ...] out as [D, L, ...]; padding is arbitrary."""
         return flat[0].index_select(0, self.rows.flatten()).view(*self.rows.shape, *flat.shape[2:])
 
-    def end_to_end(self, padded: Tensor) -> Tensor:
+    def unpad(self, padded: Tensor) -> Tensor:
         """Lay [D, L, ...] out as [1, N, ...]."""
         return padded.flatten(0, 1).index_select(0, self.flat)[None]
 
@@ -94,12 +94,10 @@ def attend_pass(
     query, key, value = attention.project(x, cos, sin)  # [B, heads, T, D], twice [B, kv_heads, T, D]
     if documents is not None:
         # [1, heads, N, D] -> [documents, heads, L, D]
-        query, key, value = (
-            documents.side_by_side(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value)
-        )
+        query, key, value = (documents.pad(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
     entries.append((key, value))
     mixed = diagonal_attention(query, entries[0], entries[1:]).transpose(1, 2).flatten(2)  # [B, T, heads * D]
-    return attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
+    return attention.o_proj(mixed if documents is None else documents.unpad(mixed))
 
 
 def diagonal_attention(query: Tensor, first: Entry, own: Sequence[Entry] = ()) -> Tensor:

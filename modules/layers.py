@@ -131,20 +131,20 @@ class LlamaHeadConfig:
 class CaptureConfig(LlamaHeadConfig):
     """Config of a head that reads the inputs of some of the target's layers.
 
-    capture: these layers, ascending; number k is the residual state after k layers.
+    aux_layers: these layers, ascending; number k is the residual state after k layers.
     """
 
-    capture: tuple[int, ...]
+    aux_layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
         # A list comes from JSON.
-        if isinstance(self.capture, list):
-            object.__setattr__(self, "capture", tuple(self.capture))
+        if isinstance(self.aux_layers, list):
+            object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
         super().__post_init__()
-        check_config(self, capture=(0, MOST_LAYERS))
-        if not self.capture or list(self.capture) != sorted(set(self.capture)):
+        check_config(self, aux_layers=(0, MOST_LAYERS))
+        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
             expected = "some layers of the target, each once, ascending"
-            raise InputError("capture", list(self.capture), expected, "Correct it.")
+            raise InputError("aux_layers", list(self.aux_layers), expected, "Correct it.")
 
 
 def captured_layers(asked: Sequence[int], default: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -70,7 +70,9 @@ class _Chunked(torch.autograd.Function):
         ]
         grads = [torch.zeros_like(row) if need else None for row, need in zip(rows, needs, strict=False)]
         total: Any = 0.0
-        for part in row_chunks(len(rows[0]), vocab_size, rows[0].device):
+        # The gradient of a whole weight is added up over chunks: few large ones.
+        fewest = any(needs[num_rows:])
+        for part in row_chunks(len(rows[0]), vocab_size, rows[0].device, fewest):
             chunk = [row[part].detach().requires_grad_(need) for row, need in zip(rows, needs, strict=False)]
             trained = [leaf for leaf in (*chunk, *weights) if leaf.requires_grad]
             with torch.enable_grad():
@@ -91,13 +93,16 @@ class _Chunked(torch.autograd.Function):
         return None, None, None, *(grad if grad is None else grad.mul_(outer) for grad in ctx.saved_tensors)
 
 
-def row_chunks(count: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
+def row_chunks(count: int, vocab_size: int, device: torch.device, fewest: bool = False) -> Iterator[slice]:
     """Yield slices of `count` rows whose logits are made together: at most CHUNK_ELEMENTS numbers, at least a row.
 
     They are of like sizes, because each reads the whole lm_head. No rows are one slice, which is empty.
+
+    fewest: as few slices as that allows; a CPU takes smaller ones otherwise.
     """
     most = CHUNK_ELEMENTS // vocab_size
-    most = min(most, CPU_ROWS, CPU_ELEMENTS // vocab_size) if device.type == "cpu" else most
+    if device.type == "cpu" and not fewest:
+        most = min(most, CPU_ROWS, CPU_ELEMENTS // vocab_size)
     number = max(1, math.ceil(count / max(most, 1)))
     for i in range(number):
         yield slice(i * count // number, (i + 1) * count // number)
@@ -245,7 +250,7 @@ def soft_cross_entropy(
 class Distances(NamedTuple):
     """Comparison of P predictions of N tokens each with the target.
 
-    total: weighted sum of the divergence of q from p renormalised over the draft vocabulary, with a gradient.
+    total: weighted sum of the divergence of q from p renormalized over the draft vocabulary, with a gradient.
     accepted: [N, P], sum_v min(p_v, q_v) of the whole p, the probability that a drawn token is accepted at temperature
     1. right: [N, P] bool, q's first choice is p's. known: [N] bool, p's first choice can be drafted. The three are
     empty if they are not measured.

@@ -37,7 +37,7 @@ def wide(values: Tensor) -> Tensor:
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return the next-token distribution [..., V] of logits [..., V], in float32 or wider (bf16 is off by 7e-4).
 
-    Order as in transformers: temperature, then top-k, then top-p on what is left, then renormalise. Greedy puts all
+    Order as in transformers: temperature, then top-k, then top-p on what is left, then renormalize. Greedy puts all
     mass on the argmax, the lowest index on ties. Tokens of equal logit at the top-k boundary are all kept. A row with
     NaN or +inf, or with nothing but -inf, has no distribution: it becomes NaN, and nothing can be drawn from it.
     """
@@ -76,7 +76,7 @@ def row_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
 def best_token(logits: Tensor) -> int:
     """Return the argmax of logits [V], of equal ones the lowest index; NO_TOKEN if the best logit is not finite.
 
-    NumPy's argmax is vectorised on a CPU and torch's is not, which matters in a draft step over a large vocabulary.
+    NumPy's argmax is vectorized on a CPU and torch's is not, which matters in a draft step over a large vocabulary.
     Both return the place of a NaN.
     """
     if not logits.is_cpu:
@@ -140,7 +140,7 @@ def residual(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
 
 
 def without(prob: Tensor, token: int) -> Tensor:
-    """Return a distribution [V] without one token, renormalised: that of the next draw without replacement."""
+    """Return a distribution [V] without one token, renormalized: that of the next draw without replacement."""
     left = prob.clone()
     left[token] = 0
     return left / left.sum()

@@ -44,7 +44,7 @@ def serve() -> None:
     models = Models(target, draft, heads={"eagle3": head}, capacity=1024)
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "dev", None, PROMPTS)]
     sessions = {
-        method: target.session(PROMPTS, 1024, head.capture if method == "eagle3:k=5" else ())
+        method: target.session(PROMPTS, 1024, head.aux_layers if method == "eagle3:k=5" else ())
         for method in ("ar", "spec:k=5", "eagle3:k=5")
     }
 

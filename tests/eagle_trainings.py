@@ -27,16 +27,16 @@ QUICK = {
 QUICK |= {"token_weight": 1.0, "tau_prompts": 3, "tau_max_new_tokens": 8}
 
 
-def config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
-    settings = {"data": artefacts.features, "target": str(artefacts.target), "output": output, **QUICK, **changes}
+def config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
+    settings = {"data": artifacts.features, "target": str(artifacts.target), "output": output, **QUICK, **changes}
     return drafter_config("eagle")(**settings)
 
 
-def a_module(artefacts, tmp_path, **changes) -> LitDrafter:
-    settings, target = config(artefacts, tmp_path, **changes), load_lm(str(artefacts.target))
+def a_module(artifacts, tmp_path, **changes) -> LitDrafter:
+    settings, target = config(artifacts, tmp_path, **changes), load_lm(str(artifacts.target))
     module = LitDrafter(make_head(settings, target), target, settings)
     module.total_steps, module.feature_std = 12, 2.0
-    module.trainer = fake_trainer(open_dataset(artefacts.features))
+    module.trainer = fake_trainer(open_dataset(artifacts.features))
     return module
 
 
@@ -45,7 +45,7 @@ def change(module: LitDrafter, **settings) -> None:
     module.settings = dataclasses.replace(module.settings, **settings)
 
 
-def a_part(artefacts, indices, collate=collate_features, epoch: int = 0) -> MicroBatch:
-    data = open_dataset(artefacts.features)
+def a_part(artifacts, indices, collate=collate_features, epoch: int = 0) -> MicroBatch:
+    data = open_dataset(artifacts.features)
     batch = collate([data[i] for i in indices])
     return micro_batch(batch, EagleHead.loss_count(batch, None), indices, epoch)

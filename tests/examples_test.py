@@ -56,16 +56,16 @@ def test_a_loss_of_ones_own_trains_and_resumes_with_itself_only(target, response
     focal = Path(shutil.copy(EXAMPLES / "focal.py", tmp_path))
     settings = {"data": responses, "target": target, "output": tmp_path / "run", "max_steps": 3, "batch_size": 8}
     quick = {"log": ("csv",), "tau_prompts": 0, "val_share": 0.2, "accelerator": "cpu", "num_threads": 1}
-    best = draftsmith.run("train eagle3", loss=f"{focal}:focal", config="eagle3-small", **settings, **quick)
+    best = draftsmith.run("train eagle3", loss=f"{focal}:focal", config="eagle3-embedded", **settings, **quick)
     assert len(json.loads((best / "manifest.json").read_text())["inputs"]["loss"]) == 16
     with pytest.raises(draftsmith.InputError, match="without a function 'other'"):
         draftsmith.run(
-            "train eagle3", loss=f"{focal}:other", config="eagle3-small", **settings | {"output": tmp_path}, **quick
+            "train eagle3", loss=f"{focal}:other", config="eagle3-embedded", **settings | {"output": tmp_path}, **quick
         )
     focal.write_text(focal.read_text().replace("gamma=2.0", "gamma=1.0"))
     with pytest.raises(draftsmith.InputError, match="loss"):
         (tmp_path / "run" / "training.json").unlink()
-        draftsmith.run("train eagle3", loss=f"{focal}:focal", config="eagle3-small", **settings, **quick)
+        draftsmith.run("train eagle3", loss=f"{focal}:focal", config="eagle3-embedded", **settings, **quick)
 
 
 def test_a_script_with_rows_of_its_own_trains_and_measures(target, tmp_path, monkeypatch):

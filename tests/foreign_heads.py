@@ -81,7 +81,7 @@ DEFAULT = (2, 6, 9)  # of 12 layers
 def random_eagle3(llama_config: LlamaConfig = LLAMA, reduced: bool = True, **settings: Any) -> Eagle3Head:
     """Return an EAGLE-3 head whose parameters are all random."""
     torch.manual_seed(4)
-    config = Eagle3Config(llama_config, settings.pop("capture", DEFAULT), len(D2T) if reduced else V, **settings)
+    config = Eagle3Config(llama_config, settings.pop("aux_layers", DEFAULT), len(D2T) if reduced else V, **settings)
     head = Eagle3Head(config).requires_grad_(False)
     for weight in head.parameters():
         weight.normal_(std=0.4)

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from draftsmith.data.features import text_dataset
-from draftsmith.data.store.datasets import ArtefactDataset
+from draftsmith.data.store.datasets import ArtifactDataset
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 
@@ -23,8 +23,8 @@ QUICK = {
 }
 
 
-def config(artefacts, output: Path, kind: str = "eagle", **changes) -> TrainDrafterConfig:
-    settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": output, **QUICK, **changes}
+def config(artifacts, output: Path, kind: str = "eagle", **changes) -> TrainDrafterConfig:
+    settings = {"data": artifacts.responses, "target": str(artifacts.target), "output": output, **QUICK, **changes}
     if kind == "eagle":
         settings = {"token_weight": 1.0, **settings}
     return drafter_config(kind)(**settings)
@@ -35,6 +35,6 @@ def curve(output: Path, name: str = "train/loss") -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
-def texts(artefacts) -> ArtefactDataset:
-    target = load_lm(str(artefacts.target))
-    return text_dataset(artefacts.responses, str(artefacts.target), target.info.identity)
+def texts(artifacts) -> ArtifactDataset:
+    target = load_lm(str(artifacts.target))
+    return text_dataset(artifacts.responses, str(artifacts.target), target.info.identity)

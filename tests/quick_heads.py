@@ -55,20 +55,20 @@ def quick_eagle_head(
 
 
 def quick_eagle3_head(
-    target: Any, rows: Sequence[Sequence[int]], steps: int, draft_vocab: int = 0, passes: int = 2, **shape: Any
+    target: Any, rows: Sequence[Sequence[int]], steps: int, draft_vocab: int = 0, ttt_steps: int = 2, **shape: Any
 ) -> Eagle3Head:
     """The same of an EAGLE-3 head, by its own loss. draft_vocab: tokens that it can draft, those of the rows first.
-    passes: how far it learns to draft. shape: fields of its config that are not as training sets them."""
+    ttt_steps: how far it learns to draft. shape: fields of its config that are not as training sets them."""
     torch.manual_seed(0)
     # Of version 3, which every format holds.
-    settings = Eagle3Settings(draft_vocab=draft_vocab, passes=passes, version="3")
+    settings = Eagle3Settings(draft_vocab=draft_vocab, ttt_steps=ttt_steps, version="3")
     head = Eagle3Head(dataclasses.replace(Eagle3Head.new_config(settings, target.config), **shape))
     width = min(map(len, rows))
     ids = torch.tensor([row[-width:] for row in rows])
     counts = torch.bincount(ids.flatten(), minlength=head.config.vocab_size)
     tokens = draft_vocabulary(counts, head.config.draft_vocab_size) if head.config.reduced else head.d2t
     head.use_draft_vocabulary(tokens, target.model.lm_head.weight)
-    features = target.features(ids, capture=Eagle3Head.learns_from(head.config, target.info.num_layers))
+    features = target.features(ids, aux_layers=Eagle3Head.loss_layers(head.config, target.info.num_layers))
     positions = torch.arange(width).expand_as(ids)
     batch = FeatureBatch(ids, features, torch.ones_like(ids, dtype=torch.bool), positions)
     trained = [weight for weight in head.parameters() if weight.requires_grad]
@@ -91,7 +91,7 @@ def quick_block_head(
     head: Any = head_type(head_type.new_config(settings, target.config))
     width = min(map(len, rows))
     ids = torch.tensor([row[-width:] for row in rows])
-    features = target.features(ids, capture=head_type.learns_from(head.config, target.info.num_layers))
+    features = target.features(ids, aux_layers=head_type.loss_layers(head.config, target.info.num_layers))
     positions = torch.arange(width).expand_as(ids)
     batch = FeatureBatch(ids, features, torch.ones_like(ids, dtype=torch.bool), positions)
     # The Markov head's tables are not orthogonalised: most of their rows have no gradient.

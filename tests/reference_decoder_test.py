@@ -36,7 +36,7 @@ def heads(request, directory, tmp_path_factory):
     """The target with a trained head, ours and the reference's."""
     target = load_lm(str(directory))
     rows = [[*p, *generate_one(target, None, p, SamplingParams(), 40, TorchSource(0)).tokens] for p in PROMPTS]
-    head = quick_eagle3_head(target, rows, steps=40, draft_vocab=request.param, capture=(1, 3, 5))
+    head = quick_eagle3_head(target, rows, steps=40, draft_vocab=request.param, aux_layers=(1, 3, 5))
     folder = tmp_path_factory.mktemp("head")
     (folder / "config.json").write_text(json.dumps({"head": dataclasses.asdict(head.config)}))
     save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / "model.safetensors")

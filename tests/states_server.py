@@ -62,7 +62,7 @@ class StatesServer:
 
     def states(self, row: list[int]) -> torch.Tensor:
         known = self.stored.get(row_name(row))
-        return self.lm.features(torch.tensor([row]), capture=self.layers)[0] if known is None else known
+        return self.lm.features(torch.tensor([row]), aux_layers=self.layers)[0] if known is None else known
 
     def reply(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if not self.running:

@@ -92,9 +92,9 @@ class TableLM:
         return self._rows[prefix]
 
     def session(
-        self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
+        self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
     ) -> TableSession:
-        return TableSession(self, rows, capacity, capture)
+        return TableSession(self, rows, capacity, aux_layers)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self._embedding[input_ids]
@@ -102,14 +102,16 @@ class TableLM:
     def lm_head(self, hidden: Tensor) -> Tensor:
         return hidden @ self._lm_head.T
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
+    def features(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
         rows = [[self.row(tuple(ids[: t + 1]))[1] for t in range(len(ids))] for ids in input_ids.tolist()]
-        return captured(torch.stack([torch.stack(row) for row in rows]), capture)
+        return captured(torch.stack([torch.stack(row) for row in rows]), aux_layers)
 
 
-def captured(features: Tensor, capture: Sequence[int]) -> Tensor:
+def captured(features: Tensor, aux_layers: Sequence[int]) -> Tensor:
     """What layers give: other arrangements of the feature [.., H], side by side."""
-    return torch.cat([features.roll(number, -1) for number in capture], -1) if capture else features
+    return torch.cat([features.roll(number, -1) for number in aux_layers], -1) if aux_layers else features
 
 
 class TableSession:
@@ -117,8 +119,8 @@ class TableSession:
 
     static, joins = False, True
 
-    def __init__(self, lm: TableLM, rows: int, capacity: int, capture: tuple[int, ...] = ()):
-        self._lm, self._most, self._capacity, self.capture = lm, rows, capacity, capture
+    def __init__(self, lm: TableLM, rows: int, capacity: int, aux_layers: tuple[int, ...] = ()):
+        self._lm, self._most, self._capacity, self.aux_layers = lm, rows, capacity, aux_layers
         self._cached: list[list[int]] = [[] for _ in range(rows)]
 
     @property
@@ -140,17 +142,17 @@ class TableSession:
         scores = self.extend([fed.get(row, ()) for row in range(len(self._cached))])
         return Scores(scores.logits[list(rows)], scores.features[list(rows)])
 
-    def extend(self, tokens: Any, parents: Any = None, num_logits: int = 1) -> Scores:
+    def extend(self, tokens: Any, parents: Any = None, logits_to_keep: int = 1) -> Scores:
         assert len(tokens) == len(self._cached)
         read = [
             self._read(row, own, range(-1, len(own) - 1) if parents is None else parents[row])
             for row, own in enumerate(tokens)
         ]
         # What is padding is to be looked at by nobody.
-        logits = [torch.stack([row[0] for row in own[-num_logits:]]) if own else torch.empty(0, V) for own in read]
+        logits = [torch.stack([row[0] for row in own[-logits_to_keep:]]) if own else torch.empty(0, V) for own in read]
         features = [torch.stack([row[1] for row in own]) if own else torch.empty(0, H) for own in read]
         scores, states = (pad_sequence(part, True, torch.nan).to(self._lm.dtype) for part in (logits, features))
-        return Scores(scores, captured(states, self.capture))
+        return Scores(scores, captured(states, self.aux_layers))
 
     def step(self, tokens: Any) -> tuple[Tensor, Tensor]:
         scores = self.extend(tokens)
@@ -166,7 +168,7 @@ class TableSession:
         assert len(self._cached[row]) <= self._capacity, "past the session's capacity"
         return [self._lm.row(prefix) for prefix in prefixes]
 
-    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         (cached,) = self._cached
         cached += tokens.tolist()
         assert len(cached) <= self._capacity, "past the session's capacity"

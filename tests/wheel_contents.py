@@ -52,7 +52,7 @@ def differences(wheel: Path) -> list[str]:
     if "draftsmith = draftsmith.launch.cli:main" not in entry_points:
         found.append("the wheel has no entry point draftsmith = draftsmith.launch.cli:main")
     if "licenses/LICENSE" not in metadata:
-        found.append("the wheel has no licence text")
+        found.append("the wheel has no license text")
     if not any(name.startswith("draftsmith/configs/") and name.endswith(".yaml") for name in packaged):
         found.append("the wheel has no YAML config")
     embedded = {name: size for name, size in sizes.items() if name.startswith("draftsmith/data/embedded/")}

@@ -190,7 +190,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
 def store_rollouts(
     config: TrainAcceptanceConfig, head: AcceptanceHead, reader: RolloutReader, train: Samples, val: Samples
 ) -> tuple[Samples, Samples]:
-    """Read the labelled answers into memory, and initialise a new head as a logistic.
+    """Read the labeled answers into memory, and initialize a new head as a logistic.
 
     Returns training and validation samples of stored tokens.
     """
@@ -313,9 +313,9 @@ class RolloutReader:
         self.branches = drafter.branches(depth)
 
     def read_rollouts(self, data: RolloutTokens) -> StoredTokens:
-        """Return states and labels of the labelled tokens, by the drafter's forward."""
+        """Return states and labels of the labeled tokens, by the drafter's forward."""
         head, mask = self.head, data.loss_mask
-        # [drafts, K] -> [N], labelled tokens only.
+        # [drafts, K] -> [N], labeled tokens only.
         known = TokenConfidence(*(None if values is None else values[mask] for values in data.confidences))
         ids = data.draft_ids[mask]
         read = [FEATURES[name](known) for name in head.features]
@@ -346,7 +346,7 @@ class RolloutReader:
         return torch.cat(states)[..., : self.head.hidden_size].to(data.draft_ids.device).clone()
 
     def store(self, samples: Samples, title: str) -> StoredTokens:
-        """Read the tokens of labelled answers, answer after answer. title: of the progress bar.
+        """Read the tokens of labeled answers, answer after answer. title: of the progress bar.
 
         Raises:
             InputError: no round reaches any token.

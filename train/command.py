@@ -67,7 +67,7 @@ def train(config: TrainedConfig, since: float) -> Path:
     with ExitStack() as clients:
         module, data = prepare(config, clients)
         best = fit(module, data, since=since)
-    if isinstance(config, TrainDrafterConfig) and not config.drafter.is_model and rank() == 0:
+    if isinstance(config, TrainDrafterConfig) and not config.drafter.saved_as_model and rank() == 0:
         explain(best, config, module, data)
     return best
 

@@ -61,16 +61,16 @@ def check_ranges(config: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimisation:
-    """Options of the optimiser and its batches.
+class Optimization:
+    """Options of the optimizer and its batches.
 
     Attributes:
         epochs: Passes over the data; not used when max_steps is given.
-        max_steps: Optimiser steps in all; 0 leaves it to epochs.
+        max_steps: Optimizer steps in all; 0 leaves it to epochs.
         minutes: As many steps as fit in so many minutes, counted from the command's start over all runs of it, with the
             last validation and saves in them; the learning rate follows the clock. In the place of epochs and
             max_steps.
-        batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
+        batch_size: Sequences in one optimizer step, over all devices and accumulated parts together.
         tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, instead of batch_size;
             steps hold whole sequences. A drafter's are packed end to end, without padding. 0 counts sequences.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
@@ -87,7 +87,7 @@ class Optimisation:
         max_bad_steps: Steps with a non-finite loss or gradient that are skipped before the run ends.
     """
 
-    help_group: ClassVar[str] = "Optimisation"
+    help_group: ClassVar[str] = "Optimization"
     help_rarely: ClassVar[tuple[str, ...]] = (
         "warmup_share",
         "min_lr_share",
@@ -151,15 +151,15 @@ class Tracking:
     """Options of what is measured, logged and saved.
 
     Attributes:
-        val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
-        log_every: Optimiser steps between logged losses.
-        save_every: Optimiser steps between checkpoints, from which the same command continues; 0 saves at validations.
+        val_every: Optimizer steps between validations; 0 validates at the end of each epoch. The last step always does.
+        log_every: Optimizer steps between logged losses.
+        save_every: Optimizer steps between checkpoints, from which the same command continues; 0 saves at validations.
         keep: Checkpoints to keep, the newest ones.
         log: Loggers: csv (always written), tensorboard, wandb (Weights & Biases, if `wandb login` has left a key),
             wandb-offline (into files, for `wandb sync`).
         project: Weights & Biases project.
         group: Weights & Biases group: the study or sweep that the run belongs to.
-        license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
+        license: The head's license for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
     """
 
     help_group: ClassVar[str] = "Validation and tracking"
@@ -182,14 +182,14 @@ class Tracking:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Optimisation, Hardware, Tracking, RemoteCode):
+class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
     """Options shared by all heads.
 
     Attributes:
-        data: The artefact to train on, a directory.
+        data: The artifact to train on, a directory.
         output: Directory that receives best/, last/, checkpoints/, metrics.csv and config.yaml. If it holds a training
             with the same settings, that continues from its newest intact checkpoint.
-        val: Another artefact to validate on; without it a share of `data` is held out.
+        val: Another artifact to validate on; without it a share of `data` is held out.
         val_share: Share of the samples of `data` that is held out, chosen by a hash of the sample's number.
         max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
         seed: Of initial weights, order of samples and noise.
@@ -336,7 +336,7 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
     def check(self: Any) -> None:
         TrainDrafterConfig.__post_init__(self)
         getattr(own.Settings, "__post_init__", lambda settings: None)(self)
-        if own.whole_weights and "stage_3" in self.strategy:
+        if own.needs_gathered_weights(self) and "stage_3" in self.strategy:
             expected = f"ddp, or stage 1 or 2: {kind} heads are not trained in parts"
             raise InputError("strategy", self.strategy, expected, "Choose another --strategy.")
 
@@ -360,13 +360,13 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
 class TrainAcceptanceConfig(TrainConfig):
     """Train an acceptance head on the labels of `data acceptance`. On labels of mixed text (--labels mix) it is
     SpecDec++'s head with the paper's settings for 7B drafts. On labels of real rounds (--labels rollout) it reads the
-    state before the token, the token and the draft's confidence, is initialised as the logistic of its features, and
+    state before the token, the token and the draft's confidence, is initialized as the logistic of its features, and
     batch_size counts blocks of 64 tokens. A 128-wide draft wants lr 1e-3.
 
     Attributes:
-        draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
+        draft: The draft model, or the trained drafter's head, whose drafts were labeled; frozen.
         target: The target model, if the draft is a head: it makes what the head reads.
-        target_features: Directory that `data features` wrote of the labelled responses, if the draft is a head: then
+        target_features: Directory that `data features` wrote of the labeled responses, if the draft is a head: then
             only the target's embeddings are loaded.
         init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks and inputs;
             the loss weights are those given here.

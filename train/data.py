@@ -324,7 +324,7 @@ class HeadDataModule(pl.LightningDataModule):
         collate: Callable[[list[Any]], Any] | None = None,
         count: Callable[[Any], float] | None = None,
     ):
-        """train, val: `Samples`, an artefact (`draftsmith.open_dataset`), or a sequence of rows, dictionaries of
+        """train, val: `Samples`, an artifact (`draftsmith.open_dataset`), or a sequence of rows, dictionaries of
         `input_ids` [T] and `loss_mask` [T]. Without val a share of train is held out (`config.val_share`). collate,
         count: see `Samples`; default: those of the config's drafter.
 

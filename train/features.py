@@ -39,9 +39,9 @@ GRACE_S = 10.0
 class FeatureSource:
     """Reader of a batch's features: stored or served ones decoded, or those that the target computes, in its dtype."""
 
-    def __init__(self, target: CausalLM, capture: tuple[int, ...] = (), stream: FeatureStream | None = None):
-        """capture: the states to read (`DraftHead.capture`). stream: where batches come from that have theirs."""
-        self.target, self.capture, self.stream = target, capture, stream
+    def __init__(self, target: CausalLM, aux_layers: tuple[int, ...] = (), stream: FeatureStream | None = None):
+        """aux_layers: the states to read (`DraftHead.aux_layers`). stream: where batches come from that have theirs."""
+        self.target, self.aux_layers, self.stream = target, aux_layers, stream
 
     def read(self, data: FeatureBatch) -> tuple[FeatureBatch, Tensor | None]:
         """Return the batch with features [B, T, L*H], and the same features if they were computed here, else None."""
@@ -55,8 +55,8 @@ class FeatureSource:
         else:
             # The target reads documents side by side, padded; everything else has them end to end.
             documents = Documents.of(data.lengths, data.input_ids.device)
-            states = self.compute(documents.side_by_side(data.input_ids), documents.lengths)  # [D, L, L*H]
-            states = documents.end_to_end(states)  # [1, N, L*H]
+            states = self.compute(documents.pad(data.input_ids), documents.lengths)  # [D, L, L*H]
+            states = documents.unpad(states)  # [1, N, L*H]
         return dataclasses.replace(data, features=states), states
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class FeatureSource:
         if lengths and ids.device.type == "cpu":
             features = self._read_by_length(ids, lengths)
         else:
-            features = self.target.features(ids, capture=self.capture)
+            features = self.target.features(ids, aux_layers=self.aux_layers)
         return features.to(input_ids.device)
 
     def _read_by_length(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -82,7 +82,7 @@ class FeatureSource:
             while end < len(order) and (end + 1 - begun) * lengths[order[end]] <= TOKENS_READ:
                 end += 1
             rows, width = order[begun:end], lengths[order[end - 1]]
-            part = self.target.features(ids[rows, :width], capture=self.capture)
+            part = self.target.features(ids[rows, :width], aux_layers=self.aux_layers)
             if not begun:
                 features = part.new_zeros(*ids.shape, part.shape[-1])
             features[rows, :width] = part
@@ -99,7 +99,7 @@ def feature_std(samples: Samples, source: FeatureSource) -> float:
         features = decoded(item["features"], item.get("scale")) if "features" in item else None
         if features is None:
             ids = item["input_ids"][None].to(source.target.device)
-            features = source.target.features(ids, capture=source.capture)[0]  # [T, L*H]
+            features = source.target.features(ids, aux_layers=source.aux_layers)[0]  # [T, L*H]
             place = first_broken(features)
             if place is not None:
                 raise NonFinite("hidden states", "target", place).of([samples.name(key.index)])

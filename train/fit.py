@@ -267,7 +267,7 @@ def _head_saver(
             "sampling": provenance.sampling,
             **provenance.labels,
             "inputs": provenance.inputs,
-            "of_target": list(provenance.of_target),
+            "tied_to_target": list(provenance.tied_to_target),
             "samples": samples,
             "config": resolved(config),
             "options": decisive(config),

@@ -54,9 +54,9 @@ Config = TypeVar("Config", bound=TrainDrafterConfig)
 class Provenance:
     """Models and data that a head is made from, for its manifest and to compare when a run is resumed.
 
-    job: kind of the head. inputs: name -> digest of each artefact. read_model: identity of the model whose hidden
+    job: kind of the head. inputs: name -> digest of each artifact. read_model: identity of the model whose hidden
     states the head reads. models: identities of all models concerned. sampling: of the answers, or that labels hold
-    for, if it is known; labels: their kind, as in the head's config.json. of_target: see `DraftHead`.
+    for, if it is known; labels: their kind, as in the head's config.json. tied_to_target: see `DraftHead`.
     """
 
     job: str
@@ -65,7 +65,7 @@ class Provenance:
     models: dict[str, Any]
     sampling: dict[str, Any] | None = None
     labels: dict[str, str] = dataclasses.field(default_factory=dict)
-    of_target: tuple[str, ...] = ()
+    tied_to_target: tuple[str, ...] = ()
 
 
 class LitHead(pl.LightningModule):
@@ -113,7 +113,7 @@ class LitHead(pl.LightningModule):
         """Return the models and data that the head is made from."""
 
     def digests(self, data: HeadDataModule) -> dict[str, str]:
-        """Return the digests of the artefacts that the data module reads; rows in memory have none."""
+        """Return the digests of the artifacts that the data module reads; rows in memory have none."""
         parts = {"data": data.train} | ({"val": data.val} if self.config.val is not None else {})
         manifests = {name: getattr(samples.dataset, "manifest", None) for name, samples in parts.items()}
         return {name: manifest.digest for name, manifest in manifests.items() if manifest is not None}
@@ -356,7 +356,7 @@ class LitDrafter(LitHead):
         # Only noise needs it, and reading samples for it takes seconds.
         self.feature_std = None if getattr(config, "noise", 0.0) > 0 else 1.0
         self.target, self.settings = target, with_loss(self.config)
-        self.source = source or FeatureSource(target, head.learns_from(head.config, target.info.num_layers))
+        self.source = source or FeatureSource(target, head.loss_layers(head.config, target.info.num_layers))
         self.monitor, self.larger_is_better = head.monitor, True
         self._validation = Means()
 
@@ -414,12 +414,14 @@ class LitDrafter(LitHead):
         config, manifest = self.config, getattr(data.train.dataset, "manifest", None)
         inputs = {**self.digests(data), **loss_digest(config)}
         if config.init != "random":
-            is_model = config.drafter.is_model
-            inputs |= {"init": saved_identity(config.init)["weights"]} if is_model else starting_weights(config.init)
+            saved_as_model = config.drafter.saved_as_model
+            inputs |= (
+                {"init": saved_identity(config.init)["weights"]} if saved_as_model else starting_weights(config.init)
+            )
         identity = self.target.info.identity
         models = {"target": identity} if manifest is None else manifest.identity
         sampling = None if manifest is None else manifest.sampling
-        return Provenance(self.head.kind, inputs, identity, models, sampling, of_target=self.head.of_target)
+        return Provenance(self.head.kind, inputs, identity, models, sampling, tied_to_target=self.head.tied_to_target)
 
 
 # -- a loss of the user's own, `--loss FILE.py:FUNCTION`: draft logits and target probabilities [N, V] -> losses [N]

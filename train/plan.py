@@ -1,7 +1,7 @@
 """`draftsmith train KIND --plan`: memory, disk, steps and FLOPs of a drafter's training before it runs.
 
 Parameters come from config.json: modules are built on torch's meta device and no weights are read. Documents come from
-the artefact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
+the artifact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
 gradients and optimizer state out over the ranks. Activations are estimated from the head's layers.
 """
 
@@ -37,7 +37,7 @@ from draftsmith.train.strategies import device_kind, model_dtype, process_memory
 FLOAT32 = 4
 # The largest part is looked for in this many steps of the first epoch.
 STEPS_LOOKED_AT = 2000
-# Share of the tokens that the loss counts, of an artefact that does not exist yet.
+# Share of the tokens that the loss counts, of an artifact that does not exist yet.
 ASSUMED_LOSS_SHARE = 0.6
 # FLOPs of an epoch are extrapolated from this many of its documents, from the shortest to the longest.
 COUNTED_DOCUMENTS = 32
@@ -68,21 +68,21 @@ class TrainingDocuments:
     source: str
 
 
-def training_documents(config: TrainDrafterConfig, context: int, lookahead: int) -> TrainingDocuments:
+def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: int) -> TrainingDocuments:
     """Read the lengths of the training samples: split at the context, without held-out ones. Assume them if the
-    artefact does not exist."""
+    artifact does not exist."""
     from draftsmith.train.data import held_out, train_and_val
 
     if not (config.data / MANIFEST).exists():
         samples, length = config.plan_samples, config.plan_length
         count = samples if config.val is not None else len(held_out(samples, config.val_share)[0])
         limit = min(config.max_length or context, context)
-        _, _, lengths = cut_lengths(np.full(count, length), limit, lookahead)
+        _, _, lengths = cut_lengths(np.full(count, length), limit, num_lost_rows)
         source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
         return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
 
     counts, texts = Manifest.read(config.data).counts, open_dataset(config.data, check="size")
-    train, _ = train_and_val(config, texts, None if config.val is None else texts, context, lookahead, log=False)
+    train, _ = train_and_val(config, texts, None if config.val is None else texts, context, num_lost_rows, log=False)
     total = int(texts.lengths.sum())
     share = counts.get("loss_tokens", counts.get("response_tokens", total)) / max(1, total)
     return TrainingDocuments(train.lengths.tolist(), share, str(config.data))
@@ -168,12 +168,12 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
     head = meta_head(config, shape)
     head_shape: Any = head.config
     # Layers whose states are the features.
-    captured = drafter.learns_from(head_shape, shape.num_layers)
+    captured = drafter.loss_layers(head_shape, shape.num_layers)
     feature_size = shape.hidden_size * max(1, len(captured))
 
     # Steps, as the training's own order makes them. A head to fine-tune may reach less far than its target.
     context = min(shape.max_position, head_shape.max_position)
-    documents = training_documents(config, context, drafter.lookahead)
+    documents = training_documents(config, context, drafter.num_lost_rows)
     order = order_of(config, documents.lengths)
     # With --minutes the number of steps is unknown: plan one epoch.
     steps = order.steps_per_epoch if config.minutes else config.num_steps(order.steps_per_epoch)
@@ -254,7 +254,7 @@ def process_bytes(
     weights, checkpoint, _ = saved_bytes(config, head)
 
     # Autograd keeps the input of every linear layer and what the next operator reads of its output; norms keep their
-    # input and normalised output in float32. Logits are made and freed in chunks, so an lm_head of the head's own
+    # input and normalized output in float32. Logits are made and freed in chunks, so an lm_head of the head's own
     # counts as chunks.
     head_width = 2 if config.precision == "bf16" else FLOAT32
     kept, vocab = 0, shape.vocab_size
@@ -266,10 +266,10 @@ def process_bytes(
             kept += head_width * (module.in_features + module.out_features)
         elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
             kept += 2 * FLOAT32 * weight.numel()
-    passes = getattr(config, "unroll", getattr(config, "passes", 1))
+    ttt_steps = getattr(config, "unroll", getattr(config, "ttt_steps", 1))
     logits = CHUNK_TENSORS * FLOAT32 * min(CHUNK_ELEMENTS, round(part_tokens * documents.loss_share) * vocab)
     # Features as they came, and in the head's type.
-    activations = part_tokens * (passes * kept + feature_size * (width + head_width)) + logits
+    activations = part_tokens * (ttt_steps * kept + feature_size * (width + head_width)) + logits
     # The target keeps nothing but its features.
     target_token = width * (FROZEN_WIDTHS * shape.hidden_size + 3 * shape.intermediate_size)
     stored = 0 if read_in_step else 2 * feature_size

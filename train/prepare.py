@@ -14,9 +14,9 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.vllm_states import ServedStates, check_numbering
 from draftsmith.data.features import text_dataset
-from draftsmith.data.store.datasets import ArtefactDataset, open_dataset
+from draftsmith.data.store.datasets import ArtifactDataset, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
-from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig
 
-# Larger artefacts are not hashed: at about 1 GB/s this takes half a minute.
+# Larger artifacts are not hashed: at about 1 GB/s this takes half a minute.
 HASHED_BYTES = 32 * 2**30
 
 
@@ -70,13 +70,13 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
         how = (dtype, device, config.engine, config.trust_remote_code)
         target = load_lm(config.target, *how, device_map=config.device_map)
     head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
-    layers = drafter.learns_from(head_shape, target.info.num_layers)
+    layers = drafter.loss_layers(head_shape, target.info.num_layers)
 
     # Data: a head to fine-tune may have a shorter context than its target.
     train = open_data(config.data, config, target, layers)
     val = open_data(config.val, config, target, layers) if config.val is not None else None
     context = min(target.info.max_position, head_shape.max_position)
-    samples = train_and_val(config, train, val, context, drafter.lookahead)
+    samples = train_and_val(config, train, val, context, drafter.num_lost_rows)
 
     def token_counts() -> Tensor:
         return samples[0].dataset.token_counts(samples[0].indices, target.info.vocab_size)
@@ -87,13 +87,13 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
     return LitDrafter(head, target, config, source=source), data
 
 
-def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]) -> ArtefactDataset:
-    """Open features of these layers (`DraftHead.learns_from`), or texts for the target to read.
+def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]) -> ArtifactDataset:
+    """Open features of these layers (`DraftHead.loss_layers`), or texts for the target to read.
 
     Features are hashed to see that they are intact; of more than HASHED_BYTES only the files' sizes are compared.
 
     Raises:
-        InputError: another artefact, one of another target, or features of other layers than the drafter reads.
+        InputError: another artifact, one of another target, or features of other layers than the drafter reads.
     """
     manifest = Manifest.read(directory)
     if manifest.kind == "features":
@@ -111,7 +111,7 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             raise InputError("data", f"features of layers {stored}", expected, remedy)
         check = "sha256" if size < HASHED_BYTES else "size"
         return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
-    open_artefact(directory, ("responses", "prompts", "features"), check="size")
+    open_artifact(directory, ("responses", "prompts", "features"), check="size")
     return text_dataset(directory, config.target, target.info.identity)
 
 
@@ -174,12 +174,12 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
     drafter = config.drafter
     head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
     weights = FrozenWeights(target, counts)
-    if config.init != "random" and drafter.is_model:
+    if config.init != "random" and drafter.saved_as_model:
         weights.path = str(model_directory(config.init))
-    if config.init != "random" and not drafter.is_model:
+    if config.init != "random" and not drafter.saved_as_model:
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
         assert isinstance(head, DraftHead)
-        head.retarget(weights)
+        head.update_from_target(weights)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -197,7 +197,7 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
     """
     if config.init == "random":
         return config.drafter.new_config(config, target)
-    if config.drafter.is_model:
+    if config.drafter.saved_as_model:
         shape = target_shape(config.init)
         check_same_tokenizer(config.target, config.init, "init")
         options: Any = config

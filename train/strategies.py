@@ -103,7 +103,7 @@ def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
     Precision is not among them: weights are float32 everywhere, and the training step switches autocast on.
 
     Raises:
-        InputError: a strategy that does not fit the optimiser, or whose package is not installed.
+        InputError: a strategy that does not fit the optimizer, or whose package is not installed.
     """
     kind, (devices, nodes) = accelerator(config), _devices(config)
     return {

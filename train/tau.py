@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.template import prompt_ids
@@ -81,7 +81,7 @@ class TauProbe:
             # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
             drafter = ChainDrafter(head.net(target), [FixedLengthStop(self.k)], capacity)
-            setup = DecodeOptions(session=target.session(1, capacity, head.capture), max_nodes=self.k)
+            setup = DecodeOptions(session=target.session(1, capacity, head.aux_layers), max_nodes=self.k)
             for prompt in own:
                 done = generate_one(
                     target, drafter, prompt, SamplingParams(), self.max_new_tokens, TorchSource(0), (), setup
@@ -117,7 +117,7 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
     if config.tau_data is None:
         prompts = held_out_prompts(val)
     else:
-        manifest = open_artefact(config.tau_data, "prompts", text_identity(config.target))
+        manifest = open_artifact(config.tau_data, "prompts", text_identity(config.target))
         rows = Rows(config.tau_data, manifest, ["prompt_ids"], vocab_size=vocabulary_size(config.target))
         prompts = (row["prompt_ids"] for row in rows.iterate())
     chosen: list[list[int]] = []

@@ -183,7 +183,7 @@ def start_run(
     }
     run = start_wandb(wandb, mode == "offline", options, log)
     logger = TrackedRun(run, log)
-    # Data artefacts are inputs of the run, in the lineage of its head.
+    # Data artifacts are inputs of the run, in the lineage of its head.
     for path in (config.data, config.val):
         if path is not None and (path / MANIFEST).is_file():
             try:
@@ -356,7 +356,7 @@ class Telemetry:
         """Return the numbers of all ranks since the last call. Every rank must call it, after reading the losses back.
 
         steps_per_s, tokens_per_s (without padding, all ranks together), data_wait (share of the time), real_tokens
-        (share of slots without padding), memory_gb (largest of any rank so far), and mfu (model FLOPs utilisation:
+        (share of slots without padding), memory_gb (largest of any rank so far), and mfu (model FLOPs utilization:
         FLOPs over the peak of all ranks' devices).
         """
         self._pass()

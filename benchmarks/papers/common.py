@@ -56,7 +56,7 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
 
     Attributes:
         target: Model directory, hub id or embedded:target.
-        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts.
         mid: Model between draft and target.
         limit: Number of prompts; 0 takes all.
         temperatures: Separated by commas; 0 is greedy.
@@ -260,7 +260,7 @@ def speed_columns(row: Row) -> dict[str, Any]:
     return {"mode": row["mode"], "speedup": row["speedup"], **ends, "tau": row["tau"]}
 
 
-def summarise(rows: Iterable[Row], keys: Sequence[str], by: Sequence[str]) -> dict[str, Any]:
+def summarize(rows: Iterable[Row], keys: Sequence[str], by: Sequence[str]) -> dict[str, Any]:
     """Return flat numbers of a table: each key of every row, named by the row's values of `by`."""
     return {f"{key}_{slug(*(str(row[name]) for name in by))}": row[key] for row in rows for key in keys}
 

@@ -265,7 +265,7 @@ def predict_speedup(counts: Any, fitted: pd.DataFrame, runs: pd.DataFrame) -> An
 def summary_of(tables: Sequence[Table]) -> dict[str, Any]:
     """Return flat numbers for texts to quote."""
     rows = {table.name: table.rows for table in tables}
-    flat = common.summarise(rows["eagle2-confidence"], ("correlation",), ("mode",))
+    flat = common.summarize(rows["eagle2-confidence"], ("correlation",), ("mode",))
     for how, name in (("measured", "eagle2-speed-by-size"), ("predicted", "eagle2-predicted-speed")):
         for mode in dict.fromkeys(row["mode"] for row in rows[name]):
             best = max((row for row in rows[name] if row["mode"] == mode), key=lambda row: row["speedup"])

@@ -106,11 +106,11 @@ def run(config: HsddwConfig) -> Path:
         *window_tables(pd.DataFrame(rounds, columns=[*NAMED, *WINDOWS]), config.examples, config.seed),
     ]
     rows = {table.name: table.rows for table in tables}
-    entropies = common.summarise(rows["hsddw-entropy"], ("mean_accepted", "mean_rejected", "auc"), ("by", "mode"))
+    entropies = common.summarize(rows["hsddw-entropy"], ("mean_accepted", "mean_rejected", "auc"), ("by", "mode"))
     summary = {
-        **common.summarise(rows["hsddw-ablation"], ("speedup", "tau", "best", "best_k"), ("method", "mode")),
+        **common.summarize(rows["hsddw-ablation"], ("speedup", "tau", "best", "best_k"), ("method", "mode")),
         **{f"entropy_{key}": value for key, value in entropies.items()},
-        **common.summarise(rows["hsddw-redundancy"], ("redundancy", "utilisation"), ("method", "mode")),
+        **common.summarize(rows["hsddw-redundancy"], ("redundancy", "utilization"), ("method", "mode")),
     }
     return common.write_results("hsddw", config, loaded, tables, summary)
 
@@ -241,7 +241,7 @@ def watch(config: HsddwConfig, loaded: common.Loaded, name: str, params: Samplin
         "accepted": totals.num_accepted,
         "redundancy": outer_sigma or 0.0,
         "inner": inner_sigma,
-        "utilisation": totals.verification_rate,
+        "utilization": totals.verification_rate,
         **{model: watcher.origin[model] / count for model in ("M1", "M2", "target")},
     }
     return row, watcher
@@ -311,7 +311,7 @@ def redundancy_table(k: int, rows: Sequence[Row]) -> Table:
     columns = [
         Column("mode", "mode"), Column("method", f"method, k={k}"), Column("drafted", "drafted", ",d"),
         Column("accepted", "accepted", ",d"), Column("redundancy", "sigma", ".0%"),
-        Column("inner", "sigma of M1 at M2", ".0%"), Column("utilisation", "eta", ".0%"),
+        Column("inner", "sigma of M1 at M2", ".0%"), Column("utilization", "eta", ".0%"),
         Column("M1", "from M1", ".0%"), Column("M2", "from M2", ".0%"), Column("target", "from the target", ".0%"),
     ]  # fmt: skip
     note = (

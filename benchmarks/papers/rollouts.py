@@ -200,10 +200,10 @@ class TargetAnswers:
         self._target, self._how = target, how
         self._generated: dict[int, Generation] = {}
 
-    def read(self, prompt: BenchPrompt, number: int, further: int, capture: tuple[int, ...] = ()) -> ReadAnswer:
+    def read(self, prompt: BenchPrompt, number: int, further: int, aux_layers: tuple[int, ...] = ()) -> ReadAnswer:
         """Return response `number` with the target's features and logits.
 
-        further: tokens after an end token that a round may still draft. capture: layers that the drafter reads.
+        further: tokens after an end token that a round may still draft. aux_layers: layers that the drafter reads.
         """
         target, how, ids = self._target, self._how, prompt.prompt_ids
         if number not in self._generated:
@@ -217,8 +217,8 @@ class TargetAnswers:
         answer = TargetAnswer(prompt.id, prompt.task, len(ids), generation.tokens, generation.ended, room)
 
         count = min(further, room - len(tokens)) if generation.ended else 0
-        session = target.session(1, len(ids) + len(tokens) + count, capture, static=False)
-        read = session.extend([[*ids, *tokens]], num_logits=len(tokens) + 1)
+        session = target.session(1, len(ids) + len(tokens) + count, aux_layers, static=False)
+        read = session.extend([[*ids, *tokens]], logits_to_keep=len(tokens) + 1)
         source, rows = TorchSource(seed_of(how.seed, number)), [read.logits[0]]
         for _ in range(count):  # beyond the end token: a decoder counts what it accepts there
             last = rows[-1][-1]
@@ -296,7 +296,7 @@ class ChainRecorder:
         """number: of the response, which seeds it."""
         depth = self._how.depth
         with name_nonfinite([prompt.id]):
-            reading = self._answers.read(prompt, number, depth, self._drafter.capture)
+            reading = self._answers.read(prompt, number, depth, self._drafter.aux_layers)
             shape = (len(reading.answer.tokens) - 1, depth)  # [S, K]
             token, read = np.full(shape, -1, np.int64), np.zeros(shape, bool)
             columns: dict[str, Floats] = {}
@@ -401,7 +401,7 @@ def chain_rollouts(reading: ReadAnswer, token: Ints, columns: Mapping[str, Float
     equal = same.cumprod(1).sum(1)  # a coupled draft differs from the text exactly where it is rejected
     left = count + 1 - start
     accepted = np.minimum(equal, left)
-    labelled = (offset <= equal[:, None]) & (offset < left[:, None])
+    labeled = (offset <= equal[:, None]) & (offset < left[:, None])
     drafted = token >= 0
 
     def column(name: str) -> Floats:
@@ -416,7 +416,7 @@ def chain_rollouts(reading: ReadAnswer, token: Ints, columns: Mapping[str, Float
         log_q=column("log_q"),
         log_max_q=column("log_max_q"),
         entropy=column("entropy"),
-        accept_prob=np.where(labelled & drafted, columns.get("accept_prob", same), np.nan),
+        accept_prob=np.where(labeled & drafted, columns.get("accept_prob", same), np.nan),
         past_end=equal - accepted,
     )
 
@@ -460,7 +460,7 @@ class TreeRecorder:
         """number: of the response, which seeds it."""
         how, topk, num_levels = self._how, self._topk, self._how.depth + 1
         with name_nonfinite([prompt.id]):
-            reading = self._answers.read(prompt, number, num_levels, self._drafter.capture)
+            reading = self._answers.read(prompt, number, num_levels, self._drafter.aux_layers)
             count = len(reading.answer.tokens) - 1
             rank, levels = np.full((count, num_levels, num_levels), -1, np.int64), np.zeros(count, np.int64)
             for row, tree in enumerate(walk(self._drafter, reading, prompt.prompt_ids, how, num_levels, number)):

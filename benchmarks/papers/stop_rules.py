@@ -305,7 +305,7 @@ def copied_share(prompt: BenchPrompt, answer: Any) -> float:
 
 
 def decode_choices(config: StopRulesConfig, scene: Scene, places: Mapping[str, Mapping[str, Path]]) -> Iterator[Row]:
-    """Decode the choices at this machine's c: fixed K and its neighbours, the best head and training-free ones."""
+    """Decode the choices at this machine's c: fixed K and its neighbors, the best head and training-free ones."""
     at = scene.at[-1]
     k = int(at.choices[FIXED].policy.value)
     named = [(FIXED, Policy("k", near)) for near in (k, k - 1, k + 1) if 1 <= near <= config.max_drafted]
@@ -428,8 +428,8 @@ def bench_table(rows: Sequence[Row]) -> Table:
 def online_probs(rollouts: ChainRollouts) -> Floats:
     """Return probabilities [S, K] of the online fit, which learns from the rounds of decoding with K drafted tokens."""
     model, features = OnlineLogistic(2), online_features(rollouts)
-    labelled = rollouts.verified()
-    probs = np.full(labelled.shape, np.nan)
+    labeled = rollouts.verified()
+    probs = np.full(labeled.shape, np.nan)
     answer, next_start = -1, 1
     for row in range(len(features)):
         probs[row] = [model.prob(x) for x in features[row]]
@@ -437,16 +437,16 @@ def online_probs(rollouts: ChainRollouts) -> Floats:
             answer, next_start = int(rollouts.answer[row]), 1
         if rollouts.start[row] == next_start:
             accepted = int(rollouts.num_accepted[row])
-            model.observe(features[row][labelled[row]].tolist(), accepted)
+            model.observe(features[row][labeled[row]].tolist(), accepted)
             next_start += accepted + 1
     return probs
 
 
 def fitted_probs(rollouts: ChainRollouts, fit: ChainRollouts) -> Floats:
     """Return probabilities [S, K] of a logistic model of the log-odds of q(y), fitted to the labels of `fit`."""
-    labelled = fit.verified()
-    odds = log_odds(torch.from_numpy(fit.log_q[labelled]))
-    scale, bias = fit_platt(odds, torch.from_numpy(fit.accept_prob[labelled]))
+    labeled = fit.verified()
+    odds = log_odds(torch.from_numpy(fit.log_q[labeled]))
+    scale, bias = fit_platt(odds, torch.from_numpy(fit.accept_prob[labeled]))
     return torch.sigmoid(scale * log_odds(torch.from_numpy(rollouts.log_q)) + bias).numpy()
 
 

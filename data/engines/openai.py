@@ -221,20 +221,20 @@ class ServerEngine:
                 raise RowError(f"a part in {part}; serve without a parser, or pass --server.dialect vllm")
 
         text, ids = choice.get("text", message.get("content")), choice.get("token_ids")
-        if retokenised := ids is None:
+        if retokenized := ids is None:
             if text is None:
                 raise RowError("neither text nor token ids")
             ids = self.tokenizer(well_formed(text, "the reply"), add_special_tokens=False)["input_ids"]
         else:
             check_sampled(ids, limit, self.vocab_size)
         # A text has no end token, and a server may leave it out of the ids: its count of tokens tells.
-        hidden = retokenised or count is None or count > len(ids)
+        hidden = retokenized or count is None or count > len(ids)
         if choice["finish_reason"] == "stop" and hidden and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
             ids = [*ids, self.eos_ids[0]]
         if not ids or (self.context is not None and expected_prompt + len(ids) > self.context):
             raise RowError(f"{len(ids):,} tokens, expected one or more within the context")
         ended = ids[-1] in self.eos_ids and not self.settings.ignore_eos
-        return TargetTurn(ids, ended, text, retokenised, count)
+        return TargetTurn(ids, ended, text, retokenized, count)
 
 
 def chat_body(row: dict[str, Any]) -> dict[str, Any]:

@@ -64,9 +64,9 @@ def generate_rows(
     assert params.greedy or sources is not None, "sampling needs a random source per row"
     longest = min(max(map(len, prompts)) + max_new_tokens, lm.info.max_position)
     drafter = build_drafter(longest + DEFAULTS.max_nodes + 1)
-    capture, nodes = ((), 0) if drafter is None else (drafter.capture, DEFAULTS.max_nodes)
+    aux_layers, nodes = ((), 0) if drafter is None else (drafter.aux_layers, DEFAULTS.max_nodes)
     num_rows = min(batch_size, len(prompts))
-    setup = DecodeOptions(session=lm.session(num_rows, longest + nodes + 1, capture), max_nodes=nodes)
+    setup = DecodeOptions(session=lm.session(num_rows, longest + nodes + 1, aux_layers), max_nodes=nodes)
     waiting = (
         RowAnswer(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
         for i in sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))

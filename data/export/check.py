@@ -172,7 +172,7 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
         return measures + [difference(f"P(accept) of {prob.numel()} states", [(prob, other)]) for other in others]
 
     heads = [head.to(lm.device, lm.dtype).eval() for head in heads]
-    variants = [HeadVariant("", "as it is", head, head.capture or (lm.info.num_layers,)) for head in heads]
+    variants = [HeadVariant("", "as it is", head, head.aux_layers or (lm.info.num_layers,)) for head in heads]
     if ours is None:
         variants = head_variants(theirs, known_rope(lm, source.path), lm.info.num_layers, in_files=True)
     depth = longest_draft(COMPARED, variants)
@@ -203,7 +203,7 @@ def outputs_along(
     for head in heads:
         branches = BranchDrafter(head.net(lm), depth)
         starts = torch.arange(max(text["loss_mask"].index(True) + 1, branches.min_start), len(ids) + 1)
-        branches.open(ids.tolist(), lm.features(ids[None].to(lm.device), capture=head.capture)[0])
+        branches.open(ids.tolist(), lm.features(ids[None].to(lm.device), aux_layers=head.aux_layers)[0])
         drafted = branches.draft(starts.tolist(), depth, [SamplingParams()] * len(starts))
         read = torch.cat([ids[starts - 1][:, None], drafted.tokens[:, :-1].cpu()], 1)  # [S, K]
         outputs = []

@@ -79,7 +79,7 @@ class ExportConfig(Loading):
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
             else 5 (20 with a stop rule).
         weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
-        license: Licence of the head, for the card.
+        license: License of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
         push: Hub id: upload the directory there, with its model card. A new repository is private.
     """
@@ -235,8 +235,8 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     report.measures.append(
         Measure("logits of 256 tokens", f"{difference:.1e} of the largest", f"at most {bar:g}", difference <= bar)
     )
-    shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantised")
-    (directory / f"{GGUF_DRAFT}.dequantised.lock").unlink(missing_ok=True)
+    shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantized")
+    (directory / f"{GGUF_DRAFT}.dequantized.lock").unlink(missing_ok=True)
     model = str(target_file(config, target) or "TARGET.gguf")
     served = Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or 5)
     return report, llamacpp_command("simple", served)

@@ -20,7 +20,7 @@ from draftsmith.modules.formats.gguf import (
     to_adjacent,
     to_gguf_name,
 )
-from draftsmith.modules.pretrained.checkpoint import check_unquantised, checkpoint_files, end_tokens, model_shape
+from draftsmith.modules.pretrained.checkpoint import check_unquantized, checkpoint_files, end_tokens, model_shape
 from draftsmith.modules.pretrained.files import whole
 from draftsmith.modules.pretrained.gguf import CLASSES, gguf_package, open_gguf
 from draftsmith.modules.pretrained.hub import model_directory, read_config
@@ -96,7 +96,7 @@ def add_metadata(writer: Any, key: str, value: Any) -> None:
 
 
 def read_gguf_head(file: Path) -> Package:
-    """Read a head's GGUF file as a directory in vLLM's layout; quantised weights become float32."""
+    """Read a head's GGUF file as a directory in vLLM's layout; quantized weights become float32."""
     gguf = gguf_package()
     metadata, found = open_gguf(file)
     tensors = {}
@@ -121,7 +121,7 @@ def write_gguf_model(
     """Write a Llama-family model as a GGUF file. tokenizer: metadata of its target's file; default: its own."""
     directory = model_directory(model)
     raw = read_config(model)
-    check_unquantised(directory, raw)
+    check_unquantized(directory, raw)
     llama = model_shape(directory, raw)
     kind = "llama" if raw["model_type"] == "mistral" else raw["model_type"]
     if llama.sliding_window is not None:

@@ -114,7 +114,7 @@ def run(config: ImportConfig) -> Path:
         "target": identity,
         "models": models,
         "sampling": None,
-        "of_target": of_target(imported, None if facts is None else facts.lm_head),
+        "tied_to_target": tied_to_target(imported, None if facts is None else facts.lm_head),
         "imported": {
             "producer": format.name,
             "path": config.directory,
@@ -130,8 +130,8 @@ def run(config: ImportConfig) -> Path:
     return config.output
 
 
-def of_target(imported: ImportedHead, lm_head: Tensor | None) -> list[str]:
-    """Return `DraftHead.of_target` of a foreign head: its lm_head, if every row is the target's [V, H]."""
+def tied_to_target(imported: ImportedHead, lm_head: Tensor | None) -> list[str]:
+    """Return `DraftHead.tied_to_target` of a foreign head: its lm_head, if every row is the target's [V, H]."""
     name, state = "lm_head.weight", imported.state
     if name not in state or lm_head is None:
         return []

@@ -126,13 +126,13 @@ def model_card(
         facts += [f"- {note}" for note in export.get("notes", ())]
 
     model = "target" if drafts else _drafter_card(drafter, {}).title if drafter else "draft"
-    is_model = drafts and head_class(kind).is_model
-    read = "whose distributions it learned" if is_model else "whose hidden states it reads"
+    saved_as_model = drafts and head_class(kind).saved_as_model
+    read = "whose distributions it learned" if saved_as_model else "whose hidden states it reads"
     models = {f"{model}, {read}": reads}
     if not drafts:
         models["target, whose verdicts it predicts"] = target
     bound = "Its identity is recorded: `draftsmith` refuses other models."
-    if is_model:
+    if saved_as_model:
         bound = "It drafts for any model of that tokenizer, best for this one."
     elif not identity:
         bound = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
@@ -142,7 +142,7 @@ def model_card(
     named = f"--target {shlex.quote(target or 'TARGET')} --draft "
     named += "DIR" if drafts else f"{shlex.quote(reads or 'DRAFT')} --acceptance DIR"
     bench = f"draftsmith eval bench {named} --methods {about.method} --prompts FILE --output runs/bench"
-    bench += "" if is_model else " --card"
+    bench += "" if saved_as_model else " --card"
     sections = {
         "Target": f"{_bullets(models)}\n\n{bound}",
         "Data": _data_section(manifest) or unknown,
@@ -162,20 +162,20 @@ def model_card(
         if settings is not None and format.holds(settings):
             line = f"draftsmith export --head DIR --format {format.name} --output DIR-{format.name}"
             commands.append(line + (f" --target {shlex.quote(target or 'TARGET')}" if drafts else ""))
-    if is_model:
+    if saved_as_model:
         commands.append(f"draftsmith export {named} --format {GGUF} --output DIR-{GGUF}")
-    loads = " transformers, vLLM and SGLang load it as it is, as a draft model." if is_model else ""
+    loads = " transformers, vLLM and SGLang load it as it is, as a draft model." if saved_as_model else ""
     usage = f"DIR is this directory.{loads}\n\n{_fenced(*commands)}"
     return _page(
         about,
         base_model=target if drafter else reads,
         facts=facts,
         sections={**sections, "How to use it": usage if export is None else _export_section(export)},
-        licence=manifest.get("license") or config.get("license"),
+        license=manifest.get("license") or config.get("license"),
         sources=f"{_code(reads) or f'the {model}'}, from which it was made, and to the data",
         manifest=manifest,
         format=export["format"] if export else "",
-        is_model=is_model,
+        saved_as_model=saved_as_model,
     )
 
 
@@ -184,29 +184,29 @@ def _page(
     base_model: str | None,
     facts: Sequence[str],
     sections: Mapping[str, str],
-    licence: str | None,
+    license: str | None,
     sources: str,
     manifest: Mapping[str, Any],
     format: str,
-    is_model: bool = False,
+    saved_as_model: bool = False,
 ) -> str:
     """Join the parts of a card under the front matter by which the model hub lists a model."""
-    # The hub takes `other` with a name for a licence that it does not list, and hub ids only as base models.
+    # The hub takes `other` with a name for a license that it does not list, and hub ids only as base models.
     matter: dict[str, Any] = {
-        **({"license": licence} if licence else {"license": "other", "license_name": "not-stated"}),
-        "library_name": "transformers" if is_model else format or "draftsmith",
+        **({"license": license} if license else {"license": "other", "license_name": "not-stated"}),
+        "library_name": "transformers" if saved_as_model else format or "draftsmith",
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draftsmith", about.tag],
     }
     base = (base_model or "").partition("@")[0]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():
         matter["base_model"] = base
-    stated = f"`{licence}`, as stated when it was made." if licence else "Not stated."
+    stated = f"`{license}`, as stated when it was made." if license else "Not stated."
     packages = manifest.get("packages") or {}
     names = [f"{name} {packages[name]}" for name in ("draftsmith", "torch", "transformers") if packages.get(name)]
     names += [f"commit {manifest['git_commit']}"] if manifest.get("git_commit") else []
     ends = {
-        "Licence": f"{stated} Other licences apply to {sources}: look them up before you share it.",
+        "License": f"{stated} Other licenses apply to {sources}: look them up before you share it.",
         "Versions": f"{', '.join(names)}." if names else "Unknown.",
     }
     title = f"{about.title}, exported for {format}" if format else about.title
@@ -240,7 +240,7 @@ def _data_section(manifest: Mapping[str, Any]) -> str:
         line = f"- {name}: {part['samples']:,} samples, {part['tokens']:,} tokens"
         # A sample of rollouts is a block of drafted tokens: the number of samples says nothing.
         if manifest.get("labels") == "rollout":
-            line = f"- {name}: {part['tokens']:,} tokens of labelled drafts"
+            line = f"- {name}: {part['tokens']:,} tokens of labeled drafts"
         if "answers" in part:
             median = f"median {part['tokens_p50']:,.0f} tokens"
             line += f"; {part['answers']:,} responses of {part['answer_tokens']:,} tokens, {median}"
@@ -352,7 +352,7 @@ def save(head: DraftHead, directory: str | Path, target: CausalLM, metrics: Mapp
     """
     manifest: dict[str, Any] = {
         "target": target.info.identity,
-        "of_target": list(head.of_target),
+        "tied_to_target": list(head.tied_to_target),
         "metrics": dict(metrics or {}),
         **made_with(),
     }

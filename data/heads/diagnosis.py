@@ -131,7 +131,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     """Return all findings in the order of the pipeline, then the causes, the likeliest first, as lines for the user.
 
     directory: of the head. name: of the target, for its tokenizer.
-    rows: input_ids and loss_mask of texts. data: the manifest of their artefact.
+    rows: input_ids and loss_mask of texts. data: the manifest of their artifact.
 
     Raises:
         InputError: no drafter, or another target's. NonFinite: the head's logits.
@@ -140,9 +140,9 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     variants = head_variants(head, known_rope(target, name), target.info.num_layers, mask_tokens(head, name))
     depth = longest_draft(TOKENS, variants)
     measures = measure(target, rows, variants, depth)
-    passes = (manifest.get("config") or {}).get(head.passes)
+    ttt_steps = (manifest.get("config") or {}).get(head.ttt_steps)
     # Later tokens of a head that was trained on true states alone say nothing.
-    lengths = {v.label: n.clamp_max(passes or COMPARED) for v, n in zip(variants, measures.lengths, strict=True)}
+    lengths = {v.label: n.clamp_max(ttt_steps or COMPARED) for v, n in zip(variants, measures.lengths, strict=True)}
     as_it_is = lengths[variants[0].label]
     whole = isinstance(head.config, BlockConfig)
     better = better_variants(as_it_is, {v.label: lengths[v.label] for v in variants[1:]}, whole)
@@ -184,15 +184,15 @@ def head_variants(
     rope: of the target, if it is known. masks: tokens that may fill a block drafter's slots (`mask_tokens`).
     in_files: only those that a head's directory can hold.
     """
-    layers = head.capture or (num_layers,)
+    layers = head.aux_layers or (num_layers,)
     variants = [HeadVariant("", "as it is", head, layers)]
-    if not head.capture and num_layers > 1 and not in_files:  # no directory says which state such heads read
+    if not head.aux_layers and num_layers > 1 and not in_files:  # no directory says which state such heads read
         label = f"layers {num_layers - 1} in place of {num_layers}"
         variants.append(HeadVariant("layers", label, head, (num_layers - 1,)))
     device = next(head.parameters()).device
     for other in readings(head.config, stored_tensors(head), num_layers, rope, masks):
         built = build_head(head.kind, other.config, other.state).eval().to(device)
-        variants.append(HeadVariant(other.factor, other.label, built, built.capture or layers))
+        variants.append(HeadVariant(other.factor, other.label, built, built.aux_layers or layers))
     return variants
 
 
@@ -242,7 +242,7 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
     for row in rows:
         ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(row["loss_mask"][:context], dtype=torch.bool)
         places = mask[1:].nonzero()[:, 0]  # positions before an answer's token
-        features = target.features(ids[None].to(target.device), capture=layers)[0]  # [T, L * H]
+        features = target.features(ids[None].to(target.device), aux_layers=layers)[0]  # [T, L * H]
         states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
         logits = target.lm_head(states[last][places.to(target.device)]).float()  # [P, V]
         choices = torch.full_like(ids, -1).scatter(0, places, logits.argmax(-1).cpu())  # [T]
@@ -427,13 +427,13 @@ def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMe
     advice = "its draft vocabulary lacks tokens that the target often says. Train with a larger --draft-vocab (0: all)."
     yield Finding("vocabulary", text, choices if choices > UNKNOWN else 0.0, advice)
 
-    agreement, passes = measures.agreement, (manifest.get("config") or {}).get(head.passes)
+    agreement, ttt_steps = measures.agreement, (manifest.get("config") or {}).get(head.ttt_steps)
     shown = ", ".join(f"{share:.3f}" for share in agreement)
     text = f"tokens 1 to {len(agreement)} of a draft are right, where those before were: {shown}"
     # Where the first token is bad already, the cause is another one.
-    lost = agreement[0] - min(agreement) if head.passes and agreement and agreement[0] >= FIRST_SOUND else 0.0
-    value = "" if passes is None else f" ({head.passes} was {passes})"
-    advice = f"it has not learned to read its own states{value}. Train on more, --{head.passes} 3 or 7, or longer."
+    lost = agreement[0] - min(agreement) if head.ttt_steps and agreement and agreement[0] >= FIRST_SOUND else 0.0
+    value = "" if ttt_steps is None else f" ({head.ttt_steps} was {ttt_steps})"
+    advice = f"it has not learned to read its own states{value}. Train on more, --{head.ttt_steps} 3 or 7, or longer."
     if isinstance(head.config, BlockConfig):
         more = "" if head.config.markov_rank else ", or a head that sees the tokens before a slot (train dspark)"
         advice = f"slots far from the anchor know less of what precedes them. Train longer{more}."

@@ -38,7 +38,7 @@ from draftsmith.data.heads.diagnosis import (
     right,
 )
 from draftsmith.data.settings import Loading, check_positive
-from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters.base import DraftHead
@@ -173,7 +173,7 @@ def run(config: RepairConfig) -> int:
 
 def answers(config: RepairConfig, target: CausalLM) -> list[dict[str, Any]]:
     """Read answers of the target, or make them: rows with input_ids and loss_mask."""
-    manifest = open_artefact(config.data, ("responses", "prompts"), text_identity(config.target))
+    manifest = open_artifact(config.data, ("responses", "prompts"), text_identity(config.target))
     rows = list(Rows(config.data, manifest, None, config.limit, vocabulary_size(config.target)).iterate())
     if "input_ids" in {spec.name for spec in manifest.fields}:
         return rows

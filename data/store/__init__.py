@@ -1,1 +1,1 @@
-"""Artefacts on disk: shards, manifests, and how every file is written and read."""
+"""Artifacts on disk: shards, manifests, and how every file is written and read."""

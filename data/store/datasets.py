@@ -1,4 +1,4 @@
-"""Artefacts as torch data sets: one row per sample, and collate functions that pad samples at the right.
+"""Artifacts as torch data sets: one row per sample, and collate functions that pad samples at the right.
 
 A sample depends on (seed, epoch, row) only: not on the order of reading, nor on the process that reads it.
 """
@@ -20,14 +20,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decoded
-from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms
 from draftsmith.modules.decoding.confidence import TokenConfidence
 from draftsmith.modules.types import FeatureBatch, InputError
 
 Item = dict[str, Tensor]
-# Columns that the samples of a kind of artefact are made of.
+# Columns that the samples of a kind of artifact are made of.
 TEXT_COLUMNS = ("input_ids", "loss_mask")
 LABEL_COLUMNS = ("accept_prob", "log_q")
 DRAFT_COLUMNS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "reached")
@@ -56,7 +56,7 @@ class AcceptanceTokens:
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """N labelled drafts of K tokens, text after text, before any drafter has read them.
+    """N labeled drafts of K tokens, text after text, before any drafter has read them.
 
     texts: prompt and response of each row. starts: for each text, the positions of its drafts' first tokens. weight:
     the probability that a round verifies the token, 0 behind a drafted end token.
@@ -85,15 +85,15 @@ class RolloutTokens:
         return TokenConfidence(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat)
 
 
-class ArtefactDataset(Dataset):
-    """Rows of an artefact, or pieces of them, as samples.
+class ArtifactDataset(Dataset):
+    """Rows of an artifact, or pieces of them, as samples.
 
     lengths: tokens of each sample, [N] int64; of rollouts, its drafts' tokens included. rows: row of each sample, [N].
     conversations: conversation of each sample, counted from 0, [N].
     """
 
     def __init__(self, directory: Path, manifest: Manifest, vocab_size: int | None, mix: float, seed: int):
-        """manifest: as `open_artefact` returned it. For the rest see `open_dataset`."""
+        """manifest: as `open_artifact` returned it. For the rest see `open_dataset`."""
         self.directory, self.manifest = Path(directory), manifest
         self._mix, self._seed = mix, seed
         is_text = "input_ids" in manifest.field_names
@@ -159,7 +159,7 @@ class ArtefactDataset(Dataset):
         return item
 
     def _mixed_item(self, row: int, epoch: int) -> Item:
-        """Mix drafted tokens into a labelled text, anew in every epoch (SpecDec++, section 3.3).
+        """Mix drafted tokens into a labeled text, anew in every epoch (SpecDec++, section 3.3).
 
         z_t is the target's token x_t with probability `mix`, else the drafted y_t; the loss counts the latter only.
         Returns z_ids [T] int64, loss_mask [T] bool, and accept_prob and log_q [T] float32.
@@ -195,7 +195,7 @@ class ArtefactDataset(Dataset):
         """Return the id of the sample's row."""
         return self._table["id"][int(self.rows[index])].as_py()
 
-    def in_pieces(self, max_length: int, overlap: int = 0) -> ArtefactDataset:
+    def in_pieces(self, max_length: int, overlap: int = 0) -> ArtifactDataset:
         """Cut samples into pieces of at most `max_length` tokens, each a sample; return self if none is longer.
 
         overlap: tokens that the next piece repeats, for heads that read some before the first that counts.
@@ -233,19 +233,19 @@ def open_dataset(
     vocab_size: int | None = None,
     mix: float = 0.15,
     seed: int = 0,
-) -> ArtefactDataset:
+) -> ArtifactDataset:
     """Open what a data command wrote as a torch data set: prompts, responses, features, acceptance or rollouts.
 
-    kind, identity, check: what the artefact must be, as of `open_artefact`. vocab_size: of the model that reads it, to
+    kind, identity, check: what the artifact must be, as of `open_artifact`. vocab_size: of the model that reads it, to
     check token ids. mix, seed: of acceptance labels, the share of the target's own tokens and the seed of the mixing.
 
     Raises:
-        InputError: no such artefact, or one that is incomplete, damaged or made with other models.
+        InputError: no such artifact, or one that is incomplete, damaged or made with other models.
     """
     if not 0 <= mix < 1:
         raise InputError("mix", mix, "a probability in [0, 1)", "The paper's is 0.15.")
-    manifest = open_artefact(Path(directory), kind or tuple(COLUMNS), identity, check)
-    return ArtefactDataset(Path(directory), manifest, vocab_size, mix, seed)
+    manifest = open_artifact(Path(directory), kind or tuple(COLUMNS), identity, check)
+    return ArtifactDataset(Path(directory), manifest, vocab_size, mix, seed)
 
 
 def cut_lengths(lengths: np.ndarray, max_length: int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Manifest of an artefact directory, and how an artefact is opened.
+"""Manifest of an artifact directory, and how an artifact is opened.
 
 A stage writes `started.json` first and `manifest.json` last, both atomically. A directory with a manifest is complete;
 an unfinished one names the command that continues it.
@@ -51,7 +51,7 @@ class Field:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of an artefact, with how many of the artefact's rows it holds."""
+    """One file of an artifact, with how many of the artifact's rows it holds."""
 
     name: str
     bytes: int
@@ -61,10 +61,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Provenance of an artefact.
+    """Provenance of an artifact.
 
     config: resolved configuration of the stage. inputs: name -> `digest` of the manifest or file that it was made of.
-    identity: nested hashes of target, draft, tokenizer and chat template, which `open_artefact` compares.
+    identity: nested hashes of target, draft, tokenizer and chat template, which `open_artifact` compares.
     sampling: temperature (a list for labels of several), top_k and top_p that labels or tokens were drawn with; None if
         nothing was drawn.
     counts: rows, tokens and whatever else the stage counts. command: the command line that makes it again.
@@ -97,12 +97,12 @@ class Manifest:
         return {spec.name for spec in self.fields}
 
     def write(self, directory: Path) -> None:
-        """Write `manifest.json`, which completes the artefact."""
+        """Write `manifest.json`, which completes the artifact."""
         write_json(Path(directory) / MANIFEST, dataclasses.asdict(self))
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Read the manifest of a complete artefact.
+        """Read the manifest of a complete artifact.
 
         Raises:
             InputError: no such directory, an unfinished stage (with the command that continues it), a damaged manifest.
@@ -110,7 +110,7 @@ class Manifest:
         directory = Path(directory)
         path, started = directory / MANIFEST, directory / STARTED
         if not path.exists():
-            found, expected, remedy = f"no {MANIFEST}", "an artefact's directory", "Check the path."
+            found, expected, remedy = f"no {MANIFEST}", "an artifact's directory", "Check the path."
             if not directory.is_dir():
                 found = "no such directory"
             elif started.exists():
@@ -128,19 +128,19 @@ class Manifest:
         return Manifest(**raw)
 
 
-def open_artefact(
+def open_artifact(
     directory: Path,
     kind: str | tuple[str, ...] | None = None,
     identity: Mapping[str, Any] | None = None,
     check: str = "sha256",
 ) -> Manifest:
-    """Return the manifest of an artefact that is complete, of this kind, intact, and made with these models.
+    """Return the manifest of an artifact that is complete, of this kind, intact, and made with these models.
 
-    identity: nested hashes, compared with the artefact's (`compare_identity`).
+    identity: nested hashes, compared with the artifact's (`compare_identity`).
     check: `sha256` reads and hashes every file; `size` compares sizes only, for terabytes of features.
 
     Raises:
-        InputError: lists every differing key, with the command that makes the artefact again; or names the first
+        InputError: lists every differing key, with the command that makes the artifact again; or names the first
             missing, truncated or altered file.
     """
     assert check in ("sha256", "size")
@@ -148,7 +148,7 @@ def open_artefact(
     manifest = Manifest.read(directory)
     kinds = (kind,) if isinstance(kind, str) else kind
     if kinds is not None and manifest.kind not in kinds:
-        found = f"an artefact of kind {manifest.kind}"
+        found = f"an artifact of kind {manifest.kind}"
         raise InputError(str(directory), found, f"kind {' or '.join(kinds)}", "Pass another directory.")
 
     # Models first: hashing files may take minutes.

@@ -1,4 +1,4 @@
-"""An artefact's table: rows shard by shard, or all of it as Arrow columns."""
+"""An artifact's table: rows shard by shard, or all of it as Arrow columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDS = ("input_ids", "prompt_ids", "draft_ids")
 
 
 class Rows:
-    """The table of an opened artefact by global row number, with one shard in memory at a time."""
+    """The table of an opened artifact by global row number, with one shard in memory at a time."""
 
     def __init__(
         self,

@@ -152,7 +152,7 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
         for write in writing:
             write.result()
 
-    # The manifest comes last: with it the artefact is complete. Rank 0 writes it when all shards are there.
+    # The manifest comes last: with it the artifact is complete. Rank 0 writes it when all shards are there.
     before, deadline = None, 0.0
     while (now := num_missing() + (rank > 0 and not (directory / MANIFEST).exists())) > 0:
         if now != before:

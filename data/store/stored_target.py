@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
-from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.pretrained.identity import captured
@@ -19,10 +19,10 @@ from draftsmith.modules.types import InputError
 
 
 class StoredLM(OuterLM):
-    """Embeddings of a target, and its states of the rows of a features artefact."""
+    """Embeddings of a target, and its states of the rows of a features artifact."""
 
     def __init__(self, outer: OuterLM, directory: Path, manifest: Manifest):
-        """manifest: of the artefact, with the target's identity."""
+        """manifest: of the artifact, with the target's identity."""
         super().__init__(outer.embeddings, outer.output, outer.info)
         self.directory = directory
         layers = manifest.identity["target"]["layers"]
@@ -32,7 +32,9 @@ class StoredLM(OuterLM):
         rows = Rows(directory, manifest, ["input_ids", "row", "shard"])
         self._place = {row_name(row["input_ids"]): (row["shard"], row["row"]) for row in rows.iterate()}
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
+    def features(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
         """Return the stored states [1, T, F] of a row [1, T], rounded as they were stored.
 
         Raises:
@@ -50,7 +52,7 @@ class StoredLM(OuterLM):
         states = states.to(self.device, self.dtype).unflatten(-1, (-1, self.info.hidden_size))  # [T, L, H]
         # A single final state was stored without a number.
         stored = self.layers or (self.info.num_layers,)
-        wanted = capture or (self.info.num_layers,)
+        wanted = aux_layers or (self.info.num_layers,)
         if missing := sorted(set(wanted) - set(stored)):
             found = f"{self.directory} with states of layers {', '.join(map(str, stored))}"
             expected = f"layer {missing[0]} too"
@@ -66,8 +68,8 @@ def load_stored(path: str, directory: Path, dtype: str, device: str) -> StoredLM
         InputError: features of another target, or none.
     """
     outer = load_outer(path, dtype, device)
-    manifest = open_artefact(directory, "features", check="size")
+    manifest = open_artifact(directory, "features", check="size")
     layers = manifest.identity.get("target", {}).get("layers", "final-norm")
     numbers = () if layers == "final-norm" else tuple(int(layer) for layer in layers.split(","))
-    open_artefact(directory, "features", {"target": captured(outer.info.identity, numbers)}, check="size")
+    open_artifact(directory, "features", {"target": captured(outer.info.identity, numbers)}, check="size")
     return StoredLM(outer, directory, manifest)

@@ -45,7 +45,7 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})
 READ_KEYS = {"role", "from", "content", "value", *TURN_KEYS, *REASONING, *WEIGHTS}
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
-# Where the licence of NVIDIA's SPEED-Bench forbids a copy of a text, this stands for it until a script fetches it.
+# Where the license of NVIDIA's SPEED-Bench forbids a copy of a text, this stands for it until a script fetches it.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 FETCH = (
     "Fetch the texts with SPEED-Bench's prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench) or prepare.py "

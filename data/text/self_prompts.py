@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.sources import Row, RowSource
 from draftsmith.data.text.template import RowError, TemplateInputs, encode, user_turn
@@ -79,10 +79,10 @@ def written_turns(directory: Path, target: str, tokenizer: Any) -> RowSource:
     prompts` sees duplicates.
 
     Raises:
-        InputError: an artefact of another kind, target or template, or responses to other prompts.
+        InputError: an artifact of another kind, target or template, or responses to other prompts.
     """
     identity = {**text_identity(target), "chat_template": template_hash(tokenizer)}
-    manifest = open_artefact(directory, "responses", identity)
+    manifest = open_artifact(directory, "responses", identity)
     rows = Rows(directory, manifest)
     if not rows.read(0, 1)[0]["id"].startswith(f"{SELF}-"):
         found, expected = f"{directory}, responses to whole prompts", f"responses to prompts of --source {SELF}"

@@ -72,13 +72,13 @@ class Preset:
 
     hub: str
     split: str
-    licence: str
+    license: str
     subset: str | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     file: str | None = None
 
 
-# Chats that published heads are trained on (SpecForge, speculators, EAGLE). Licences as their cards state them.
+# Chats that published heads are trained on (SpecForge, speculators, EAGLE). Licenses as their cards state them.
 PRESETS = {
     "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered", "train", "apache-2.0"),
     "ultrachat": Preset("HuggingFaceH4/ultrachat_200k", "train_sft", "mit"),
@@ -101,8 +101,8 @@ SIX_TASKS = {
 # What drafters are measured on: benchmark -> its tasks; a name of nothing leaves rows their own.
 BENCHMARKS: dict[str, dict[str, Preset]] = {
     "six-tasks": {
-        task: Preset("json", "train", licence, file=f"{EAGLE_DATA}/{task}/question.jsonl")
-        for task, licence in SIX_TASKS.items()
+        task: Preset("json", "train", license, file=f"{EAGLE_DATA}/{task}/question.jsonl")
+        for task, license in SIX_TASKS.items()
     },
     "spec-bench": {"": Preset("json", "train", "Apache-2.0, and its sources'", file=SPEC_BENCH)},
     "speed-bench": {"": Preset("nvidia/SPEED-Bench", "test", "NVIDIA Evaluation Dataset License", "qualitative")},
@@ -191,7 +191,7 @@ def open_source(
         raise InputError("source", f"{path}, which does not exist", A_SOURCE, remedy)
     elif (file / MANIFEST).exists():
         remedy = "Pass the data that it was made from."
-        raise InputError("source", f"{path}, an artefact of this program", "chats as they were written", remedy)
+        raise InputError("source", f"{path}, an artifact of this program", "chats as they were written", remedy)
     else:
         source = _open_datasets(path, file, named_split(split), subset, revision)
     if not len(source):
@@ -203,7 +203,7 @@ def _open_preset(name: str, preset: Preset, split: str | None, subset: str | Non
     """Open a data set by its short name."""
     split, subset = split or preset.split, subset or preset.subset
     source = _open_datasets(preset.hub, Path(preset.hub), split, subset, revision, preset.file)
-    log_note(f"{name}: {preset.file or preset.hub}, licence {preset.licence}")
+    log_note(f"{name}: {preset.file or preset.hub}, license {preset.license}")
     if not preset.renamed:
         return source
 

@@ -29,13 +29,13 @@ class TargetTurn:
     """The target's answer in one turn.
 
     tokens: as sampled. ended: whether the last token is an end token. text, server_tokens: what a server returned and
-    counted. retokenised: whether the tokens come from that text.
+    counted. retokenized: whether the tokens come from that text.
     """
 
     tokens: Sequence[int]
     ended: bool
     text: str | None = None
-    retokenised: bool = False
+    retokenized: bool = False
     server_tokens: int | None = None
 
 
@@ -73,7 +73,7 @@ class Conversation:
     """
 
     def __init__(self, row: Mapping[str, Any], tokenizer: Any, max_length: int | None):
-        """row: of the artefact `prompts`. tokenizer: with the prompts' chat template, for later turns. max_length: a
+        """row: of the artifact `prompts`. tokenizer: with the prompts' chat template, for later turns. max_length: a
         later turn's prompt must have fewer tokens."""
         self._prompt_row, self._tokenizer, self._max_length = row, tokenizer, max_length
         self._later: list[Messages] = json.loads(row["later"])
@@ -96,14 +96,14 @@ class Conversation:
         row = self._row_for(self.prompt)
         row["input_ids"] += answer.tokens
         row["loss_mask"] += [True] * len(answer.tokens)
-        row["ended"], row["retokenised"] = answer.ended, row["retokenised"] or answer.retokenised
+        row["ended"], row["retokenized"] = answer.ended, row["retokenized"] or answer.retokenized
         for name, value in (("text", answer.text), ("server_tokens", answer.server_tokens)):
             row[name] = None if row[name] is None or value is None else row[name] + value
 
         asked, self.prompt = self.prompt, None
         if not self._later:
             return
-        text = answer.text if answer.retokenised else None
+        text = answer.text if answer.retokenized else None
         reason, messages, prompt = "", self.messages, list[int]()
         try:
             conversation = (asked, self.messages, self._inputs, answer.tokens, self._later[0], text)
@@ -123,7 +123,7 @@ class Conversation:
             del self._later[0]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the rows of the artefact `responses` and the counts, as JSON values.
+        """Return the rows of the artifact `responses` and the counts, as JSON values.
 
         There is one row, unless the template forced others to begin.
         """
@@ -141,7 +141,7 @@ class Conversation:
             self.counts[SPLIT] += 1
         row_id = self._prompt_row["id"] if self.turn == 1 else f"{self._prompt_row['id']}/turn-{self.turn}"
         row = {"id": row_id, "input_ids": list(prompt), "loss_mask": [False] * len(prompt), "turn": self.turn}
-        row |= {"ended": False, "retokenised": False, "task": self._prompt_row["task"], "text": "", "server_tokens": 0}
+        row |= {"ended": False, "retokenized": False, "task": self._prompt_row["task"], "text": "", "server_tokens": 0}
         self._rows.append(row)
         return row
 
@@ -159,7 +159,7 @@ def shard_content(conversations: Sequence[Mapping[str, Any]]) -> ShardContent:
         answers=sum(len(spans(mask)) for mask in masks),
         response_tokens=sum(map(sum, masks)),
         ended=sum(row["ended"] for row in rows),
-        retokenised=sum(row["retokenised"] for row in rows),
+        retokenized=sum(row["retokenized"] for row in rows),
     )
     for conversation in conversations:
         counts.update(conversation["counts"])

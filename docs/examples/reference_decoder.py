@@ -25,12 +25,12 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 # -- the target: states of the layers that the head reads, and next-token logits, of every token in one call
 
 
-def call_target(model, capture, ids, positions, visible):
+def call_target(model, aux_layers, ids, positions, visible):
     """Return logits [T, V] and states [T, 3H]; token i attends to the tokens j with visible[i, j]."""
     mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     output = model(ids[None], attention_mask=mask[None, None], position_ids=positions[None], output_hidden_states=True)
     # hidden_states[k] is the residual state after k layers.
-    return output.logits[0], torch.cat([output.hidden_states[layer][0] for layer in capture], -1)
+    return output.logits[0], torch.cat([output.hidden_states[layer][0] for layer in aux_layers], -1)
 
 
 # -- the head: one transformer layer over pairs of a token's embedding and the state of the token before it
@@ -65,7 +65,7 @@ class Eagle3:
     def join(self, states):
         """Map states of the target's layers [T, 3H] to the head's width [T, H]."""
         if self.config["fc_norm"]:
-            parts = states.chunk(len(self.config["capture"]), -1)
+            parts = states.chunk(len(self.config["aux_layers"]), -1)
             states = torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], -1)
         return self.linear("fc", states)
 
@@ -159,7 +159,7 @@ def verify(tokens, parents, draft_probs, logits, temperature, uniform):
             if child is None:
                 return path, token
         else:
-            # A chain sampled from q: accept with min(1, p / q), else draw from the normalised excess of p over q.
+            # A chain sampled from q: accept with min(1, p / q), else draw from the normalized excess of p over q.
             (child,) = children
             q, token = draft_probs[child], tokens[child]
             if uniform() >= min(1.0, float(p[token] / q[token])):
@@ -176,8 +176,8 @@ def generate(model, head, prompt, max_new_tokens, tree=TREE, temperature=0.0, un
     def causal(count):
         return torch.ones(count, count, dtype=torch.bool).tril()
 
-    capture, ids = head.config["capture"], torch.tensor(prompt)
-    logits, states = call_target(model, capture, ids, torch.arange(len(ids)), causal(len(ids)))
+    aux_layers, ids = head.config["aux_layers"], torch.tensor(prompt)
+    logits, states = call_target(model, aux_layers, ids, torch.arange(len(ids)), causal(len(ids)))
     probs = distribution(logits[-1], temperature)
     new, accepted = [sample(probs, uniform) if temperature > 0 else int(probs.argmax())], []
     while len(new) < max_new_tokens and new[-1] not in ends:
@@ -198,7 +198,7 @@ def generate(model, head, prompt, max_new_tokens, tree=TREE, temperature=0.0, un
         depths = torch.tensor([len(path) for path in nodes], dtype=torch.long)
         positions = torch.cat([torch.arange(known), known - 1 + depths])
         read = torch.cat([ids, torch.tensor(tokens, dtype=torch.long)])
-        logits, states = call_target(model, capture, read, positions, visible)
+        logits, states = call_target(model, aux_layers, read, positions, visible)
 
         path, token = verify(tokens, parents, draft_probs, logits[known - 1 :], temperature, uniform)
         accepted.append(len(path))

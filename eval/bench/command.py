@@ -28,14 +28,14 @@ from draftsmith.eval.bench.results import (
     failures_of,
     of_methods,
     results_tables,
-    summarise,
+    summarize,
     write_numbers,
     write_rows,
 )
 from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, make_runners, warn_about_sampling
 from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
-from draftsmith.modules.drafters.methods import LabelledMethod, known_methods, parse_methods
+from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
@@ -51,7 +51,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
 
     Attributes:
         target: model directory, hub id or embedded:target.
-        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts. This or
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts. This or
             tasks.
         tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may
             be FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
@@ -180,12 +180,12 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     prompt_runner = PromptRunner(runners, tokenizer, context, room, config.max_new_tokens, config.repeats, config.seed)
     rows = prompt_runner.run_all(files, config.batch_size, journal)
 
-    # Summarise and write.
+    # Summarize and write.
     methods: list[dict[str, Any]] = []
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
         measured = of_methods(rows, params.temperature)
-        methods += summarise(measured, config.clock, config.seed, compare, params.temperature)
+        methods += summarize(measured, config.clock, config.seed, compare, params.temperature)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
         lengths = config.max_new_tokens, config.seed
@@ -201,7 +201,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     return results
 
 
-def check(config: BenchConfig, named: Sequence[LabelledMethod]) -> dict[str, str]:
+def check(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, str]:
     """Check the options before anything is loaded. Return the heads that some method uses: kind -> directory.
 
     Raises:
@@ -227,9 +227,9 @@ def check(config: BenchConfig, named: Sequence[LabelledMethod]) -> dict[str, str
     return heads
 
 
-def by_each(requested: Mapping[str, LabelledMethod], paths: Mapping[str, str]) -> list[LabelledMethod]:
+def by_each(requested: Mapping[str, LabeledMethod], paths: Mapping[str, str]) -> list[LabeledMethod]:
     """Return the methods, each once for every drafter of its kind where several were passed."""
-    named: list[LabelledMethod] = []
+    named: list[LabeledMethod] = []
     for item in requested.values():
         needs = tuple(f"{need}@" for need in item.method.needs)
         variants = [f"@{key.partition('@')[2]}" for key in paths if needs and key.startswith(needs)]
@@ -238,7 +238,7 @@ def by_each(requested: Mapping[str, LabelledMethod], paths: Mapping[str, str]) -
 
 
 def write_cards(
-    results: Mapping[str, Any], named: Sequence[LabelledMethod], heads: Mapping[str, str], paths: Mapping[str, str]
+    results: Mapping[str, Any], named: Sequence[LabeledMethod], heads: Mapping[str, str], paths: Mapping[str, str]
 ) -> None:
     """Write the rows of the methods that used each head into its measured.json and model card."""
     names = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")

@@ -1,4 +1,4 @@
-"""Prompts to measure on: chat files, data sets, prompts artefacts, the embedded ones, or one file for each task."""
+"""Prompts to measure on: chat files, data sets, prompts artifacts, the embedded ones, or one file for each task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
+from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.text.conversations import (
     Turns,
     open_turns,
@@ -81,11 +81,11 @@ def read_prompts(
     """Read prompts as token ids: the target's chat template, applied up to where the answer begins.
 
     split: keep rows of this split; `none` keeps all. keep_tasks: keep rows of these tasks, separated by commas.
-    limit: keep the first so many, 0 all. turns: user turns of a conversation that are asked; a prompts artefact begins
+    limit: keep the first so many, 0 all. turns: user turns of a conversation that are asked; a prompts artifact begins
     where `data prompts --turns` made it begin, and `all` asks its later turns too.
 
     Raises:
-        InputError: no such source, rows of an unknown shape, an artefact of another tokenizer, or no row left.
+        InputError: no such source, rows of an unknown shape, an artifact of another tokenizer, or no row left.
     """
     rows = kept_rows(source, target, split, keep_tasks, turns)
     return [row.prompt() for row in itertools.islice(rows, limit or None)]
@@ -118,7 +118,7 @@ def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | Non
     # A directory that `data prompts` wrote or began, or a file or data set of chats.
     path = Path(resolve_model(source))
     if (path / MANIFEST).exists() or (path / STARTED).exists():
-        rows = artefact_rows(path, target, turns)
+        rows = artifact_rows(path, target, turns)
     else:
         rows = chat_rows(source, target, split, turns)
     empty = True
@@ -132,9 +132,9 @@ def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | Non
         raise InputError("prompts", found, "at least one", remedy)
 
 
-def artefact_rows(directory: Path, target: str, turns: Turns) -> Iterator[PromptRow]:
-    """Yield rows of a prompts artefact of the target's tokenizer; later turns need its chat template as well."""
-    manifest = open_artefact(directory, "prompts", text_identity(target))
+def artifact_rows(directory: Path, target: str, turns: Turns) -> Iterator[PromptRow]:
+    """Yield rows of a prompts artifact of the target's tokenizer; later turns need its chat template as well."""
+    manifest = open_artifact(directory, "prompts", text_identity(target))
     if turns == "all" and manifest.counts.get("later_turns"):
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
         if ours != theirs:

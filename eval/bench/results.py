@@ -1,6 +1,6 @@
 """Files that a run of `eval bench` leaves, the numbers that follow from them, and their tables.
 
-results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarise`); results.csv has those
+results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarize`); results.csv has those
 rows for a data frame, intervals as two numbers. prompts.parquet holds
 what was measured of every prompt, one row for each method, temperature, prompt and turn:
 
@@ -277,14 +277,14 @@ class MeasuredResamples(Resamples):
         return self.ratio(rows, "tokens", "num_target_calls")
 
 
-def summarise(
+def summarize(
     measured: Mapping[str, Sequence[Row]],
     clock: ClockName,
     seed: int,
     compare: bool,
     temperature: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Summarise each method at one temperature, in the order measured (`of_methods`).
+    """Summarize each method at one temperature, in the order measured (`of_methods`).
 
     A method's own numbers are pooled: ratios of sums over all prompts. `macro_speedup` and `macro_tau` beside `by_task`
     are means over tasks, each of which counts alike, as papers print them. Rows have `by_task` where prompts carry
@@ -314,7 +314,7 @@ def summarise(
 def summary_row(
     rows: Sequence[Row], baseline: Sequence[Row], clock: ClockName, seed: int, compare: bool
 ) -> dict[str, Any]:
-    """Summarise one method over some prompts. compare: as of `summarise`."""
+    """Summarize one method over some prompts. compare: as of `summarize`."""
     totals, resamples = totals_of(rows), MeasuredResamples(rows, seed)
     pairs = list(zip(rows, baseline, strict=True))
     differing = sum(row["token_ids"] != other["token_ids"] for row, other in pairs)

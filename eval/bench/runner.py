@@ -26,7 +26,7 @@ from draftsmith.modules.decoding.stop import Learner, learners_of
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.method import Method, Models
-from draftsmith.modules.drafters.methods import LabelledMethod, check_needs
+from draftsmith.modules.drafters.methods import LabeledMethod, check_needs
 from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
 from draftsmith.modules.pretrained.hub import model_directory
@@ -205,7 +205,7 @@ def load_hf_model(path: str, dtype: str, device: str, trust_remote_code: bool = 
 
 
 def make_runners(
-    named: Sequence[LabelledMethod], models: Models, modes: Sequence[SamplingParams], rows: int = 1, **loading: Any
+    named: Sequence[LabeledMethod], models: Models, modes: Sequence[SamplingParams], rows: int = 1, **loading: Any
 ) -> dict[float, dict[str, Runner]]:
     """Build the runners: temperature -> label -> runner.
 
@@ -237,22 +237,22 @@ def make_runners(
                 runners[params.temperature][label] = HFRunner(target, params, models.ends, *assistant)
             continue
         drafter = method.build(own, rows)
-        capture = () if drafter is None else drafter.capture
-        if capture not in sessions:
-            sessions[capture] = models.target.session(rows, models.capacity, capture)
+        aux_layers = () if drafter is None else drafter.aux_layers
+        if aux_layers not in sessions:
+            sessions[aux_layers] = models.target.session(rows, models.capacity, aux_layers)
         for number, params in enumerate(modes):
             # Every temperature learns for itself.
             if number and learners_of(drafter):
                 drafter = method.build(own, rows)
             runners[params.temperature][label] = EngineRunner(
-                models.target, drafter, params, models.ends, session=sessions[capture]
+                models.target, drafter, params, models.ends, session=sessions[aux_layers]
             )
     return runners
 
 
 def load_run(
     config: Any,
-    named: Sequence[LabelledMethod],
+    named: Sequence[LabeledMethod],
     prompts: Sequence[BenchPrompt],
     max_new_tokens: int,
     params: SamplingParams,
@@ -273,7 +273,7 @@ def load_run(
 
 
 def load_models(
-    named: Sequence[LabelledMethod],
+    named: Sequence[LabeledMethod],
     paths: Mapping[str, str],
     sequence_length: int,
     params: SamplingParams,
@@ -354,7 +354,7 @@ def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longe
     return lm
 
 
-def check_methods(named: Iterable[LabelledMethod], paths: Mapping[str, str]) -> dict[str, StaticTree]:
+def check_methods(named: Iterable[LabeledMethod], paths: Mapping[str, str]) -> dict[str, StaticTree]:
     """Check before anything is loaded that all models were passed, and read the draft trees: name -> tree."""
     trees: dict[str, StaticTree] = {}
     for item in named:

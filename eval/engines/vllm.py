@@ -144,7 +144,7 @@ class VllmClient:
             turn = self._engine.read(number, row, self._json(f"v1/{endpoint}", {}, body))
         except RowError as error:
             raise InputError("server", f"prompt {number}: {error}", "an answer", READ_LOG) from error
-        if turn.retokenised:
+        if turn.retokenized:
             raise InputError("server", "text without token ids", "return_token_ids to be obeyed", "Use a newer vLLM.")
 
         until = time.monotonic() + COUNTED_S

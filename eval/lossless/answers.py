@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
 from draftsmith.data.settings import Loading, check_not_negative
-from draftsmith.data.store.manifest import Manifest, open_artefact, resolved
+from draftsmith.data.store.manifest import Manifest, open_artifact, resolved
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.lossless.sampling import (
@@ -87,7 +87,7 @@ class ServerAnswers:
 
     @classmethod
     def open(cls, directory: Path, config: CertifyConfig) -> ServerAnswers:
-        manifest = open_artefact(directory, "responses", text_identity(config.target))
+        manifest = open_artifact(directory, "responses", text_identity(config.target))
         if manifest.config["ignore_eos"] and "llamacpp" in manifest.identity.get("answered_by", {}):
             found = "answers of llama.cpp with --ignore-eos, which bars end tokens from being sampled"
             raise InputError(str(directory), found, "answers that may end", "Ask again without it.")

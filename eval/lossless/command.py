@@ -28,7 +28,7 @@ from draftsmith.eval.lossless.sampling import MAX_GAP, Evidence, RecordingRunner
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import LabelledMethod, parse_methods
+from draftsmith.modules.drafters.methods import LabeledMethod, parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
@@ -46,7 +46,7 @@ class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Runnin
 
     Attributes:
         target: model directory, hub id or embedded:target.
-        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts.
         output: directory that receives lossless.json.
         methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
         mid: model between draft and target.
@@ -110,7 +110,7 @@ def run(config: LosslessConfig) -> int:
 
 def certify(
     config: LosslessConfig,
-    methods: Sequence[LabelledMethod],
+    methods: Sequence[LabeledMethod],
     models: Models,
     prompts: Sequence[BenchPrompt],
     reference: CausalLM | None,

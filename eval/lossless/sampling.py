@@ -76,8 +76,8 @@ class RecordingRunner:
     def __init__(self, method: Method | None, models: Models, rows: int = 1):
         self.target, self.ends, self.rows = models.target, models.ends, rows
         self.drafter = None if method is None else method.build(models, rows)
-        capture = () if self.drafter is None else self.drafter.capture
-        self._session = models.target.session(rows, models.capacity, capture)
+        aux_layers = () if self.drafter is None else self.drafter.aux_layers
+        self._session = models.target.session(rows, models.capacity, aux_layers)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]

@@ -17,7 +17,7 @@ from draftsmith.eval.report.drawing import (
     Drawing,
     Rows,
     chart,
-    colour,
+    color,
     count,
     drawn,
     tips,
@@ -34,7 +34,7 @@ MEAN = "mean of tasks"
 
 def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
     """Return tables and charts of comparable runs at the same temperatures."""
-    rows = labelled(runs)
+    rows = labeled(runs)
     figures: list[Table | Chart] = []
     for temperature in temperatures(runs[0]):
         own = [row for row in rows if row["T"] == temperature]
@@ -46,7 +46,7 @@ def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
 
 def verdicts(runs: Sequence[Run]) -> list[str]:
     """Return a sentence for each temperature: the fastest lossless method, and whether answers are the target's."""
-    rows, found = labelled(runs), list[str]()
+    rows, found = labeled(runs), list[str]()
     for temperature in temperatures(runs[0]):
         own = [row for row in rows if row["T"] == temperature and not row["method"].endswith(LOSSY)]
         best = max(own, key=lambda row: row["speedup"])
@@ -69,7 +69,7 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def labelled(runs: Sequence[Run]) -> list[Row]:
+def labeled(runs: Sequence[Run]) -> list[Row]:
     """Return the rows of all methods with `T`, `run` and `label`: the method, with its run if several have it."""
     rows = [{**row, "T": row["temperature"], "run": run.name} for run in runs for row in run.results["methods"]]
     seen = Counter((row["method"], row["T"]) for row in rows)
@@ -193,10 +193,10 @@ def draw_speedup(rows: Rows) -> Any:
 
 
 def draw_tau_and_speedup(rows: Rows) -> Any:
-    """Draw a point for each method, with a colour and a shape."""
+    """Draw a point for each method, with a color and a shape."""
     x = x_number("tau", "τ, emitted tokens per target call", ".2f")
     y = y_number("speedup", "speed-up", ".2f")
-    marks = colour("method"), colour("method", channel=alt.Shape)
+    marks = color("method"), color("method", channel=alt.Shape)
     texts = tips("method", "temperature", tau=".2f", speedup=".2f", tokens_per_s=".1f")
     return drawn([alt.Chart().mark_point().encode(x, y, *marks, tooltip=texts)], rows)
 

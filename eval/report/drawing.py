@@ -1,6 +1,6 @@
 """Parts of the report's charts, drawn by Altair.
 
-Colours and fonts are in `themes.py`, so one specification serves both themes.
+Colors and fonts are in `themes.py`, so one specification serves both themes.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def number(channel: Any, key: str, title: str, form: str = "", zero: bool = Fals
 x_number, y_number = partial(number, alt.X), partial(number, alt.Y)
 
 
-def colour(key: str, title: str = "", channel: Any = alt.Color) -> Any:
-    """Return a colour, or a shape, for each name under `key`."""
+def color(key: str, title: str = "", channel: Any = alt.Color) -> Any:
+    """Return a color, or a shape, for each name under `key`."""
     return channel(f"{key}:N", title=title or key, sort=None)
 
 

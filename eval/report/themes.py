@@ -1,6 +1,6 @@
-"""Colours of the report, light and dark, for charts and kinds of tokens.
+"""Colors of the report, light and dark, for charts and kinds of tokens.
 
-Series also have shapes and tokens underlines, so nothing depends on colour alone.
+Series also have shapes and tokens underlines, so nothing depends on color alone.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 Theme = Literal["light", "dark"]
 
-# Okabe and Ito's colours, darkened and lightened until each has a contrast of 3 to its paper.
+# Okabe and Ito's colors, darkened and lightened until each has a contrast of 3 to its paper.
 SERIES = {
     "light": ["#0b62a8", "#c8560a", "#08805f", "#a8377c", "#7a6a00", "#2d8fb8", "#6a51a3", "#7b4a2d"],
     "dark": ["#6db3f2", "#ff9d57", "#4fcf9f", "#f08fc5", "#e6d158", "#8fdcf0", "#b8a2f0", "#d7a585"],
 }
 # Light, dark. The last ten say how a token came, its ink and what lies behind it; `viewer.py` has the kinds.
-COLOURS = {
+COLORS = {
     "ink": ("#1d2530", "#e4e8ee"),
     "quiet": ("#5b6673", "#9aa5b3"),
     "line": ("#dfe3e8", "#343c47"),
@@ -37,7 +37,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 
 def chart_config(theme: Theme) -> dict[str, Any]:
     """Return Vega-Lite's `config`: everything about a chart except its data."""
-    ink, quiet, line, first = (colours(theme)[name] for name in ("ink", "quiet", "line", "accent"))
+    ink, quiet, line, first = (colors(theme)[name] for name in ("ink", "quiet", "line", "accent"))
     words = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
     return {
         "background": None,
@@ -83,17 +83,17 @@ def chart_config(theme: Theme) -> dict[str, Any]:
     }
 
 
-def colours(theme: Theme) -> dict[str, str]:
-    return {name: pair[theme == "dark"] for name, pair in COLOURS.items()}
+def colors(theme: Theme) -> dict[str, str]:
+    return {name: pair[theme == "dark"] for name, pair in COLORS.items()}
 
 
 def page_themes() -> dict[str, Any]:
-    """Return the charts' config and the colours for the page's script."""
+    """Return the charts' config and the colors for the page's script."""
     themes: tuple[Theme, Theme] = ("light", "dark")
-    return {theme: {"config": chart_config(theme), "colours": colours(theme)} for theme in themes}
+    return {theme: {"config": chart_config(theme), "colors": colors(theme)} for theme in themes}
 
 
 def css_variables() -> str:
-    """Return the colours as CSS variables, each for both themes."""
-    lines = (f"  --{name}: light-dark({light}, {dark});" for name, (light, dark) in COLOURS.items())
+    """Return the colors as CSS variables, each for both themes."""
+    lines = (f"  --{name}: light-dark({light}, {dark});" for name, (light, dark) in COLORS.items())
     return ":root {\n  color-scheme: light dark;\n" + "\n".join(lines) + "\n}"

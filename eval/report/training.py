@@ -15,7 +15,7 @@ import yaml
 from draftsmith.data.console import Column, Table
 from draftsmith.data.store.writer import is_written
 from draftsmith.eval.bench.results import Row
-from draftsmith.eval.report.drawing import Drawing, Rows, colour, drawn, tips, x_number, y_number
+from draftsmith.eval.report.drawing import Drawing, Rows, color, drawn, tips, x_number, y_number
 from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.modules.pretrained.reading import REMEDY, check_shape, metric_rows, read_text
 from draftsmith.modules.types import InputError
@@ -33,7 +33,7 @@ def line_of(title: str, what: str, form: str = "", note: str = "") -> Drawing:
     def draw(rows: Rows) -> Any:
         point: Any = "transparent" if len(rows) > MANY else alt.OverlayMarkDef(filled=True, size=38)
         line = alt.Chart().mark_line(point=point)
-        return drawn([line.encode(STEP, colour("series", " "), y_number("value", what, form), tooltip=TIPS)], rows)
+        return drawn([line.encode(STEP, color("series", " "), y_number("value", what, form), tooltip=TIPS)], rows)
 
     return Drawing(title, draw, note)
 

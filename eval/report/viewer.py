@@ -1,6 +1,6 @@
 """A benchmark's trace for the page's viewer: answers, round by round, within a number of bytes.
 
-Kinds of emitted tokens, which the viewer colours:
+Kinds of emitted tokens, which the viewer colors:
     accepted: a drafted token that the target accepted.
     bonus: the target's own token after a fully accepted draft.
     correction: the target's own token in place of a rejected one.

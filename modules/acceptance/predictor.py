@@ -27,7 +27,7 @@ NEEDS: dict[Feature, Need] = {"entropy": "entropy", "logit_max_q": "mode", "logi
 class HeadPredictor(Predictor):
     """P(a drafted token is accepted) by an acceptance head.
 
-    The draft waits for every prediction, so standardisation and calibration are folded into the weights, the part of
+    The draft waits for every prediction, so standardization and calibration are folded into the weights, the part of
     the first layer that only depends on the token is looked up in a table unless the vocabulary is too large, and rows
     that draft together are predicted together.
     """

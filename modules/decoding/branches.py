@@ -84,7 +84,7 @@ class BranchedText:
         count, levels = tokens.shape
         positions, visible = branch_mask(starts, self._length, first, levels)
         flat = tokens.T.reshape(-1).to(self._device)
-        hidden = self._session.graft(flat, positions.to(self._device), visible.to(self._device))
+        hidden = self._session.read_masked(flat, positions.to(self._device), visible.to(self._device))
         return hidden.view(levels, count, -1).transpose(0, 1)
 
     def drop(self) -> None:

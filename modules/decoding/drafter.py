@@ -32,10 +32,10 @@ class Outcome:
 class Drafter(Protocol):
     """Proposes drafts for rows of sequences, each as if it were alone.
 
-    capture: features of the target that it reads (`targets.base.CausalLM.session`). `learners` may be missing.
+    aux_layers: features of the target that it reads (`targets.base.CausalLM.session`). `learners` may be missing.
     """
 
-    capture: tuple[int, ...]
+    aux_layers: tuple[int, ...]
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         """Begin a new sequence in this row, or in one more behind those in use.
@@ -69,7 +69,7 @@ class SequenceDrafter(Protocol):
 class EachRow:
     """A `Drafter` with one `SequenceDrafter` for each row."""
 
-    capture: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, drafters: Sequence[SequenceDrafter]):
         self.drafters = list(drafters)

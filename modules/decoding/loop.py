@@ -187,13 +187,13 @@ class RowPool:
         options: DecodeOptions = DEFAULTS,
     ):
         """rows: most rows at a time; the drafter needs room for them. longest: most tokens of a prompt and answer."""
-        capture, nodes = () if drafter is None else drafter.capture, options.max_nodes
+        aux_layers, nodes = () if drafter is None else drafter.aux_layers, options.max_nodes
         session = options.session
         # With room for everything kept, and one round's root and nodes.
         if session is None:
-            session = target.session(rows, min(longest, target.info.max_position) + nodes + 1, capture)
-        if session.capture != capture:
-            raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
+            session = target.session(rows, min(longest, target.info.max_position) + nodes + 1, aux_layers)
+        if session.aux_layers != aux_layers:
+            raise ValueError(f"session: captures {session.aux_layers}, and the drafter reads {aux_layers}")
         self._session, self._drafter, self._params, self._on_round = session, drafter, params, options.on_round
         self._size, self._longest, self._max_nodes = rows, longest, nodes
         self._rows: list[RowAnswer] = []
@@ -298,7 +298,7 @@ class RowPool:
                 fed.append([] if tree is None else [row.tokens[-1], *tree.tokens[:read]])
                 parents.append([] if tree is None else [-1, *[parent + 1 for parent in tree.parents[:read]]])
                 chains = chains and (tree is None or tree.is_chain)
-            scores = session.extend(fed, None if chains else parents, num_logits=max(map(len, fed)))
+            scores = session.extend(fed, None if chains else parents, logits_to_keep=max(map(len, fed)))
             verdicts = verify(trees, scores.logits, params, sources)
         except NonFinite as error:
             raise _located(error, rows) from None

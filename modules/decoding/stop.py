@@ -358,7 +358,7 @@ class CostRule(PredictionRule):
 
     Time is counted in target calls: a round of n drafted tokens takes 1 + c n. One more token adds survival x
     acceptance tokens on average, for c of time, in which the pace so far would have brought c x pace tokens. Stopping
-    when the first is less than the second maximises tokens per time in the long run if `pace` is that maximum (a ratio
+    when the first is less than the second maximizes tokens per time in the long run if `pace` is that maximum (a ratio
     of expectations; Dinkelbach 1967), which the pace reached comes close to.
     """
 

@@ -93,7 +93,7 @@ class Totals:
 
     @property
     def verification_rate(self) -> float:
-        """N_target / N = 1 / tau: SpecDec++'s verification rate, and HSDDW's utilisation eta."""
+        """N_target / N = 1 / tau: SpecDec++'s verification rate, and HSDDW's utilization eta."""
         return self.num_target_calls / max(self.num_tokens, 1)
 
 

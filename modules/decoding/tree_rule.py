@@ -27,10 +27,10 @@ class TreeTimes:
 
 
 class TreeRule:
-    """Rule that maximises tokens per time over the depth and the number of nodes.
+    """Rule that maximizes tokens per time over the depth and the number of nodes.
 
     A tree of the n best candidates is expected to yield 1 + sum of P_i tokens, P_i the probability that node i's whole
-    path is accepted, and takes its drafting time and verify[n]. The n that maximises tokens - pace x time maximises
+    path is accepted, and takes its drafting time and verify[n]. The n that maximizes tokens - pace x time maximizes
     tokens per time in the long run if `pace` is that maximum (Dinkelbach 1967; see `stop.CostRule`). Drafting is
     paid for by the time n is chosen, so it counts in the pace only.
 

@@ -57,7 +57,7 @@ def verify(
     ahead: compute beforehand all numbers that any walk may need; None: on CUDA only.
 
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
-    child x if there is one (the distribution of accepting with p(x) and renormalising). Sampling, a chain drawn from q:
+    child x if there is one (the distribution of accepting with p(x) and renormalizing). Sampling, a chain drawn from q:
     accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1). Sampling, a tree drawn
     without replacement: the same for one child after the other (`_descend_drawn`). A tree that asks for typical
     acceptance gets it, and then does not follow the target; greedily there is no difference.
@@ -142,7 +142,7 @@ def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sou
 
     Recursive rejection (SpecInfer, Miao et al. 2024; Sequoia, Chen et al. 2024): child y_i, drawn from q_i, is accepted
     with min(1, p_i(y_i) / q_i(y_i)). If it is rejected, p_{i+1} = norm((p_i - q_i)+), and q_{i+1} is q_i without y_i,
-    renormalised. So the token that is emitted at a node has the distribution p_1 of the target for any number of
+    renormalized. So the token that is emitted at a node has the distribution p_1 of the target for any number of
     children.
     """
     assert tree.drawn is not None

@@ -89,13 +89,13 @@ class DraftHead(nn.Module, ABC):
     drafts: what it drafts, each a method (`methods.OF_HEADS`).
     default_k: drafted tokens of its chains, if the user says nothing; 0 takes as many as it can.
     defaults: values of the common options in place of their own defaults.
-    lookahead: rows fewer than tokens that the alignment leaves of a sequence; pieces of a long one overlap by so many.
-    whole_weights: the loss reads weights outside of their modules, so that ZeRO-3 cannot split them.
-    passes: option with the number of its own draft tokens that it is trained on, if there is one.
-    is_model: it is a language model, saved as transformers loads it; commands take its directory as any draft model's.
+    num_lost_rows: tokens at the end of a sequence that give no training row; pieces of a long one overlap by so many.
+    ttt_steps: name of the option with the number of training-time-test steps; empty if the head has none.
+    saved_as_model: it is a language model, saved as transformers loads it; commands take its directory as that of any
+        draft model.
     monitor: validation metric that picks best/, its largest value.
     precision, output: type of the weights that it drafts with, and its copy of the target's lm_head in that type.
-    of_target: names of weights that are the target's and never trained; the manifest records them.
+    tied_to_target: names of weights that are the target's and never trained; the manifest records them.
     """
 
     kind: ClassVar[str]
@@ -104,18 +104,22 @@ class DraftHead(nn.Module, ABC):
     drafts: ClassVar[tuple[str, ...]] = ("chain",)
     default_k: ClassVar[int] = 5
     defaults: ClassVar[dict[str, Any]] = {}
-    lookahead: ClassVar[int] = 1
-    whole_weights: ClassVar[bool] = False
-    passes: ClassVar[str] = ""
-    is_model: ClassVar[bool] = False
+    num_lost_rows: ClassVar[int] = 1
+    ttt_steps: ClassVar[str] = ""
+    saved_as_model: ClassVar[bool] = False
     monitor: ClassVar[str] = "top1"
 
     config: Any
-    of_target: tuple[str, ...] = ()
+    tied_to_target: tuple[str, ...] = ()
     precision: Precision = "dtype"
     output: Linear | None = None
 
     # -- a new head
+
+    @classmethod
+    def needs_gathered_weights(cls, settings: Any) -> bool:
+        """Return whether the loss reads weights outside of their modules, so that ZeRO-3 cannot split them."""
+        return False
 
     @classmethod
     @abstractmethod
@@ -147,17 +151,17 @@ class DraftHead(nn.Module, ABC):
     def start(self, weights: TargetWeights) -> None:
         """Initialize the weights of a new head that come from the target; all are random before."""
 
-    def retarget(self, weights: TargetWeights) -> None:
-        """Copy the weights named in `of_target` from the target that a fine-tuned head is trained for now."""
+    def update_from_target(self, weights: TargetWeights) -> None:
+        """Copy the weights named in `tied_to_target` from the target that a fine-tuned head is trained for now."""
 
     def freeze(self, settings: Any) -> None:
-        """Freeze the weights that are not to be trained; those named in `of_target` are always frozen."""
+        """Freeze the weights that are not to be trained; those named in `tied_to_target` are always frozen."""
 
     # -- loss
 
     @classmethod
-    def learns_from(cls, config: Any, num_layers: int) -> tuple[int, ...]:
-        """Return the states that `loss` reads of a target with so many layers, in the terms of `capture`."""
+    def loss_layers(cls, config: Any, num_layers: int) -> tuple[int, ...]:
+        """Return the states that `loss` reads of a target with so many layers, in the terms of `aux_layers`."""
         return ()
 
     @classmethod
@@ -189,7 +193,7 @@ class DraftHead(nn.Module, ABC):
     # -- drafter
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """States of the target that it reads to draft (`CausalLM.session`).
 
         () is the state after the final norm, [.., H]; (2, 5) are the residual states after the first 2 and 5 layers,

@@ -179,8 +179,12 @@ class DraftModelHead(DraftHead):
     drafts = ()  # methods take any language model
     Config, Settings = DraftConfig, DraftSettings
     defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3}
-    whole_weights = True  # of its lm_head
-    is_model = True
+    saved_as_model = True
+
+    @classmethod
+    def needs_gathered_weights(cls, settings: Any) -> bool:
+        # Its lm_head.
+        return True
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -237,10 +241,10 @@ class DraftModelHead(DraftHead):
         assert states is not None, "the target reads the batch first"
         if batch.lengths is not None:
             documents = Documents.of(batch.lengths, ids.device)
-            ids = documents.side_by_side(ids)  # [D, L]
+            ids = documents.pad(ids)  # [D, L]
         hidden = self.model.features(ids)  # [B, T, H]
         if documents is not None:
-            hidden = documents.end_to_end(hidden)  # [1, N, H]
+            hidden = documents.unpad(hidden)  # [1, N, H]
 
         # Logits are made for the rows that count only.
         rows = true_places(counted(batch), None if step is None else step.logit_rows)  # [N]

@@ -75,7 +75,7 @@ LOOKAHEAD = 2
 @dataclass(frozen=True, kw_only=True)
 class EagleSettings:
     """Train an EAGLE head. The defaults are the paper's, for 7B targets; small targets want a higher lr and more weight
-    on tokens (configs/train/eagle-small.yaml).
+    on tokens (configs/train/eagle-embedded.yaml).
 
     Attributes:
         num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
@@ -117,7 +117,7 @@ class EagleSettings:
         at_least("unroll", self.unroll, 1)
         at_least("num_layers", self.num_layers, 1)
 
-    def num_passes(self, step: TrainStep) -> int:
+    def num_ttt_steps(self, step: TrainStep) -> int:
         """Return the draft steps that a training step learns from."""
         return self.unroll if self.unroll > 1 and step.number >= round(self.unroll_after * step.total) else 1
 
@@ -176,7 +176,7 @@ def shift(batch: FeatureBatch) -> EagleInputs:
 
 
 def eagle_loss(
-    passes: Sequence[Tensor],
+    ttt_steps: Sequence[Tensor],
     target_features: Tensor,
     masks: Sequence[Tensor],
     lm_head: LmHead,
@@ -194,17 +194,19 @@ def eagle_loss(
     only, a chunk at a time. Sums are those of the first step: the losses, and in a logged step top1 and top3, how often
     the target's argmax is the head's first, or among its first three.
 
-    passes: hidden states [B, T, H] of each draft step, aligned with target_features [B, T, H].
+    ttt_steps: hidden states [B, T, H] of each draft step, aligned with target_features [B, T, H].
     masks: [B, T] bool, the tokens that count in each draft step; those of later ones are among those of the first.
     lm_head: frozen, gives logits of vocab_size tokens. decay: weight of a draft step relative to the one before.
     own_loss: in place of the cross-entropy.
     """
     ranked = step is None or step.logged
     chosen = true_places(masks[0], None if step is None else step.logit_rows)  # [N]
-    wanted, *predicted = (part.flatten(0, 1).index_select(0, chosen) for part in (target_features, *passes))  # [N, H]
+    wanted, *predicted = (
+        part.flatten(0, 1).index_select(0, chosen) for part in (target_features, *ttt_steps)
+    )  # [N, H]
     kept = [mask.flatten().index_select(0, chosen).float() for mask in masks]  # [N] each
     distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
-    decays = [decay**i for i in range(len(passes))]
+    decays = [decay**i for i in range(len(ttt_steps))]
     weights = [keep * factor for keep, factor in zip(kept, decays, strict=True)]  # [N] each
     features = [(d * weight).sum() for d, weight in zip(distance, weights, strict=True)]
     tokens, first, hits = soft_cross_entropy(lm_head, vocab_size, wanted, predicted, weights, ranked, own_loss)
@@ -235,8 +237,8 @@ class EagleHead(FeatureHead):
     Config, Settings = EagleConfig, EagleSettings
     # The paper's, for 7B targets.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
-    lookahead = LOOKAHEAD
-    passes = "unroll"
+    num_lost_rows = LOOKAHEAD
+    ttt_steps = "unroll"
 
     # -- network
 
@@ -265,11 +267,11 @@ class EagleHead(FeatureHead):
         self,
         embeds: Tensor,
         features: Tensor,
-        num_passes: int,
+        num_ttt_steps: int,
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> list[Tensor]:
-        """Return hidden states [B, T, H] of every row as each of the first `num_passes` steps of a draft.
+        """Return hidden states [B, T, H] of every row as each of the first `num_ttt_steps` steps of a draft.
 
         Rows of pass 0 read true features. In pass j row t reads the head's own h_{t-1} of pass j-1 in place of f_t, and
         attends as in a draft that began at row t-j: to rows up to t-j of pass 0, and to one row of each later pass.
@@ -282,9 +284,9 @@ class EagleHead(FeatureHead):
             position_ids = torch.arange(rows, device=embeds.device)[None]
         layers: list[Any] = list(self.layers)
         entries: list[list[Entry]] = [[] for _ in layers]
-        passes: list[Tensor] = []
-        hidden, embeds = features, F.pad(embeds, (0, 0, 0, num_passes - 1))  # [B, T, H], [B, T + num_passes - 1, H]
-        for j in range(num_passes):
+        ttt_steps: list[Tensor] = []
+        hidden, embeds = features, F.pad(embeds, (0, 0, 0, num_ttt_steps - 1))  # [B, T, H], [B, T + num_passes - 1, H]
+        for j in range(num_ttt_steps):
             # Here row t is the draft that began there; it reads the token of row t + j, at that row's position.
             at = (position_ids + j).clamp_max(len(self.cos) - 1)
             cos, sin = (table[at][:, None].to(embeds.dtype) for table in (self.cos, self.sin))  # [B, 1, T, D]
@@ -293,8 +295,8 @@ class EagleHead(FeatureHead):
                 normed = layer.input_layernorm(hidden)
                 hidden = hidden + attend_pass(layer.self_attn, normed, cos, sin, layer_entries, documents)
                 hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            passes.append(F.pad(hidden, (0, 0, j, 0))[:, :rows])  # [B, T, H], row t of the draft at its last token
-        return passes
+            ttt_steps.append(F.pad(hidden, (0, 0, j, 0))[:, :rows])  # [B, T, H], row t of the draft at its last token
+        return ttt_steps
 
     # -- a new head
 
@@ -322,19 +324,19 @@ class EagleHead(FeatureHead):
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings, step: TrainStep | None
     ) -> LossOutput:
-        pairs, num_passes = shift(batch), 1
+        pairs, num_ttt_steps = shift(batch), 1
         features = pairs.features.to(self.fc.weight.dtype)  # [B, T-2, H]
         if step is not None:
-            num_passes = settings.num_passes(step)
+            num_ttt_steps = settings.num_ttt_steps(step)
             # The head learns to draft from its own imprecise features.
             if size := settings.noise * step.feature_std:
                 features = features + noise_like(features, step, size, flat=batch.lengths is not None)
         embeds = target.embed(pairs.next_ids).to(features.dtype)  # [B, T-2, H]
         return eagle_loss(
-            self.unroll(embeds, features, num_passes, pairs.position_ids, pairs.documents),
+            self.unroll(embeds, features, num_ttt_steps, pairs.position_ids, pairs.documents),
             pairs.target_features,
             # No draft reaches a later step at a document's first rows.
-            [pairs.loss_mask & (pairs.position_ids >= number) for number in range(num_passes)],
+            [pairs.loss_mask & (pairs.position_ids >= number) for number in range(num_ttt_steps)],
             lambda hidden: target.lm_head(hidden.to(target.dtype)),
             self.config.vocab_size,
             settings.feature_weight,
@@ -347,7 +349,7 @@ class EagleHead(FeatureHead):
     @classmethod
     def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, logit_rows: int) -> float:
         rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
-        return eagle_training(config.llama, rows, logit_rows, settings.num_passes(step))
+        return eagle_training(config.llama, rows, logit_rows, settings.num_ttt_steps(step))
 
 
 def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:
@@ -363,14 +365,14 @@ def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Te
     return noise
 
 
-def eagle_training(config: LlamaConfig, rows: Sequence[int], logit_rows: int, passes: int = 1) -> float:
+def eagle_training(config: LlamaConfig, rows: Sequence[int], logit_rows: int, ttt_steps: int = 1) -> float:
     """Return the FLOPs of forward and backward of an EAGLE head with these layers, and of its loss.
 
     rows: of each document. logit_rows: rows whose logits are made, the target's once and the head's in every pass.
     Later passes cost what the first does, because each query has as many keys.
     """
     fusion = flops.linear(2 * config.hidden_size, config.hidden_size, sum(rows))
-    head = passes * flops.TRAINED * (fusion + flops.layers_forward(config, rows))
+    head = ttt_steps * flops.TRAINED * (fusion + flops.layers_forward(config, rows))
     # The first pass reads data, so no gradient flows to the inputs of its fusion layer.
     head -= (flops.TRAINED - flops.TRAINED_FIRST) * fusion
-    return head + (1 + passes * flops.FROZEN_PASSING) * flops.lm_head_forward(config, logit_rows)
+    return head + (1 + ttt_steps * flops.FROZEN_PASSING) * flops.lm_head_forward(config, logit_rows)

@@ -122,11 +122,11 @@ class Eagle3Settings:
             of the head it starts from.
         train_lm_head: Train the lm_head too, which begins as the target's. That of a head to fine-tune is the new
             target's where it was never trained, and else the head's own.
-        passes: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
-        passes_after: Share of the steps after which there is more than one.
-        pass_decay: Loss weight of a pass, relative to the one before.
-        pass_weights: mean divides by the sum of the passes' weights, so that the learning rate does not depend on their
-            number; sum does not.
+        ttt_steps: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
+        ttt_steps_after: Share of the steps after which there is more than one.
+        ttt_step_decay: Loss weight of a pass, relative to the one before.
+        ttt_step_weights: mean divides by the sum of the steps' weights, so that the learning rate does not depend on
+            their number; sum does not.
         token_mask: Which tokens count: those whose input is of an answer, which is what drafting meets; previous takes
             the mask one token earlier (SafeAILab, SpecForge).
         normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
@@ -139,9 +139,9 @@ class Eagle3Settings:
 
     help_rarely: ClassVar[tuple[str, ...]] = (
         "rope_theta",
-        "passes_after",
-        "pass_decay",
-        "pass_weights",
+        "ttt_steps_after",
+        "ttt_step_decay",
+        "ttt_step_weights",
         "token_mask",
         "normalizer",
         "unknown",
@@ -153,29 +153,29 @@ class Eagle3Settings:
     rope_theta: float | None = None
     version: Literal["3", "3-norm", "3.1"] | None = None
     train_lm_head: bool = False
-    passes: int = 7
-    passes_after: float = 0.0
-    pass_decay: float = 0.8
-    pass_weights: Literal["mean", "sum"] = "mean"
+    ttt_steps: int = 7
+    ttt_steps_after: float = 0.0
+    ttt_step_decay: float = 0.8
+    ttt_step_weights: Literal["mean", "sum"] = "mean"
     token_mask: Mask = "input"
     normalizer: Normalizer = "sequence"
     unknown: Literal["drop", "keep"] = "drop"
     loss: str | None = None  # in training the function itself (train/own_loss.py)
 
     def __post_init__(self) -> None:
-        at_least("passes", self.passes, 1)
+        at_least("ttt_steps", self.ttt_steps, 1)
         at_least("draft_vocab", self.draft_vocab, 0)
-        if not 0 <= self.passes_after < 1:
-            raise InputError("passes_after", self.passes_after, "a share in [0, 1)", "Change it.")
-        if not 0 < self.pass_decay <= 1:
-            raise InputError("pass_decay", self.pass_decay, "a weight in (0, 1]", "Change it.")
+        if not 0 <= self.ttt_steps_after < 1:
+            raise InputError("ttt_steps_after", self.ttt_steps_after, "a share in [0, 1)", "Change it.")
+        if not 0 < self.ttt_step_decay <= 1:
+            raise InputError("ttt_step_decay", self.ttt_step_decay, "a weight in (0, 1]", "Change it.")
         if self.rope_theta is not None and not self.rope_theta > 0:
             raise InputError("rope_theta", self.rope_theta, "a rotary base above 0", "Change it.")
 
-    def num_passes(self, step: TrainStep | None) -> int:
+    def num_ttt_steps(self, step: TrainStep | None) -> int:
         """Return the passes that a training step learns from; validation measures all."""
-        late = step is None or step.number >= round(self.passes_after * step.total)
-        return self.passes if late else 1
+        late = step is None or step.number >= round(self.ttt_steps_after * step.total)
+        return self.ttt_steps if late else 1
 
 
 # Alignment. In pass j row t has read x_{t+1} .. x_{t+1+j} behind the target's states up to t. It predicts the target's
@@ -269,13 +269,12 @@ class Eagle3Head(FeatureHead):
     Config, Settings = Eagle3Config, Eagle3Settings
     # SafeAILab/EAGLE eagle/traineagle3, but for the learning rate, SpecForge's and TorchSpec's.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
-    passes = "passes"
+    ttt_steps = "ttt_steps"
     monitor = "chain_length"
-    whole_weights = True  # of its lm_head
 
     @property
-    def capture(self) -> tuple[int, ...]:
-        return self.config.capture
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
 
     # -- network
 
@@ -283,14 +282,19 @@ class Eagle3Head(FeatureHead):
     sin: Tensor
     d2t: Tensor
 
+    @classmethod
+    def needs_gathered_weights(cls, settings: Any) -> bool:
+        # Its lm_head.
+        return True
+
     def __init__(self, config: Eagle3Config):
         super().__init__()
         self.config = config
         size, eps = config.hidden_size, config.llama.rms_eps
-        self.fc = nn.Linear(len(config.capture) * size, size, bias=False)
-        norms = len(config.capture) if config.fc_norm else 0
+        self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
+        norms = len(config.aux_layers) if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(norms))
-        self.input_norm = RMSNorm(len(config.capture) * size, eps) if config.norm_before_fc else None
+        self.input_norm = RMSNorm(len(config.aux_layers) * size, eps) if config.norm_before_fc else None
         self.layer = PairLayer(config.llama, config.norm_before_residual)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
@@ -335,7 +339,7 @@ class Eagle3Head(FeatureHead):
         self,
         embeds: Tensor,
         states: Tensor,
-        num_passes: int,
+        num_ttt_steps: int,
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> list[Tensor]:
@@ -351,9 +355,9 @@ class Eagle3Head(FeatureHead):
         if position_ids is None:
             position_ids = torch.arange(rows, device=hidden.device)[None]
         normed = layer.input_layernorm(embeds)  # [B, T + num_passes - 1, H]
-        passes: list[Tensor] = []
+        ttt_steps: list[Tensor] = []
         entries: list[Entry] = []
-        for j in range(num_passes):
+        for j in range(num_ttt_steps):
             state = layer.hidden_norm(hidden)
             pair = torch.cat([normed[:, j : j + rows], state], -1)  # [B, T, 2H]
             # The loss has no token where a draft would leave the context.
@@ -362,8 +366,8 @@ class Eagle3Head(FeatureHead):
             mixed = attend_pass(layer.self_attn, pair, cos, sin, entries, documents)
             hidden = (state if layer.normed_residual else hidden) + mixed
             hidden = self.normed(hidden + layer.mlp(layer.post_attention_layernorm(hidden)))
-            passes.append(hidden)  # [B, T, H]
-        return passes
+            ttt_steps.append(hidden)  # [B, T, H]
+        return ttt_steps
 
     def use_draft_vocabulary(self, tokens: Tensor, lm_head: Tensor | None = None) -> None:
         """Restrict drafts to these tokens (int64 [draft_vocab_size], ascending).
@@ -382,15 +386,15 @@ class Eagle3Head(FeatureHead):
         asked = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
         vocabulary = min(asked or target.vocab_size, target.vocab_size)
         layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
-        capture = captured_layers(settings.layers, default_layers(target.num_layers), target.num_layers)
+        aux_layers = captured_layers(settings.layers, default_layers(target.num_layers), target.num_layers)
         norms = VERSIONS[settings.version or "3-norm"]
-        return Eagle3Config(layer, capture, vocabulary, *norms)
+        return Eagle3Config(layer, aux_layers, vocabulary, *norms)
 
     @classmethod
     def shape(cls, config: Eagle3Config) -> dict[str, Any]:
         norms = config.fc_norm, config.norm_before_fc, config.norm_output
         return {
-            "layers": config.capture,
+            "layers": config.aux_layers,
             "draft_vocab": config.draft_vocab_size if config.reduced else 0,
             "rope": rope_of(config.llama),
             "rope_theta": config.llama.rope_theta,
@@ -403,23 +407,23 @@ class Eagle3Head(FeatureHead):
         if self.config.reduced:
             tokens = draft_vocabulary(weights.token_counts(), self.config.draft_vocab_size, weights.end_ids)
         self.use_draft_vocabulary(tokens, weights.lm_head())
-        self.of_target = ("lm_head.weight",)
+        self.tied_to_target = ("lm_head.weight",)
 
-    def retarget(self, weights: TargetWeights) -> None:
-        if self.of_target:
+    def update_from_target(self, weights: TargetWeights) -> None:
+        if self.tied_to_target:
             self.use_draft_vocabulary(self.d2t, weights.lm_head())
 
     def freeze(self, settings: Eagle3Settings) -> None:
         self.lm_head.requires_grad_(settings.train_lm_head)
         if settings.train_lm_head:
-            self.of_target = ()
+            self.tied_to_target = ()
 
     # -- loss
 
     @classmethod
-    def learns_from(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
+    def loss_layers(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
         """Return its layers and, last, the final state, which gives the target's distributions."""
-        return (*config.capture, num_layers)
+        return (*config.aux_layers, num_layers)
 
     @classmethod
     def loss_count(cls, batch: FeatureBatch, settings: Eagle3Settings) -> float:
@@ -437,15 +441,15 @@ class Eagle3Head(FeatureHead):
     ) -> LossOutput:
         """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes.
 
-        In validation it also says what drafts of `passes` tokens would come to.
+        In validation it also says what drafts of `ttt_steps` tokens would come to.
         """
-        dtype, passes, measured = self.fc.weight.dtype, settings.num_passes(step), step is None or step.logged
+        dtype, ttt_steps, measured = self.fc.weight.dtype, settings.num_ttt_steps(step), step is None or step.logged
         rows = None if step is None else step.logit_rows
         pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size, rows)
-        ids = F.pad(pairs.next_ids, (0, passes - 1))  # [B, T + passes - 1]
+        ids = F.pad(pairs.next_ids, (0, ttt_steps - 1))  # [B, T + ttt_steps - 1]
         documents = None if batch.lengths is None else Documents.of(batch.lengths, ids.device)
-        embeds = target.embed(ids).to(dtype)  # [B, T + passes - 1, H]
-        hidden = self.unroll(embeds, pairs.states.to(dtype), passes, batch.position_ids, documents)  # [B, T, H] each
+        embeds = target.embed(ids).to(dtype)  # [B, T + ttt_steps - 1, H]
+        hidden = self.unroll(embeds, pairs.states.to(dtype), ttt_steps, batch.position_ids, documents)  # [B, T, H] each
 
         # Only the rows that predict at a position that counts go on to lm_head.
         predictions, inside = [], []
@@ -453,15 +457,15 @@ class Eagle3Head(FeatureHead):
             own_rows, exists = pairs.rows(number)  # [N], [N]
             predictions.append(self.logits_input(states[pairs.sequence, own_rows]))  # [N, H]
             inside.append(exists)
-        weights = torch.stack(inside, -1).to(torch.promote_types(dtype, torch.float32))  # [N, passes]
+        weights = torch.stack(inside, -1).to(torch.promote_types(dtype, torch.float32))  # [N, ttt_steps]
         if settings.normalizer == "sequence":
             # `bincount` would wait for the device.
             sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
             sizes = sizes.index_add_(0, pairs.owner, torch.ones_like(weights[:, 0]))
             weights = weights / sizes[pairs.owner, None]
-        decay = torch.tensor([settings.pass_decay**i for i in range(passes)], dtype=weights.dtype)
+        decay = torch.tensor([settings.ttt_step_decay**i for i in range(ttt_steps)], dtype=weights.dtype)
         scale = to_device(decay, ids.device)
-        weights = weights * (scale / scale.sum() if settings.pass_weights == "mean" else scale)
+        weights = weights * (scale / scale.sum() if settings.ttt_step_weights == "mean" else scale)
         lm_head, vocab_size, d2t = target.lm_head, self.config.vocab_size, self.d2t if self.config.reduced else None
         if d2t is not None and settings.unknown == "keep" and not measured:
             # The loss alone compares distributions over the draft vocabulary.
@@ -498,17 +502,17 @@ class Eagle3Head(FeatureHead):
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, logit_rows: int) -> float:
         """Leave out the entries that later passes see beside the first one's, which are few."""
         llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
-        passes = settings.num_passes(step)
+        ttt_steps = settings.num_ttt_steps(step)
         # Attention reads embedding and state side by side.
         queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
         layer = flops.layer_matrices(llama, rows) + flops.linear(size, queries + 2 * keys, rows)
         layer += flops.attention(llama, flops.causal_pairs(step.lengths))
-        fused = flops.TRAINED_FIRST * flops.linear(len(config.capture) * size, size, rows)
+        fused = flops.TRAINED_FIRST * flops.linear(len(config.aux_layers) * size, size, rows)
         logits = flops.linear(size, config.draft_vocab_size, logit_rows)
-        head = passes * logits * (flops.TRAINED if settings.train_lm_head else flops.FROZEN_PASSING)
+        head = ttt_steps * logits * (flops.TRAINED if settings.train_lm_head else flops.FROZEN_PASSING)
         whole = settings.unknown == "drop" or step.logged
         target = flops.linear(size, llama.vocab_size if whole else config.draft_vocab_size, logit_rows)
-        return passes * flops.TRAINED * layer + fused + head + target
+        return ttt_steps * flops.TRAINED * layer + fused + head + target
 
 
 def draft_vocabulary(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:

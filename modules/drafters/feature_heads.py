@@ -58,7 +58,7 @@ class FeatureHead(DraftHead):
 class PairNetwork:
     """A head's layers with the target's embedding before them and an lm_head behind (`engine.rows.Network`)."""
 
-    capture: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, head: FeatureHead, target: CausalLM):
         self.head, self.embed = head.lean(target), target.embed
@@ -84,7 +84,7 @@ class PairNet(DraftNet):
 
     def __init__(self, head: FeatureHead, network: PairNetwork):
         super().__init__(head.kind, network.stack.device, network.embed)
-        self.network, self.capture = network, head.capture
+        self.network, self.aux_layers = network, head.aux_layers
         self._max_position = head.config.max_position
 
     # -- rows
@@ -154,7 +154,7 @@ class PairNet(DraftNet):
         network, cache = self.network, self._text_cache
         positions, visible = branch_mask(self._starts - 1, len(self._text), depth - 1, 1)
         x = network.inputs(self.ids(tokens)[:, 0], self._states)
-        hidden = network.stack.graft(x, positions.to(self.device), visible.to(self.device), cache)
+        hidden = network.stack.read_masked(x, positions.to(self.device), visible.to(self.device), cache)
         cache.length += len(tokens)
         self._states = network.head.normed(hidden)
         return self._states[:, None]

@@ -86,7 +86,7 @@ class HierarchicalDrafter:
         assert tree.is_chain, "M1 drafts chains"
         self._calls += tree.draft_calls
         unread = [*self._tokens[self._read :], *tree.tokens]
-        scores = self._session.extend([unread], num_logits=len(tree.tokens) + 1)
+        scores = self._session.extend([unread], logits_to_keep=len(tree.tokens) + 1)
         self._calls += 1
         self._read += len(unread)
         (verdict,) = verify([tree], scores.logits, params, [source])

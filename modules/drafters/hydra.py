@@ -131,11 +131,11 @@ class HydraHead(MedusaHead):
         positions, documents = batch.position_ids, None
         if batch.lengths is not None:
             documents = Documents.of(batch.lengths, states.device)
-            states, positions = documents.side_by_side(states), documents.side_by_side(positions)  # [D, L, H], [D, L]
+            states, positions = documents.pad(states), documents.pad(positions)  # [D, L, H], [D, L]
         cos, sin = (table[positions][:, None].to(states.dtype) for table in (self.cos, self.sin))  # [B, 1, T, D]
         for layer in self.layers:
             states = layer(states, cos, sin)
-        return self.norm(states if documents is None else documents.end_to_end(states))
+        return self.norm(states if documents is None else documents.unpad(states))
 
     def inputs(self, number: int, states: Tensor, counted: Tensor, batch: FeatureBatch, target: CausalLM) -> Tensor:
         """Return state t and the embeddings of tokens t + 1 to t + 1 + number side by side, [N, (2 + number) H]."""
@@ -162,7 +162,7 @@ class HydraHead(MedusaHead):
 class PrefixNetwork:
     """The prefix attention over the target's states (`engine.rows.Network`). Without it, it has no layers."""
 
-    capture: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, head: HydraHead, target: CausalLM):
         layers: Any = head.layers

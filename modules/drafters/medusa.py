@@ -98,10 +98,14 @@ class MedusaHead(DraftHead):
     Settings: ClassVar[type] = MedusaSettings
     # Section 3.3 of the paper.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}
-    lookahead = AHEAD
-    whole_weights = True  # of lm_heads of its own
+    num_lost_rows = AHEAD
     # Whether lm_heads of their own have a bias.
     lm_head_bias: ClassVar[bool] = False
+
+    @classmethod
+    def needs_gathered_weights(cls, settings: Any) -> bool:
+        # Only lm_heads of its own are read so.
+        return settings.lm_head == "own"
 
     def __init__(self, config: Any):
         super().__init__()
@@ -235,7 +239,7 @@ class MedusaNet(DraftNet):
         super().__init__(head.kind, target.device, target.embed)
         self.head = head.lean(target)
         self.heads, self.lm_heads = list(self.head.heads), self.head.outputs(head.output or target.lm_head)
-        self.longest_draft, self.capture = head.config.num_heads, head.capture
+        self.longest_draft, self.aux_layers = head.config.num_heads, head.aux_layers
 
     def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
         for row in rows:

@@ -63,7 +63,7 @@ class Models:
     times: CostModel = field(default_factory=CostModel)
 
     def of(self, variant: str) -> Models:
-        """Return these models with the drafters of a name in place of others (`LabelledMethod.variant`)."""
+        """Return these models with the drafters of a name in place of others (`LabeledMethod.variant`)."""
         own = {key.removesuffix(variant): model for key, model in self.others.items() if key.endswith(variant)}
         if not variant or not own:
             return self

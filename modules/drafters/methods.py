@@ -441,7 +441,7 @@ class DynamicTreeMethod(DraftingMethod):
 
 
 @dataclass(frozen=True)
-class LabelledMethod:
+class LabeledMethod:
     """A method with its name in tables: as the user wrote it, with LOSSY behind it if it is lossy.
 
     `eagle3@a:k=5` is that of the drafter a, of several that were passed (`variant` is `@a`).
@@ -455,10 +455,10 @@ class LabelledMethod:
         at, name = self.label.removesuffix(LOSSY).partition(":")[0].partition("@")[1:]
         return at + name
 
-    def by(self, variant: str) -> LabelledMethod:
+    def by(self, variant: str) -> LabeledMethod:
         """Return the same method of a drafter's name."""
         name, *settings = self.label.split(":")
-        return LabelledMethod(":".join([f"{name.partition('@')[0]}{variant}", *settings]), self.method)
+        return LabeledMethod(":".join([f"{name.partition('@')[0]}{variant}", *settings]), self.method)
 
     def keys(self, given: Mapping[str, str]) -> list[str]:
         """Return the keys in `given` of the models that it needs: `kind@name` where several of a kind were passed."""
@@ -551,7 +551,7 @@ def settings_of(method: Method) -> dict[str, Any]:
     return {spec.name: hints[spec.name] for spec in dataclasses.fields(method) if spec.name not in fixed}
 
 
-def parse_methods(text: str, more: Mapping[str, Method] | None = None) -> list[LabelledMethod]:
+def parse_methods(text: str, more: Mapping[str, Method] | None = None) -> list[LabeledMethod]:
     """Parse methods `name:setting=value`, separated by commas. more: methods of other engines.
 
     Raises:
@@ -564,7 +564,7 @@ def parse_methods(text: str, more: Mapping[str, Method] | None = None) -> list[L
     for label in labels:
         if labels.count(label) > 1:
             raise InputError("methods", f"{label} twice", "each method once", "Remove one of them.")
-    return [LabelledMethod(label, parse_method(label, more)) for label in labels]
+    return [LabeledMethod(label, parse_method(label, more)) for label in labels]
 
 
 def parse_method(label: str, more: Mapping[str, Method] | None = None) -> Method:
@@ -622,7 +622,7 @@ def convert(name: str, text: str, kind: Any) -> Any:
     raise InputError(name, repr(text), " or ".join(words), "Correct it.")
 
 
-def check_needs(named: LabelledMethod, given: Mapping[str, str]) -> None:
+def check_needs(named: LabeledMethod, given: Mapping[str, str]) -> None:
     """Raise InputError if a model that the method needs was not passed. given: `Models.paths`."""
     known = {
         "draft": ("a draft model", "--draft DIR"),

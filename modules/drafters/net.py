@@ -49,7 +49,8 @@ class DraftNet(ABC):
     Tokens of a level are int64 [B, n], or of a chain also a list with one or no token for each row. A node's parent is
     a place in the level before. Depth 1 follows the first drafted tokens.
 
-    name: in errors. capture: features of the target that it reads (`CausalLM.session`); reads_features: it reads some.
+    name: in errors. aux_layers: features of the target that it reads (`CausalLM.session`). reads_features: it reads
+        some.
     longest_text: most tokens that a draft may end at. longest_draft: most tokens of a draft.
     one_pass: all levels come from one forward. drafts_trees: levels may have several nodes.
     first_start: shortest beginning of a text that a branch may follow. device: of its states.
@@ -58,7 +59,7 @@ class DraftNet(ABC):
     one_pass: ClassVar[bool] = False
     drafts_trees: ClassVar[bool] = True
     reads_features: ClassVar[bool] = True
-    capture: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     longest_text = longest_draft = MOST_POSITIONS
     first_start = 2
 
@@ -146,7 +147,7 @@ class RowDrafter(ABC):
     def __init__(self, net: DraftNet, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None):
         """rows: most rows at a time. The others: see `DraftNet.allocate`."""
         net.allocate(rows, capacity, depth, slots, static)
-        self.net, self.capture = net, net.capture
+        self.net, self.aux_layers = net, net.aux_layers
         self._rows: list[RowState] = []  # in use
         self._num_rows = rows
         self._idle = list(range(rows))  # numbers without a row

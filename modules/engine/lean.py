@@ -385,9 +385,11 @@ class LeanStack:
         """Run a tree of T inputs [T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
         depths, visible = tree_mask(parents, cache.length, x.device)
         kept = torch.arange(cache.length, device=self.device)
-        return self.graft(x, torch.cat([kept, depths + cache.length]), visible, cache, taps)
+        return self.read_masked(x, torch.cat([kept, depths + cache.length]), visible, cache, taps)
 
-    def graft(self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache, taps: Taps | None = None) -> Tensor:
+    def read_masked(
+        self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache, taps: Taps | None = None
+    ) -> Tensor:
         """Run any T inputs [T, H].
 
         positions: [cache.length + T] of all slots, the new ones last. visible: [T, cache.length + T], bool.

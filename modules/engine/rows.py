@@ -37,11 +37,11 @@ Parents = Sequence[Sequence[int]]
 class Network(Protocol):
     """Layers, with what stands before and behind them.
 
-    capture: numbers of the layers whose inputs `outputs` reads.
+    aux_layers: numbers of the layers whose inputs `outputs` reads.
     """
 
     stack: LeanStack
-    capture: tuple[int, ...]
+    aux_layers: tuple[int, ...]
 
     def inputs(self, ids: Any, *others: Any) -> Tensor:
         """Return the layers' input: ids and others are a list or tensor [T, ..] of one row, or tensors [B, n, ..]."""
@@ -55,7 +55,7 @@ class Network(Protocol):
 
 def taps_of(network: Network, x: Tensor) -> Taps | None:
     """Return where the layers leave the states that the network captures."""
-    return dict.fromkeys(network.capture, x) if network.capture else None
+    return dict.fromkeys(network.aux_layers, x) if network.aux_layers else None
 
 
 def picked_of(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
@@ -90,10 +90,12 @@ class OneRow:
         self.reset(len(rows))
         return self.extend(inputs)
 
-    def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
+    def extend(
+        self, inputs: Sequence[Any], parents: Parents | None = None, logits_to_keep: int = 1
+    ) -> tuple[Tensor, ...]:
         own = list(map(itemgetter(0), inputs))
         count = len(own[0])
-        picked = None if num_logits >= count else slice(count - num_logits, count)
+        picked = None if logits_to_keep >= count else slice(count - logits_to_keep, count)
         x = self._network.inputs(*own)
         taps = taps_of(self._network, x)
         if parents is None:
@@ -172,28 +174,30 @@ class ManyRows:
             self.lengths[row] = len(own)
         return _side_by_side(self._prompts(rows, inputs))
 
-    def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
+    def extend(
+        self, inputs: Sequence[Any], parents: Parents | None = None, logits_to_keep: int = 1
+    ) -> tuple[Tensor, ...]:
         lengths, tokens = self.lengths, inputs[0]
         counts = [tokens.shape[1]] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
         self.lengths = list(map(add, lengths, counts))
         # Prompts are read alone: they would pad the other rows far too much.
         long = [count > MAX_WIDTH or (count > 0 and not length) for length, count in zip(lengths, counts, strict=True)]
         if isinstance(tokens, Tensor) or not any(long):
-            return self._together(inputs, lengths, parents, num_logits)
+            return self._together(inputs, lengths, parents, logits_to_keep)
         outputs: list[Any] = [None] * len(counts)
         if any(count and not alone for count, alone in zip(counts, long, strict=True)):
             short = [[own[:0] if alone else own for own, alone in zip(part, long, strict=True)] for part in inputs]
             above = parents and [[] if alone else own for own, alone in zip(parents, long, strict=True)]
             # Before the prompts, which overwrite the padding of their rows.
-            outputs = list(zip(*self._together(short, lengths, above, num_logits), strict=True))
-        prompts = [row for row, alone in enumerate(long) if alone and not lengths[row] and num_logits == 1]
+            outputs = list(zip(*self._together(short, lengths, above, logits_to_keep), strict=True))
+        prompts = [row for row, alone in enumerate(long) if alone and not lengths[row] and logits_to_keep == 1]
         read = self._prompts(prompts, [[part[row] for row in prompts] for part in inputs])
         for row, output in zip(prompts, read, strict=True):
             outputs[row], long[row] = output, False
         for row, alone in enumerate(long):
             if alone:
                 above = parents and parents[row : row + 1]
-                outputs[row] = self._alone(row, [part[row] for part in inputs], lengths[row], above, num_logits)
+                outputs[row] = self._alone(row, [part[row] for part in inputs], lengths[row], above, logits_to_keep)
         some = next(output for output in outputs if output is not None)
         return _side_by_side([output or [part[:0] for part in some] for output in outputs])
 
@@ -252,27 +256,27 @@ class ManyRows:
         return [outputs[i] for i in range(len(rows))]
 
     def _alone(
-        self, row: int, inputs: Sequence[Any], length: int, parents: Parents | None, num_logits: int
+        self, row: int, inputs: Sequence[Any], length: int, parents: Parents | None, logits_to_keep: int
     ) -> tuple[Tensor, ...]:
         """Read one row without padding, behind its first `length` slots. inputs, parents: of this row."""
         alone = OneRow(self._network, self._cache.row(row))
         alone.cache.length = length
         with any_shape(self._stack.device):
-            logits, states = alone.extend([[part] for part in inputs], parents, num_logits)
+            logits, states = alone.extend([[part] for part in inputs], parents, logits_to_keep)
         return logits[0], states[0]
 
     def _together(
-        self, inputs: Sequence[Any], lengths: Sequence[int], parents: Parents | None, num_logits: int
+        self, inputs: Sequence[Any], lengths: Sequence[int], parents: Parents | None, logits_to_keep: int
     ) -> tuple[Tensor, ...]:
         """Read all rows side by side. lengths: slots of each row before this call."""
         counts = [len(row) for row in inputs[0]]
         width = max(counts)
-        whole = num_logits >= width
+        whole = logits_to_keep >= width
         width = bucket(width) if self.static else width
 
-        # Places of the last num_logits outputs of each row; in shorter rows they are followed by any others.
-        first = [0 if whole else max(count - num_logits, 0) for count in counts]
-        places = [[min(i + own, width - 1) for i in range(0 if whole else num_logits)] for own in first]
+        # Places of the last logits_to_keep outputs of each row; in shorter rows they are followed by any others.
+        first = [0 if whole else max(count - logits_to_keep, 0) for count in counts]
+        places = [[min(i + own, width - 1) for i in range(0 if whole else logits_to_keep)] for own in first]
 
         # Everything that lies on the host goes to the device in one transfer.
         fed = [_padded(part, width) for part in inputs]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.types import InputError
 
-# Types of weights that layers compute with; integers and float8 are quantised weights, whose scales are elsewhere.
+# Types of weights that layers compute with; integers and float8 are quantized weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

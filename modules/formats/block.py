@@ -111,7 +111,7 @@ class BlockFormat(LlamaFormat):
                 o_bias=biases["o_bias"],
                 sliding_window=window(raw, llama.num_layers),
             ),
-            capture=self._capture(raw, target, tensors, llama.hidden_size, notes),
+            aux_layers=self._capture(raw, target, tensors, llama.hidden_size, notes),
             block_size=positive(raw, "block_size", DEFAULT_BLOCK),
             mask_token=_mask_token(raw, llama.vocab_size),
             layout=self.layout(raw),

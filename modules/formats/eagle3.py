@@ -86,18 +86,18 @@ class Eagle3Format(LlamaFormat):
         if flags.fc_norm != (normed := "fc_norm.0.weight" in tensors):
             found = f"{'norms' if normed else 'no norm'} of the target's states in the file"
             raise InputError("fc_norm", found, f"what config.json says ({flags.fc_norm})", "Correct config.json.")
-        capture = self.capture(raw, target, tensors, llama.hidden_size)
+        aux_layers = self.aux_layers(raw, target, tensors, llama.hidden_size)
         drafted = take_vocabulary(tensors, raw, llama, target, notes, problems)
         biases: dict[str, Any] = self.take_biases(tensors, raw, notes, problems)
         del biases["fc_bias"]
         qk_norm, longest = "layer.self_attn.q_norm.weight" in tensors, longest_text(llama, target, notes)
         llama = dataclasses.replace(llama, num_layers=1, max_position=longest, qk_norm=qk_norm, **biases)
-        config = Eagle3Config(llama, capture, drafted, **flags._asdict())
+        config = Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
         with torch.device("meta"):
             check_tensors(Eagle3Head(config), tensors, self.disk_name)
         return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))
 
-    def capture(
+    def aux_layers(
         self, raw: Raw, target: TargetFacts | None, tensors: Mapping[str, Tensor], size: int
     ) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""

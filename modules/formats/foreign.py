@@ -141,8 +141,8 @@ def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
     other = any(word in name for word in ("dflash", "dspark")) and not foreign.block
     yield "a block drafter whose layers are not Qwen3's", other or (conv and bool(foreign.block)), NOT_YET
     yield "a causal language model", causal_lm(foreign), "A whole model drafts as it is: pass it with --draft."
-    quantised = foreign.has(r".*\.(qweight|qzeros|weight_scale|weight_packed|SCB)$")
-    yield "quantised weights", quantised, "Import the directory that they were made from."
+    quantized = foreign.has(r".*\.(qweight|qzeros|weight_scale|weight_packed|SCB)$")
+    yield "quantized weights", quantized, "Import the directory that they were made from."
 
 
 def producer(foreign: ForeignHead) -> tuple[str, str] | None:

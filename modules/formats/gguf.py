@@ -62,7 +62,7 @@ HEAD_NAMES = {
     },
 }
 REMEDY = "Use another model, or its transformers directory."
-# Architectures whose rotary pairs are neighbours (0, 1) in GGUF, and halves (0, d/2) in transformers' files. "dflash",
+# Architectures whose rotary pairs are neighbors (0, 1) in GGUF, and halves (0, d/2) in transformers' files. "dflash",
 # of DSpark too, keeps halves.
 ADJACENT_ROPE = ("llama", "eagle3")
 

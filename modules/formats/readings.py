@@ -78,12 +78,12 @@ def readings(
 
 def other_layers(config: Any, state: Mapping[str, Tensor], num_layers: int) -> Iterator[Reading]:
     """Yield readings by other layers of the target: one earlier or later, the default ones, and in opposite order."""
-    own = getattr(config, "capture", ())
+    own = getattr(config, "aux_layers", ())
     others = [tuple(number + step for number in own) for step in (-1, 1)]
     others += [default_layers(num_layers)] * isinstance(config, Eagle3Config)
     for layers in dict.fromkeys(others):
         if own and len(layers) == len(own) and layers != own and layers[0] >= 0 and layers[-1] < num_layers:
-            yield Reading("layers", in_place(layers, own), dataclasses.replace(config, capture=layers), state)
+            yield Reading("layers", in_place(layers, own), dataclasses.replace(config, aux_layers=layers), state)
     if len(own) > 1:
         turned = {name: reversed_states(name, tensor, len(own)) for name, tensor in state.items()}
         for number in range(len(own) if "fc_norm.0.weight" in state else 0):  # EAGLE-3.1 has one for each layer
@@ -125,7 +125,7 @@ def other_weights(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]
         order = "feature before the embedding in fc" if len(names) == 1 else "state before the embedding in q, k and v"
         exchanged = {name: torch.cat(state[name].chunk(2, 1)[::-1], 1) for name in names}
         yield Reading("weights", f"the {order}", config, {**state, **exchanged})
-    # Llama's own code rotates neighbours (0, 1), transformers halves (0, d/2): converters permute q and k.
+    # Llama's own code rotates neighbors (0, 1), transformers halves (0, d/2): converters permute q and k.
     rotated = [name for name in state if ROTATED.fullmatch(name)]
     orders: dict[str, Callable[[Tensor, int], Tensor]] = {"not converted": to_halves, "converted twice": to_adjacent}
     for how, reorder in orders.items():
@@ -164,4 +164,4 @@ def engine_readings(config: Any, state: Mapping[str, Tensor]) -> Iterator[Readin
         }
         rotated |= {name: 1 for name in state if NORMS.fullmatch(name)}
         halves = {name: to_halves(state[name], heads) for name, heads in rotated.items()}
-        yield Reading("rotary", "rotary neighbours in place of halves", config, {**state, **halves})
+        yield Reading("rotary", "rotary neighbors in place of halves", config, {**state, **halves})

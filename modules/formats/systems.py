@@ -12,7 +12,7 @@ speculators 0.9.0: config.py, model.py, models/. The layer's settings are an obj
 llama.cpp: conversion/llama.py and qwen.py, src/models/eagle3.cpp and dflash.cpp. One GGUF file (`gguf.py`).
 DeepSpec (modeling/dspark), SpecForge, ModelOpt 0.47 (export/plugins/hf_spec_export.py): trainers.
 
-A missing tensor stays random or uninitialised in all servers.
+A missing tensor stays random or uninitialized in all servers.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ def safeailab_eagle3_refused(system: System, config: Eagle3Config, target: Targe
     for name in Flags._fields:
         if getattr(config, name):
             yield name, True, f"false: {system.system} ignores it and says nothing", OTHERS_VLLM
-    count = config.capture[-1] + 3  # the target's layers, if these are the default ones
+    count = config.aux_layers[-1] + 3  # the target's layers, if these are the default ones
     always = f"which {system.system} always reads"
-    if config.capture != (2, count // 2, count - 3):
-        yield "layers", list(config.capture), f"2, L/2 and L-3, {always}", OTHERS_VLLM
+    if config.aux_layers != (2, count // 2, count - 3):
+        yield "layers", list(config.aux_layers), f"2, L/2 and L-3, {always}", OTHERS_VLLM
     usual = None if target is None else default_layers(target)
-    if usual not in (None, config.capture):
-        yield "layers", list(config.capture), f"{list(usual or ())}, {always} of this target", OTHERS_VLLM
+    if usual not in (None, config.aux_layers):
+        yield "layers", list(config.aux_layers), f"{list(usual or ())}, {always} of this target", OTHERS_VLLM
 
 
 def sglang_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
@@ -142,9 +142,9 @@ def sglang_eagle3_refused(system: System, config: Eagle3Config, target: TargetFa
     if config.norm_before_residual:
         expected = f"false: {system.system} ignores it and adds the state as it is"
         yield "norm_before_residual", True, expected, remedy
-    if config.capture[0] == 0:
+    if config.aux_layers[0] == 0:
         expected = f"layers from 1: {system.system} counts outputs of layers, and the embedding is none"
-        yield "layers", list(config.capture), expected, remedy
+        yield "layers", list(config.aux_layers), expected, remedy
 
 
 def llamacpp_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
@@ -153,8 +153,8 @@ def llamacpp_eagle3_refused(system: System, config: Eagle3Config, target: Target
         yield "fc_norm", True, "no norms of the target's states: llama.cpp has no EAGLE-3.1", remedy
     if config.norm_output:
         yield "norm_output", True, "states fed back as they are: llama.cpp has no EAGLE-3.1", remedy
-    if len(config.capture) != NUM_STATES:
-        yield "layers", list(config.capture), f"{NUM_STATES} layers, as llama.cpp reads", remedy
+    if len(config.aux_layers) != NUM_STATES:
+        yield "layers", list(config.aux_layers), f"{NUM_STATES} layers, as llama.cpp reads", remedy
 
 
 def block_refused(system: System, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
@@ -304,7 +304,7 @@ def sglang_eagle_fields(
 
 def layers_to_name(config: Eagle3Config, target: TargetFacts | None) -> tuple[int, ...] | None:
     """Return the layers that `config.json` has to name: not those that every system reads of this target."""
-    return None if target is not None and config.capture == default_layers(target) else config.capture
+    return None if target is not None and config.aux_layers == default_layers(target) else config.aux_layers
 
 
 def count_field(layers: tuple[int, ...]) -> dict[str, int]:
@@ -321,7 +321,7 @@ def eagle3_fields(
     layers = layers_to_name(config, target)
     if system.name == "llamacpp":
         # The file has no default layers: they are always named.
-        return fields | {IDS: list(config.capture), **count_field(config.capture), "gguf": "eagle3"}
+        return fields | {IDS: list(config.aux_layers), **count_field(config.aux_layers), "gguf": "eagle3"}
     if layers is None or not system.id_places:
         return fields
     if system.output_ids:
@@ -361,7 +361,7 @@ def block_switches(system: System, config: BlockConfig) -> dict[str, Any]:
 
 def block_fields(system: System, config: BlockConfig, dtype: torch.dtype, target: TargetFacts | None) -> dict[str, Any]:
     """Return what vLLM and SGLang both read."""
-    own = {"mask_token_id": config.mask_token, OUTPUTS: [number - 1 for number in config.capture]}
+    own = {"mask_token_id": config.mask_token, OUTPUTS: [number - 1 for number in config.aux_layers]}
     return {
         **qwen3_fields(config, dtype),
         "architectures": [BLOCK_CLASSES[system.kind][0]],
@@ -410,7 +410,7 @@ def speculators_block_fields(
         "draft_vocab_size": config.vocab_size,
         "block_size": config.block_size,
         "target_hidden_size": None,
-        STATES: list(config.capture),
+        STATES: list(config.aux_layers),
         "mask_token_id": config.mask_token,
         # Of windowed layers alone, but vLLM takes it for all.
         NON_CAUSAL: config.llama.sliding_window is None,

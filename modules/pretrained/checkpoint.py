@@ -19,7 +19,7 @@ from draftsmith.modules.types import InputError
 INDEX = "model.safetensors.index.json"
 REMEDY = "Fetch or build it again."
 TRUST = "Pass --trust-remote-code if you trust it."
-UNQUANTISED = "Use the model that it was made from, or pass --engine hf if transformers can load it here."
+UNQUANTizED = "Use the model that it was made from, or pass --engine hf if transformers can load it here."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What is read of config.json before a model is built, which checks the rest.
 SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
@@ -63,7 +63,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return files
 
 
-def check_unquantised(directory: Path, config: Mapping[str, Any]) -> None:
+def check_unquantized(directory: Path, config: Mapping[str, Any]) -> None:
     """Raise InputError for a checkpoint whose weights are stored with scales (FP8, GPTQ, AWQ, NVFP4)."""
     # ModelOpt writes a file of its own.
     other = directory / "hf_quant_config.json"
@@ -71,15 +71,15 @@ def check_unquantised(directory: Path, config: Mapping[str, Any]) -> None:
     settings = settings or config_object(read_model_json(other) if other.exists() else {}, "quantization")
     if settings:
         names = [settings.get(name) for name in ("quant_method", "quant_algo", "format", "bits")]
-        found = f"{directory}, which is quantised ({' '.join(str(name) for name in names if name)})"
-        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTISED)
+        found = f"{directory}, which is quantized ({' '.join(str(name) for name in names if name)})"
+        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTizED)
 
 
 def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
     """Read the tensors whose names, without the base model's prefix `model.`, begin with one of these.
 
     Raises:
-        InputError: one of them is quantised.
+        InputError: one of them is quantized.
     """
     tensors = {}
     for file in checkpoint_files(directory):
@@ -89,7 +89,7 @@ def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, 
                     tensors[bare] = opened.get_tensor(name)
                     if tensors[bare].dtype not in FLOATS:
                         found = f"{directory} with {name} in {tensors[bare].dtype}"
-                        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTISED)
+                        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTizED)
     return tensors
 
 

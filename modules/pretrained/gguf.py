@@ -1,7 +1,7 @@
-"""Targets in GGUF: dequantised once into a directory of transformers' files beside the file.
+"""Targets in GGUF: dequantized once into a directory of transformers' files beside the file.
 
-The file's own weights are used, quantisation error included: a head then learns from the states of the model that
-llama.cpp serves. Quantised tensors are stored as float32, which holds their values exactly.
+The file's own weights are used, quantization error included: a head then learns from the states of the model that
+llama.cpp serves. Quantized tensors are stored as float32, which holds their values exactly.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def gguf_package() -> Any:
     return gguf
 
 
-def dequantised_directory(file: Path) -> Path:
+def dequantized_directory(file: Path) -> Path:
     """Return a directory with transformers' files of a GGUF model; write it at first, and when the file changes.
 
     It lies beside the file, or in the user's cache if nothing can be written there.
@@ -75,7 +75,7 @@ def dequantised_directory(file: Path) -> Path:
     """
     stat = file.stat()
     stamp = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    directory = file.with_name(f"{file.name}.dequantised")
+    directory = file.with_name(f"{file.name}.dequantized")
     if read_record(directory).get("stamp") == stamp:
         return directory
     try:
@@ -95,7 +95,7 @@ def dequantised_directory(file: Path) -> Path:
         if record.get("sha256") == sha256:
             write_json(directory / RECORD, record | {"stamp": stamp})
             return directory
-        logger.info("dequantising %s into %s, once", file.name, directory)
+        logger.info("dequantizing %s into %s, once", file.name, directory)
         with whole_directory(directory) as partial:
             types = _write_model(file, partial)
             write_json(partial / RECORD, {"file": file.name, "sha256": sha256, "types": types, "stamp": stamp})
@@ -105,7 +105,7 @@ def dequantised_directory(file: Path) -> Path:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """Return the record in a directory that `dequantised_directory` wrote; {} in any other."""
+    """Return the record in a directory that `dequantized_directory` wrote; {} in any other."""
     try:
         record = json.loads((directory / RECORD).read_text("utf-8"))
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def quantisation(directory: Path) -> str | None:
+def quantization(directory: Path) -> str | None:
     """Return the hash and tensor types of the GGUF file behind a directory, None for other models."""
     record = read_record(directory)
     if not record:
@@ -220,7 +220,7 @@ def _check_metadata(file: Path, kind: str, fields: Mapping[str, Any]) -> None:
 
 
 def _read_weights(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Dequantise one tensor after the other, under transformers' names."""
+    """Dequantize one tensor after the other, under transformers' names."""
     gguf = gguf_package()
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in tensors.items():
@@ -231,7 +231,7 @@ def _read_weights(file: Path, config: Mapping[str, Any], tensors: Mapping[str, A
             weight = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         except NotImplementedError as error:
             found = f"{file} with {name} in {tensor.tensor_type.name}"
-            raise InputError("model", found, "a type that the package gguf dequantises", REMEDY) from error
+            raise InputError("model", found, "a type that the package gguf dequantizes", REMEDY) from error
         part = ours.split(".")[-2]
         if config["model_type"] in ADJACENT_ROPE and part in heads:
             weight = to_halves(weight, heads[part])

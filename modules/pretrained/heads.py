@@ -22,7 +22,7 @@ from draftsmith.modules.formats.base import check_tensors
 from draftsmith.modules.pretrained.files import copy_file, whole_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256, git_commit, package_versions
 from draftsmith.modules.pretrained.reading import read_object, read_tensors
-from draftsmith.modules.targets.base import CausalLM, check_capture
+from draftsmith.modules.targets.base import CausalLM, check_aux_layers
 from draftsmith.modules.types import InputError, SamplingParams
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
     }
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(head).items()}
     with whole_directory(directory) as partial:
-        is_model = isinstance(head, DraftHead) and head.is_model
-        if is_model:
+        saved_as_model = isinstance(head, DraftHead) and head.saved_as_model
+        if saved_as_model:
             config, state = transformers_model(head, state)
             for file in {file for pattern in COMPANIONS for file in Path(head.config.source).glob(pattern)}:
                 copy_file(file, partial / file.name)
         write_json(partial / "config.json", config, indent=2)
-        write_tensors(partial / "model.safetensors", state, {"format": "pt"} if is_model else None)
-        if is_model:
+        write_tensors(partial / "model.safetensors", state, {"format": "pt"} if saved_as_model else None)
+        if saved_as_model:
             # safetensors keeps others from reading it; a server often runs as somebody else.
             (partial / "model.safetensors").chmod((partial / "config.json").stat().st_mode)
         write_text(partial / "README.md", card)
@@ -252,7 +252,7 @@ def load_head(
     # An acceptance head stays in float32, in which its calibration was fitted.
     if not isinstance(head, DraftHead):
         return head.to(target.device)
-    check_capture(head.capture, target.info.num_layers)
+    check_aux_layers(head.aux_layers, target.info.num_layers)
     return head.to(target.device, target.dtype)
 
 
@@ -320,7 +320,7 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
 
 
 def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
-    """Load a head to train further: float32, on the CPU, trainable, with its `of_target` if that is recorded.
+    """Load a head to train further: float32, on the CPU, trainable, with its `tied_to_target` if that is recorded.
 
     Raises as `starting_settings`.
     """
@@ -328,8 +328,8 @@ def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int 
     state = read_tensors(Path(directory) / "model.safetensors", REMEDY)
     head: nn.Module = build_head(kind, settings, state).float().train().requires_grad_(True)
     if isinstance(head, DraftHead):
-        manifest = read_object(Path(directory) / "manifest.json", {"of_target?": [str]}, REMEDY)
-        head.of_target = tuple(manifest.get("of_target", ()))
+        manifest = read_object(Path(directory) / "manifest.json", {"tied_to_target?": [str]}, REMEDY)
+        head.tied_to_target = tuple(manifest.get("tied_to_target", ()))
     return head
 
 
@@ -368,9 +368,9 @@ class FrozenDrafter:
         return longest if self.head is None else min(longest, self.head.config.max_position)
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target whose states the head reads."""
-        return () if self.head is None else self.head.capture
+        return () if self.head is None else self.head.aux_layers
 
     def branches(self, depth: int) -> BranchDrafter:
         """Build a drafter from many positions of a text, at most `depth` tokens each."""
@@ -386,7 +386,7 @@ class FrozenDrafter:
         if self.head is None:
             return None
         # The whole text, by which stored states are found.
-        return self.lm.features(torch.tensor([text], device=self.lm.device), capture=self.capture)[0, :length]
+        return self.lm.features(torch.tensor([text], device=self.lm.device), aux_layers=self.aux_layers)[0, :length]
 
 
 def load_drafter(draft: str | Path, target: Callable[[], CausalLM], load: Callable[[str], CausalLM]) -> FrozenDrafter:

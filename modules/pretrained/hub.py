@@ -1,6 +1,6 @@
 """Model paths: a directory, a shipped model (`embedded:NAME`), or a repository of the Hugging Face hub.
 
-A repository is `gpt2` or `organisation/name`, with an optional branch, tag or commit: `organisation/name@v1.1`.
+A repository is `gpt2` or `organization/name`, with an optional branch, tag or commit: `organization/name@v1.1`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.modules.pretrained.checkpoint import CONFIG, read_model_json
-from draftsmith.modules.pretrained.gguf import dequantised_directory
+from draftsmith.modules.pretrained.gguf import dequantized_directory
 from draftsmith.modules.types import InputError
 
 EMBEDDED = "embedded:"
@@ -64,7 +64,7 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
     resolved = resolve_model(path)
     directory = Path(resolved)
     if resolved.endswith(".gguf") and os.path.isfile(resolved):
-        return dequantised_directory(directory)
+        return dequantized_directory(directory)
     # What is here counts before the hub, as with `from_pretrained`.
     if not os.path.isdir(resolved):
         hub = repository(resolved)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.layers import DecoderLayer, RMSNorm, rope_table
-from draftsmith.modules.pretrained.checkpoint import REMEDY, check_unquantised, checkpoint_files
+from draftsmith.modules.pretrained.checkpoint import REMEDY, check_unquantized, checkpoint_files
 from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.reading import open_tensors
 from draftsmith.modules.targets.llama import llama_config
@@ -27,7 +27,7 @@ def layer_states(path: str, rows: Sequence[Sequence[int]]) -> Iterator[list[Tens
         InputError: a family other than those of the lean engine, or weights that are stored in another form.
     """
     raw, directory = read_config(path), model_directory(path)
-    check_unquantised(directory, raw)
+    check_unquantized(directory, raw)
     config = llama_config(raw)
     place: dict[str, Path] = {}
     for file in checkpoint_files(directory):

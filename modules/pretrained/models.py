@@ -17,7 +17,7 @@ from draftsmith.modules.pretrained.checkpoint import (
     CONFIG,
     REMEDY,
     TRUST,
-    check_unquantised,
+    check_unquantized,
     checkpoint_files,
     checkpoint_tensors,
     describe_error,
@@ -25,7 +25,7 @@ from draftsmith.modules.pretrained.checkpoint import (
     model_shape,
     read_model_json,
 )
-from draftsmith.modules.pretrained.gguf import quantisation
+from draftsmith.modules.pretrained.gguf import quantization
 from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.identity import model_identity, tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean
@@ -169,7 +169,7 @@ def _lean_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> M
 def _load_lean(
     directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
 ) -> CausalLM:
-    check_unquantised(directory, config)
+    check_unquantized(directory, config)
     shape = model_shape(directory, config)
     check_lean(config)
     state: dict[str, torch.Tensor] = {}
@@ -329,8 +329,8 @@ def saved_identity(path: str) -> dict[str, str]:
 
 def _identity(directory: Path, config: dict[str, Any], outputs: Iterable[str]) -> dict[str, str]:
     identity = model_identity(directory, config, outputs)
-    if (quantised := quantisation(directory)) is not None:
-        identity["gguf"] = quantised
+    if (quantized := quantization(directory)) is not None:
+        identity["gguf"] = quantized
     if has_tokenizer(directory):
         identity["tokenizer"] = tokenizer_identity(str(directory))["tokenizer"]
     return identity

@@ -65,7 +65,7 @@ def file_sha256(path: Path) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the installed packages that an artefact's content may depend on.
+    """Return the versions of the installed packages that an artifact's content may depend on.
 
     A machine may lack `datasets`, or run a checkout that is not installed.
     """

@@ -23,7 +23,7 @@ Rows = Sequence[Sequence[int]]
 class ModelInfo:
     """Sizes and identity of a language model.
 
-    identity: content hashes of `config` and `lm_head`, and the captured `layers`, as recorded in artefacts.
+    identity: content hashes of `config` and `lm_head`, and the captured `layers`, as recorded in artifacts.
     eos_ids: tokens that end an answer; kept in the output.
     path: directory that the model was loaded from; empty for a model that was built.
     """
@@ -45,35 +45,37 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
         raise InputError("tokens", f"id {wrong}", f"ids below {vocab_size}, the model's vocabulary", remedy)
 
 
-def check_capture(capture: Sequence[int], num_layers: int) -> None:
+def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> None:
     """Raise InputError for layers that the model does not have, or that are not ascending."""
-    if capture and (list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= num_layers):
+    if aux_layers and (
+        list(aux_layers) != sorted(set(aux_layers)) or not 0 <= aux_layers[0] <= aux_layers[-1] <= num_layers
+    ):
         expected = f"ascending numbers from 0 to {num_layers}, the target's layers"
-        raise InputError("capture", tuple(capture), expected, "Pass the target that the head was trained for.")
+        raise InputError("aux_layers", tuple(aux_layers), expected, "Pass the target that the head was trained for.")
 
 
 @dataclass(frozen=True)
 class Scores:
     """Result of one call, of B rows that were fed up to n tokens each.
 
-    logits: of each row's LAST `num_logits` fed tokens; each scores what follows its token. features: entry i is the
+    logits: of each row's LAST `logits_to_keep` fed tokens; each scores what follows its token. features: entry i is the
     state once fed token i was read; F is H, or L*H with captured layers. For a row that was fed fewer tokens, its own
     entries come first and the rest is undefined.
     """
 
-    logits: Tensor  # [B, num_logits, V]
+    logits: Tensor  # [B, logits_to_keep, V]
     features: Tensor  # [B, n, F]
 
 
 class Session(Protocol):
     """Rows that are read side by side, each a sequence of its own with `lengths[b]` kept tokens in a cache.
 
-    capture: see `CausalLM.session`. joins: rows may begin while others continue.
+    aux_layers: see `CausalLM.session`. joins: rows may begin while others continue.
     static: shapes recur from call to call (CUDA graphs), so that it is better to feed a row nothing than to drop it; on
         CUDA scores are then valid until the next call.
     """
 
-    capture: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     static: bool
     joins: bool
 
@@ -101,7 +103,7 @@ class Session(Protocol):
         """
 
     def extend(
-        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
+        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, logits_to_keep: int = 1
     ) -> Scores:
         """Read each row's tokens after its kept ones, as chains, or as trees if `parents` is given.
 
@@ -113,7 +115,7 @@ class Session(Protocol):
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
         """Read one token of each row, or none. Returns logits [B, V], features [B, F], undefined for rows with none."""
 
-    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Read T tokens, int64 [T], anywhere in the cached text; returns their features [T, F].
 
         Only for a session of one row that is not static. The tokens take the slots behind the `length` in use, until
@@ -134,16 +136,20 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     packed: bool
 
-    def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> Session:
+    def session(
+        self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
+    ) -> Session:
         """Make an empty session for at most `rows` rows of at most `capacity` cached tokens each, drafts included.
 
-        capture: what features are. (): the state after the final norm. Else the states of the residual stream after the
-            first so many layers, ascending, side by side; after the last layer, the state after the final norm. Of 32
-            layers EAGLE-3 reads (2, 16, 29), and learns from (2, 16, 29, 32).
+        aux_layers: what features are. (): the state after the final norm. Else the states of the residual stream after
+            the first so many layers, ascending, side by side; after the last layer, the state after the final norm. Of
+            32 layers EAGLE-3 reads (2, 16, 29), and learns from (2, 16, 29, 32).
         static: use fixed shapes; None: on CUDA only.
         """
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
+    def features(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
         """Compute features [B, T, F] of right-padded input_ids [B, T], causal (teacher forcing)."""
 
     def embed(self, input_ids: Tensor) -> Tensor:

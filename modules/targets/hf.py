@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from draftsmith.modules.engine.cache import tree_mask
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture, fit_logits
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
 from draftsmith.modules.targets.self_test import Refusals
 from draftsmith.modules.types import InputError
 
@@ -34,29 +34,33 @@ class HFLM:
         self.refusals = Refusals()
         self._missing = 0  # tokens of the target's vocabulary
 
-    def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> HFSession:
+    def session(
+        self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
+    ) -> HFSession:
         if rows > 1 and self.refusals.rows:
             raise InputError("model", self.refusals.rows, "a model that reads rows together", "Pass --batch-size 1.")
-        return HFSession(self, rows, capture)
+        return HFSession(self, rows, aux_layers)
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
+    def features(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
         # Computed as decoding does, whatever precision a surrounding training uses for its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self.read(capture, input_ids=input_ids, position_ids=position_ids, use_cache=False)[1]
+            return self.read(aux_layers, input_ids=input_ids, position_ids=position_ids, use_cache=False)[1]
 
-    def read(self, capture: tuple[int, ...] = (), **inputs: Any) -> tuple[Tensor, Tensor]:
+    def read(self, aux_layers: tuple[int, ...] = (), **inputs: Any) -> tuple[Tensor, Tensor]:
         """Return hidden states after the final norm, and features (`base.CausalLM.session`).
 
         With layers on several devices they come from the last one; the caller's tensors are on the first.
         """
-        check_capture(capture, self.info.num_layers)
-        output = self.model.base_model(**inputs, output_hidden_states=bool(capture))
+        check_aux_layers(aux_layers, self.info.num_layers)
+        output = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
         hidden = output.last_hidden_state.to(self.device)
-        if not capture:
+        if not aux_layers:
             return hidden, hidden
         states = [
             hidden if number == self.info.num_layers else output.hidden_states[number].to(self.device)
-            for number in capture
+            for number in aux_layers
         ]
         return hidden, torch.cat(states, -1)
 
@@ -111,8 +115,8 @@ class HFSession:
 
     static = joins = False
 
-    def __init__(self, lm: HFLM, rows: int, capture: tuple[int, ...] = ()):
-        self._lm, self.capture = lm, capture
+    def __init__(self, lm: HFLM, rows: int, aux_layers: tuple[int, ...] = ()):
+        self._lm, self.aux_layers = lm, aux_layers
         self.reset(rows)
 
     def reset(self, rows: int) -> None:
@@ -132,10 +136,10 @@ class HFSession:
 
     @torch.inference_mode()
     def extend(
-        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
+        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, logits_to_keep: int = 1
     ) -> Scores:
         if self._mask is not None:
-            return self._extend_rows(self._mask, tokens, parents, num_logits)
+            return self._extend_rows(self._mask, tokens, parents, logits_to_keep)
         lm, (length,) = self._lm, self.lengths
         ids = torch.as_tensor(tokens[0], device=lm.device)
         count = len(ids)
@@ -146,22 +150,22 @@ class HFSession:
             depths, visible = tree_mask(parents[0], length, lm.device)
             positions[length:] = depths + length
             hidden, features = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
-        return Scores(lm.lm_head(hidden[:, count - num_logits :]), features)
+        return Scores(lm.lm_head(hidden[:, count - logits_to_keep :]), features)
 
     def _extend_rows(
-        self, mask: Tensor, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None, num_logits: int
+        self, mask: Tensor, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None, logits_to_keep: int
     ) -> Scores:
         """Read prompts of any lengths, then equally many tokens of each row. mask [B, length]: slots with tokens."""
         lm, counts = self._lm, [len(own) for own in tokens]
         width, fewest = max(counts), min(counts)
-        if parents is not None or (fewest < width and any(self.lengths)) or num_logits > fewest:
+        if parents is not None or (fewest < width and any(self.lengths)) or logits_to_keep > fewest:
             raise _no_drafts()
         padded = [[0] * (width - len(own)) + [int(token) for token in own] for own in tokens]
         padding = torch.tensor([width - count for count in counts], device=lm.device)
         fed = torch.arange(width, device=lm.device) >= padding[:, None]
         self._mask = mask = torch.cat([mask, fed.long()], 1)
         hidden, features = lm.read(
-            self.capture,
+            self.aux_layers,
             input_ids=torch.tensor(padded, device=lm.device),
             attention_mask=mask,
             position_ids=(mask.cumsum(-1)[:, -width:] - 1).clamp_min(0),
@@ -172,21 +176,26 @@ class HFSession:
         # A row's own entries come first.
         if fewest < width:
             features = torch.stack([own.roll(count, 0) for own, count in zip(features, counts, strict=True)])
-        return Scores(lm.lm_head(hidden[:, -num_logits:]), features)
+        return Scores(lm.lm_head(hidden[:, -logits_to_keep:]), features)
 
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
         scores = self.extend(tokens)
         return scores.logits[:, 0], scores.features[:, 0]
 
     @torch.inference_mode()
-    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         return self._read(tokens, positions, attention_mask=self._lm.tree_attention(visible, positions))[1][0]
 
     def _read(self, ids: Tensor, positions: Tensor, **masked: Any) -> tuple[Tensor, Tensor]:
         """Return hidden states and features [1, T, ..] of ids [T]; positions of all slots, those of `ids` last."""
         own = positions[None, -len(ids) :]
         output = self._lm.read(
-            self.capture, input_ids=ids[None], position_ids=own, past_key_values=self._cache, use_cache=True, **masked
+            self.aux_layers,
+            input_ids=ids[None],
+            position_ids=own,
+            past_key_values=self._cache,
+            use_cache=True,
+            **masked,
         )
         self.lengths = [self.lengths[0] + len(ids)]
         return output

@@ -16,7 +16,7 @@ from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, cached_rows, picked_of
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, llama_sizes, rope_table
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, Session, check_capture, fit_logits
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, Session, check_aux_layers, fit_logits
 from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -113,21 +113,23 @@ class LlamaLM:
             model.lm_head.weight.data = weight.new_empty(0)
 
     def session(
-        self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
+        self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
     ) -> LlamaSession:
-        return LlamaSession(self, rows, capacity, capture, static)
+        return LlamaSession(self, rows, capacity, aux_layers, static)
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
-        check_capture(capture, self.info.num_layers)
+    def features(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
+        check_aux_layers(aux_layers, self.info.num_layers)
         if position_ids is not None and not torch.equal(
             position_ids, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         ):
             raise ValueError("position_ids: the lean Llama counts from 0 in every row")
         # Computed as decoding does, whatever precision a surrounding training uses for its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False), any_shape(self.device):
-            taps: Taps = dict.fromkeys(capture, self.embeddings)
+            taps: Taps = dict.fromkeys(aux_layers, self.embeddings)
             final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), taps))
-            return _captured(taps, final, self.info.num_layers) if capture else final
+            return _captured(taps, final, self.info.num_layers) if aux_layers else final
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embeddings)
@@ -150,10 +152,10 @@ class LlamaSession:
 
     joins = True
 
-    def __init__(self, lm: LlamaLM, rows: int, capacity: int, capture: tuple[int, ...], static: bool | None):
-        check_capture(capture, lm.info.num_layers)
-        self._lm, self.capture = lm, capture
-        self._rows = cached_rows(_Capturing(lm, capture), rows, capacity, static)
+    def __init__(self, lm: LlamaLM, rows: int, capacity: int, aux_layers: tuple[int, ...], static: bool | None):
+        check_aux_layers(aux_layers, lm.info.num_layers)
+        self._lm, self.aux_layers = lm, aux_layers
+        self._rows = cached_rows(_Capturing(lm, aux_layers), rows, capacity, static)
         self.static = self._rows.static
         self.reset, self.begin = self._rows.reset, self._rows.begin
         self.keep, self.select = self._rows.keep, self._rows.select
@@ -168,19 +170,19 @@ class LlamaSession:
 
     @torch.inference_mode()
     def extend(
-        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
+        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, logits_to_keep: int = 1
     ) -> Scores:
-        return Scores(*self._rows.extend((tokens,), parents, num_logits))
+        return Scores(*self._rows.extend((tokens,), parents, logits_to_keep))
 
     # Without a mode of its own, which costs 4 us: the decoder's loop has set it.
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
         return self._rows.step(tokens)
 
     @torch.inference_mode()
-    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        assert isinstance(self._rows, OneRow) and not self.capture
+    def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        assert isinstance(self._rows, OneRow) and not self.aux_layers
         lm, cache = self._lm, self._rows.cache
-        hidden = lm.norm(lm.stack.graft(lm.embed(tokens), positions, visible, cache))
+        hidden = lm.norm(lm.stack.read_masked(lm.embed(tokens), positions, visible, cache))
         cache.length += len(tokens)
         return hidden
 
@@ -191,8 +193,8 @@ class _Capturing:
     Not the session itself: rows that referred to it would keep its cache in memory until the garbage collector runs.
     """
 
-    def __init__(self, lm: LlamaLM, capture: tuple[int, ...]):
-        self._lm, self.stack, self.capture = lm, lm.stack, capture
+    def __init__(self, lm: LlamaLM, aux_layers: tuple[int, ...]):
+        self._lm, self.stack, self.aux_layers = lm, lm.stack, aux_layers
 
     def inputs(self, ids: Any) -> Tensor:
         lm = self._lm
@@ -238,10 +240,14 @@ class OuterLM:
     def lm_head_weight(self) -> Tensor:
         return self.output
 
-    def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> Session:
+    def session(
+        self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
+    ) -> Session:
         self._refuse()
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
+    def features(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
         self._refuse()
 
     def fit_vocabulary(self, vocab_size: int) -> None:

@@ -56,7 +56,7 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
             raise InputError("model", f"{name} with NaN or infinite logits in {lm.dtype}", "finite logits", remedy)
         session.extend([prefix])
         rest = texts[0][PREFIX:]
-        in_parts = session.extend([rest], num_logits=len(rest)).logits[0]
+        in_parts = session.extend([rest], logits_to_keep=len(rest)).logits[0]
         reason = _differs(name, "reading in two parts", in_parts, whole[0, PREFIX:], lm)
         if reason and (at_once := _differs(name, "its output embedding", lm.lm_head(lm.features(batch)), whole, lm)):
             reason = at_once
@@ -69,11 +69,11 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
         raise InputError("model", reason, "an architecture that decodes from a cache of keys and values", REMEDY)
     try:
         # Each path's last two nodes, which a chain would not have, then what follows once one path is kept.
-        logits = session.extend([nodes], [TREE], num_logits=len(nodes)).logits[0]
+        logits = session.extend([nodes], [TREE], logits_to_keep=len(nodes)).logits[0]
         in_tree = torch.stack([logits[list(path[1:])] for path in PATHS])  # [2, 2, V]
         trees = _differs(name, "a tree", in_tree, whole[:, PREFIX + 1 : PREFIX + 3], lm)
         session.keep([PREFIX], [[PREFIX + node for node in PATHS[1]]])
-        after = session.extend([tail], num_logits=TAIL).logits[0]
+        after = session.extend([tail], logits_to_keep=TAIL).logits[0]
         trees = trees or _differs(name, "what follows a kept branch", after, whole[1, -TAIL:], lm)
     except Exception as error:
         trees = f"{name}, which cannot read a tree ({_describe(error)})"
@@ -85,7 +85,7 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
         shorter, longer = texts[0][:-1], texts[1]
         session = lm.session(2, len(longer))
         session.extend([shorter[:-TAIL], longer[:-TAIL]])
-        in_rows = session.extend([shorter[-TAIL:], longer[-TAIL:]], num_logits=TAIL).logits  # [2, TAIL, V]
+        in_rows = session.extend([shorter[-TAIL:], longer[-TAIL:]], logits_to_keep=TAIL).logits  # [2, TAIL, V]
         expected = torch.stack([whole[0, -TAIL - 1 : -1], whole[1, -TAIL:]])
         rows = _differs(name, "rows of different lengths", in_rows, expected, lm)
     except Exception as error:

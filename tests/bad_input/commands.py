@@ -18,7 +18,7 @@ ROWS = [
     Row("words without a name", "data prompts x y --source s --target t --output {out}", ("x", "--name value")),
     Row("no value", "decode Hi --target", ("--target", "found no --target")),
     Row("a fraction of a step", f"{TRAIN} --max-steps 1.5", ("--max-steps", "1.5", "int")),
-    Row("no such config", "train eagle --config nosuch", ("nosuch", "eagle-small")),
+    Row("no such config", "train eagle --config nosuch", ("nosuch", "eagle-embedded")),
     # The demo.
     Row("demo: output is a file", "demo --output {chats}", ("prompts.jsonl", "File exists")),
     Row("laptop: output is a file", "laptop --output {chats}", ("prompts.jsonl", "File exists")),
@@ -38,7 +38,7 @@ ROWS = [
         ("an eagle head", "--head")),
     Row("decode: a draft that is a head", f"decode Hi {TARGET}--draft {{eagle}} --method spec", ("a draft model",)),
     Row("decode: no tree there", f"decode Hi {TARGET}--draft {{eagle}} --method eagle-static:tree=x.yaml", ("x.yaml",)),
-    # Stages on what is no artefact, or another one.
+    # Stages on what is no artifact, or another one.
     Row("responses: prompts of another kind", f"data responses --prompts {{features}} {TARGET}{OUT}", ("features",)),
     Row("responses: a drafter for a server", f"data responses --prompts {{prompts}} {TARGET}{OUT}--engine openai "
         "--draft {draft}", ("draft", "--engine transformers")),
@@ -94,7 +94,7 @@ ROWS = [
     Row("inspect: a row past the last", "data inspect {prompts} --row 999", ("row", "999")),
     # Training and its plan.
     Row("train eagle: prompts", f"train eagle --data {{prompts}} {TARGET}{OUT}", ("prompts",)),
-    Row("train eagle: no such optimiser", f"train eagle --data {{features}} {TARGET}{OUT}--optimizer sgdd", ("sgdd",)),
+    Row("train eagle: no such optimizer", f"train eagle --data {{features}} {TARGET}{OUT}--optimizer sgdd", ("sgdd",)),
     Row("train eagle: no loss", f"train eagle --data {{features}} {TARGET}{OUT}--feature-weight 0 --token-weight 0",
         ("feature_weight, token_weight",)),
     Row("train acceptance: features", f"train acceptance --data {{features}} --draft {{draft}} {OUT}", ("features",)),

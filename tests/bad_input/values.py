@@ -1,4 +1,4 @@
-"""Artefacts and heads whose hashes are right and whose values are not, and commands that are to learn from them."""
+"""Artifacts and heads whose hashes are right and whose values are not, and commands that are to learn from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftsmith.modules.pretrained.provenance import file_sha256
 
 
 def rows(name: str, column: str, change: Callable[[list], Any]) -> Callable[[Ground, Path], dict[str, object]]:
-    """A copy of an artefact in which one row has another list, and the manifest the new file's hash: `{d}`."""
+    """A copy of an artifact in which one row has another list, and the manifest the new file's hash: `{d}`."""
 
     def make(ground: Ground, to: Path) -> dict[str, object]:
         directory = ground.copy(name, to)

@@ -42,7 +42,7 @@ ROWS = [
     Row("a file of nothing usable", PROMPTS + "--invalid drop", ("dropped 2: invalid 2",), file(b'{"prompt": 1}\n{')),
     Row("columns that nobody knows", PROMPTS, ("question", "--columns"), file(b'{"question": "a"}')),
     Row("a data set with a bad row", PROMPTS, ("source", "set"), data_set),
-    Row("an artefact as a source", "data prompts --source {prompts} --target {target} --output {out}", ("artefact",)),
+    Row("an artifact as a source", "data prompts --source {prompts} --target {target} --output {out}", ("artifact",)),
     Row("no such split", PROMPTS + "--split dev", ("no rows with split dev",), file(b'{"prompt": "a", "split": "b"}')),
     Row("a split of rows that have none", PROMPTS + "--split dev", ("split", "rows without it"), file(GOOD)),
     Row("tasks: no JSON", BENCH + "--tasks {tmp}", ("x.jsonl, line 2", "not JSON"), file(GOOD + b"{")),

@@ -16,7 +16,7 @@ from draftsmith.benchmarks import gpu_report
 from draftsmith.benchmarks.gpu_report import GpuReportConfig, Machine, Subjects, ideal_s, timed_rounds
 
 SMALL = {"shape": "tiny", "batches": "1,3", "prompt": 32, "new_tokens": 12, "repeats": 1, "tokens": 256}
-SMALL |= {"document": 64, "passes": 2, "num_workers": 0}
+SMALL |= {"document": 64, "ttt_steps": 2, "num_workers": 0}
 # What a borrowed machine may lack: none of these is imported.
 LACKING = ("datasets", "wandb", "deepspeed", "altair", "pandas", "hypothesis", "accelerate", "httpx")
 

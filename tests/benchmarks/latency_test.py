@@ -47,7 +47,7 @@ def test_a_timed_copy_of_a_model_computes_the_same_and_leaves_the_model_alone():
     clock = Wound()
     watch = Stopwatch(clock)
     timed, before = timed_copy(lm, watch), dict(vars(lm))
-    scores = [model.session(1, 8).extend([[1, 40, 7]], num_logits=3).logits for model in (lm, timed)]
+    scores = [model.session(1, 8).extend([[1, 40, 7]], logits_to_keep=3).logits for model in (lm, timed)]
     assert torch.equal(*scores) and vars(lm) == before
 
 

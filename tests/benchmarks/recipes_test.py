@@ -34,7 +34,7 @@ def test_every_recipe_is_one_that_training_takes(name):
     _, config = configure(f"train {RECIPES[name].kind}", [*words, "--output", "x"])
     assert {key: getattr(config, key) for key in RECIPES[name].settings} == RECIPES[name].settings
     if RECIPES[name].kind == "eagle3":
-        assert config.passes == RECIPES[name].settings.get("passes", 3)
+        assert config.ttt_steps == RECIPES[name].settings.get("ttt_steps", 3)
 
 
 def test_a_calibration_is_taken_from_another_output(tmp_path):
@@ -104,7 +104,7 @@ def test_half_a_run_is_none_and_a_whole_one_is_kept(tmp_path, monkeypatch):
 
 
 def test_halving_keeps_the_better_half_and_the_base(tmp_path, monkeypatch):
-    taus = {"base": 1.0, "passes-1": 1.1, "passes-7": 1.3, "adamw": 1.2, "late-layers": 0.9}
+    taus = {"base": 1.0, "ttt-steps-1": 1.1, "ttt-steps-7": 1.3, "adamw": 1.2, "late-layers": 0.9}
     asked = []
 
     def compare(config: RecipesConfig) -> Path:
@@ -118,7 +118,7 @@ def test_halving_keeps_the_better_half_and_the_base(tmp_path, monkeypatch):
     steps, data = tmp_path / "rung-0" / "steps.json", tmp_path / "data"
     assert asked == [
         (list(taus), 10.0, None, data),
-        (["base", "passes-1", "passes-7", "adamw"], 20.0, steps, data),
-        (["base", "passes-7", "adamw"], 40.0, steps, data),
+        (["base", "ttt-steps-1", "ttt-steps-7", "adamw"], 20.0, steps, data),
+        (["base", "ttt-steps-7", "adamw"], 40.0, steps, data),
     ]
     assert path.parent.name == "rung-2"

@@ -82,7 +82,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def artefact(slurm, inputs, tmp_path_factory) -> tuple[Path, str]:
+def artifact(slurm, inputs, tmp_path_factory) -> tuple[Path, str]:
     """Labels made by a job of two nodes, and what `draftsmith launch slurm` printed."""
     root = tmp_path_factory.mktemp("stage")
     words = ["launch", "slurm", *TWO_NODES, "--log-dir", root / "logs", "--", *labels(inputs, root / "labels")]
@@ -120,8 +120,8 @@ def assert_shared_by_two(directory: Path, said: str, alone: Path) -> None:
     assert all((directory / name).read_bytes() == (alone / name).read_bytes() for name in shards)
 
 
-def test_a_data_stage_is_shared_by_two_nodes(artefact, alone):
-    directory, said = artefact
+def test_a_data_stage_is_shared_by_two_nodes(artifact, alone):
+    directory, said = artifact
     assert "completed" in said and "nodes n[1-2]" in said
     assert_shared_by_two(directory, said, alone)
 
@@ -194,10 +194,10 @@ def last_logged(output: Path) -> int:
 
 
 @pytest.fixture
-def job(slurm, artefact, inputs, tmp_path) -> Iterator[Job]:
+def job(slurm, artifact, inputs, tmp_path) -> Iterator[Job]:
     output, said = tmp_path / "run", tmp_path / "said"
     words = ["launch", "slurm", *TWO_NODES, "--max-restarts", "1", "--log-dir", tmp_path / "logs"]
-    command = draftsmith(*words, "--", *training(inputs, artefact[0], output))
+    command = draftsmith(*words, "--", *training(inputs, artifact[0], output))
     with said.open("w") as file:
         follower = subprocess.Popen(command, env=slurm, stdout=file, stderr=subprocess.STDOUT, text=True)
     yield Job(follower, output, said, slurm)
@@ -206,10 +206,10 @@ def job(slurm, artefact, inputs, tmp_path) -> Iterator[Job]:
         follower.wait()
 
 
-def test_a_training_survives_the_time_limit_and_a_killed_rank(job, artefact, inputs, tmp_path):
+def test_a_training_survives_the_time_limit_and_a_killed_rank(job, artifact, inputs, tmp_path):
     """Its losses and its head are those of one process that nothing has happened to."""
     alone = subprocess.Popen(
-        draftsmith(*training(inputs, artefact[0], tmp_path / "alone")), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        draftsmith(*training(inputs, artifact[0], tmp_path / "alone")), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     job.wait_for_steps(LOG_EVERY)
     job.slurm("scancel", "--signal=USR1", job.number)  # what SLURM sends to the job's steps before the time limit

@@ -26,7 +26,7 @@ WORDS = [
 
 @dataclass(frozen=True)
 class Chain:
-    """Directories of the models, the source and the four artefacts, and the configurations that made them."""
+    """Directories of the models, the source and the four artifacts, and the configurations that made them."""
 
     target: Path
     draft: Path

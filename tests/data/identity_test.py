@@ -1,4 +1,4 @@
-"""Artefacts of another target are refused by every command that reads them."""
+"""Artifacts of another target are refused by every command that reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`data inspect` shows the mask and says how many rows round-trip, for every kind of artefact."""
+"""`data inspect` shows the mask and says how many rows round-trip, for every kind of artifact."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from draftsmith.data.prompts import run as make_prompts
 from draftsmith.modules.types import InputError
 
 
-def test_the_mask_is_coloured_and_bracketed_where_colour_does_not_show():
+def test_the_mask_is_colored_and_bracketed_where_color_does_not_show():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("<|user|>Hi<|end|><|assistant|>Hö<|end|>")["input_ids"]
     mask = [position >= ids.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1 for position in range(len(ids))]
     text = masked_text(ids, mask, tokenizer, bracketed=True)
     assert text.plain == "<|user|>Hi<|end|><|assistant|>⟦Hö<|end|>⟧"
     console = Console(force_terminal=True, color_system="standard", width=200, no_color=False)
-    with console.capture() as capture:
+    with console.aux_layers() as aux_layers:
         console.print(masked_text(ids, mask, tokenizer, bracketed=False))
-    assert "\x1b[2m<|user|>Hi<|end|><|assistant|>\x1b[0m\x1b[1;32mHö<|end|>\x1b[0m" in capture.get()
+    assert "\x1b[2m<|user|>Hi<|end|><|assistant|>\x1b[0m\x1b[1;32mHö<|end|>\x1b[0m" in aux_layers.get()
 
 
 @pytest.mark.parametrize("stage", ["prompts", "responses", "acceptance", "features"])
@@ -53,12 +53,12 @@ def test_what_round_trips():
     ids = tokenizer("function", add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
     mask = [False, *[True] * (len(ids) + 1)]
-    row = {"input_ids": [1, *ids, end], "loss_mask": mask, "retokenised": False}
+    row = {"input_ids": [1, *ids, end], "loss_mask": mask, "retokenized": False}
     assert round_trips(row, tokenizer)
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "function"]
     assert letters != ids
     assert not round_trips({**row, "input_ids": [1, *letters, end]}, tokenizer)  # the same text in other tokens
-    row |= {"retokenised": True, "text": "function", "server_tokens": len(ids) + 1}
+    row |= {"retokenized": True, "text": "function", "server_tokens": len(ids) + 1}
     assert round_trips(row, tokenizer) and round_trips({**row, "server_tokens": None}, tokenizer)
     assert not round_trips({**row, "server_tokens": len(ids) + 2}, tokenizer)
     assert not round_trips({**row, "text": "functio"}, tokenizer)

@@ -1,4 +1,4 @@
-"""Every shape of prompts that is recognised, against messages written by hand; masks; filters; what is refused."""
+"""Every shape of prompts that is recognized, against messages written by hand; masks; filters; what is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LAYOUTS = [
     ("alpaca", {"instruction": "Sum", "input": "", "output": "3"}, chat((USER, "Sum"), (ASSISTANT, "3"))),
     (
         "prompt",
-        {"id": "k", "task": "edit", "prompt": "Hi", "answer": "Ho", "package": "x", "licence": "MIT", "split": "dev"},
+        {"id": "k", "task": "edit", "prompt": "Hi", "answer": "Ho", "package": "x", "license": "MIT", "split": "dev"},
         HI,
     ),
     ("prompt", {"prompt": "Hi"}, chat((USER, "Hi"))),
@@ -54,7 +54,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("name", "row", "messages"), LAYOUTS)
-def test_a_layout_is_recognised_by_its_columns(name, row, messages):
+def test_a_layout_is_recognized_by_its_columns(name, row, messages):
     assert read_chat(row, {}).messages == messages, name
 
 
@@ -180,7 +180,7 @@ def test_the_mask_covers_exactly_what_the_assistant_wrote(make):
     )
     row = make([{"messages": messages}], supervised=True)[0]
     ids, mask = [], []
-    for text, counted in pieces:  # special tokens part the text, so the pieces tokenise on their own
+    for text, counted in pieces:  # special tokens part the text, so the pieces tokenize on their own
         own = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
         ids, mask = ids + own, mask + [counted] * len(own)
     assert (row["input_ids"], row["loss_mask"]) == (ids, mask)

@@ -31,7 +31,7 @@ from draftsmith.modules.types import InputError, SamplingParams
 
 DEPTH, STRIDE = 3, 2
 ROLLOUT = {"labels": "rollout", "depth": DEPTH, "stride": STRIDE, "dtype": "float64", "limit": 5}
-# Both sides compute in float64, but transformers rotates and normalises in float32, as the artefact stores.
+# Both sides compute in float64, but transformers rotates and normalizes in float32, as the artifact stores.
 TOLERANCE = {"rel": 1e-5, "abs": 1e-5}
 
 
@@ -266,7 +266,7 @@ def test_responses_without_room_are_left_out_and_counted():
         rollouts.label_shard(Source((3, 2), (9, 2)), Shard(2, 6, 8), advanced.append)
 
 
-def test_an_eagle_heads_chains_are_labelled_by_its_target(chain, remake, oracles, tmp_path):
+def test_an_eagle_heads_chains_are_labeled_by_its_target(chain, remake, oracles, tmp_path):
     target = load_lm(str(chain.target), dtype="float64")
     torch.manual_seed(0)
     head = EagleHead(EagleConfig.for_target(target.config))
@@ -328,7 +328,7 @@ def test_labels_are_for_the_temperature_of_the_responses(remake):
 def test_labels_from_stored_states_are_those_of_the_target_where_a_draft_agrees_with_the_text(
     chain, remake, oracles, tmp_path
 ):
-    """Every token that counts is labelled as by the oracle, and counts because the draft was the text so far."""
+    """Every token that counts is labeled as by the oracle, and counts because the draft was the text so far."""
     made = remake("features")
     assert made == tmp_path / "features"
     directory = remake("acceptance", **ROLLOUT | {"dtype": "float32", "stride": 1}, target_features=made)

@@ -1,7 +1,7 @@
 """`eval certify` on answers of vLLM with a draft model, at temperature 1. Run by `make test-engines`.
 
 vLLM 0.32 for a CPU fails: `_expand_kernel_impl` fills a copy of its output tensor, so drafted tokens are verified at an
-uninitialised temperature. With that function mended, vLLM passes.
+uninitialized temperature. With that function mended, vLLM passes.
 """
 
 from __future__ import annotations

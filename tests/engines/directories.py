@@ -89,8 +89,8 @@ CASES = {
     "eagle3": {
         "whole": Case(ALL),
         "reduced": Case(ALL, shape={"draft_vocab_size": 100}),
-        "layers": Case(ALL[1:], shape={"draft_vocab_size": 100, "capture": (1, 3, 6)}),
-        "two": Case(ALL[1:], shape={"draft_vocab_size": 100, "capture": (3, 6), "fc_norm": True}),
+        "layers": Case(ALL[1:], shape={"draft_vocab_size": 100, "aux_layers": (1, 3, 6)}),
+        "two": Case(ALL[1:], shape={"draft_vocab_size": 100, "aux_layers": (3, 6), "fc_norm": True}),
         "late": Case(ALL[1:], shape={"draft_vocab_size": 100, "fc_norm": True, "norm_output": True}),
         "residual": Case(("vllm", "speculators"), shape={"norm_before_residual": True}),
         "theta": Case(ALL, rope_theta=100.0),
@@ -161,13 +161,13 @@ def write(kind: str, case: Case, directory: Path) -> None:
         hidden = head(lm.embed(ids[:, 1:]), features)[0]
         ours |= {"features": features[0].contiguous(), "hidden": hidden, "logits.0": lm.lm_head(hidden)}
     elif kind != "eagle3":
-        states = lm.features(ids, capture=head.config.capture)[0]
+        states = lm.features(ids, aux_layers=head.config.aux_layers)[0]
         logits = block_logits(head, lm, ids[0], states)
         ours |= {"states": states.contiguous(), "logits.0": logits[:, 0].clone(), "logits.1": logits[:, 1].clone()}
     else:
-        states = lm.features(ids, capture=head.config.capture)[:, :-1].contiguous()
-        passes = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)
-        logits = [head.lm_head(head.logits_input(hidden))[0].clone() for hidden in passes]
+        states = lm.features(ids, aux_layers=head.config.aux_layers)[:, :-1].contiguous()
+        ttt_steps = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)
+        logits = [head.lm_head(head.logits_input(hidden))[0].clone() for hidden in ttt_steps]
         ours |= {"states": states[0], "d2t": head.d2t.clone()} | {f"logits.{j}": part for j, part in enumerate(logits)}
     tables = {"embed_tokens": lm.model.embed_tokens.weight, "lm_head": lm.model.lm_head.weight}
     ours |= {name: weight.detach().clone() for name, weight in tables.items()}

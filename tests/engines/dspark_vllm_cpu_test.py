@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_code import engine_config, one_process  # isort: skip (before vLLM)
-from exported import assert_close, cases, emptied, read, uninitialised_is_nan
+from exported import assert_close, cases, emptied, read, uninitialized_is_nan
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -45,7 +45,7 @@ def test_an_export_is_loaded_whole_and_its_further_heads_compute_as_ours(case: s
     draft_config = config.speculative_config.draft_model_config
     assert draft_config.hf_config.architectures == ["Qwen3DSparkModel"]
     with set_current_vllm_config(config):
-        with uninitialised_is_nan():
+        with uninitialized_is_nan():
             draft = Qwen3DSparkForCausalLM(vllm_config=config)
         emptied(draft)
         DefaultModelLoader(config.load_config).load_weights(draft, draft_config)

@@ -105,7 +105,7 @@ def fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def uninitialised_is_nan() -> Iterator[None]:
+def uninitialized_is_nan() -> Iterator[None]:
     """Let torch.empty give NaN, as torch promises of its deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
     try:
@@ -154,13 +154,13 @@ def assert_close(what: str, ours: Mapping[str, Tensor], **theirs: Tensor) -> Non
         assert same(ours[name], tensor), name
 
 
-def drafted(step: Step, ours: Mapping[str, Tensor], fed: Tensor, passes: int = 2) -> list[Tensor]:
+def drafted(step: Step, ours: Mapping[str, Tensor], fed: Tensor, ttt_steps: int = 2) -> list[Tensor]:
     """Return logits over the target's vocabulary: of every row of the text, then [1, V] of each later drafted token
     behind the last row. fed: [T, H], of the target's states."""
     ids = ours["ids"][1:]
     logits, states = step(ids, fed)
     parts = [logits]
-    for _ in range(1, passes):
+    for _ in range(1, ttt_steps):
         ids, fed = F.pad(ids, (0, 1)), torch.cat([fed, states[-1:]])
         logits, states = step(ids, fed)
         parts.append(logits[-1:])

@@ -215,7 +215,7 @@ LAYERS = [k + 1 for k in default_layers(12, 5)]
         (setting(tokenizer__ggml__mask_token_id=0), "mask token 0"),
         (adjacent, "the head of the directory by llama.cpp's rules"),
     ],
-    ids=["layers one off", "layout", "causal", "mask", "rotary neighbours"],
+    ids=["layers one off", "layout", "causal", "mask", "rotary neighbors"],
 )
 def test_a_defect_of_a_block_drafter_is_named(gate, tmp_path: Path, edit: Edit, words: str):
     code, shown = gate(edited(tmp_path / "edited", edit, "dspark"), head=SERVED / "dspark/head")

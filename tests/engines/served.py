@@ -66,7 +66,7 @@ class Case:
         return self.block or ("eagle" if self.shape is None else "eagle3")
 
 
-OTHER = {"capture": (1, 4, 11), "fc_norm": True, "norm_output": True}
+OTHER = {"aux_layers": (1, 4, 11), "fc_norm": True, "norm_output": True}
 CASES = {
     "eagle": Case(("vllm",), shape=None),
     "biased": Case((), shape=None, fc_bias=1.0, first=4),
@@ -75,7 +75,7 @@ CASES = {
     "other": Case(("vllm",), OTHER, draft_vocab=512, rope_theta=300.0),
     "taught": Case(("vllm",), OTHER, draft_vocab=512, rope_theta=300.0, first=4),
     # As llama.cpp serves them: three layers, version 3.
-    "three": Case(("llamacpp",), {"capture": (1, 4, 11), "norm_before_fc": True}, 512, rope_theta=300.0, first=4),
+    "three": Case(("llamacpp",), {"aux_layers": (1, 4, 11), "norm_before_fc": True}, 512, rope_theta=300.0, first=4),
     "residual": Case(("speculators",), {"norm_before_residual": True}),
     "dflash": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash"),
     "dspark": Case(("llamacpp", "vllm"), first=4, block="dspark"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import sglang_stubs  # noqa: F401  (first)  # isort: skip
-from exported import CausalAttention, Exported, emptied, uninitialised_is_nan
+from exported import CausalAttention, Exported, emptied, uninitialized_is_nan
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -55,7 +55,7 @@ def load(
     config = ModelConfig.from_server_args(args, model_path=str(directory), is_draft_model=draft, context_length=context)
     loader = DefaultModelLoader(LoadConfig())
     with set_default_torch_dtype(config.dtype):
-        with uninitialised_is_nan():
+        with uninitialized_is_nan():
             model = _initialize_model(config, loader.load_config, None)
         started = emptied(model)
         loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))

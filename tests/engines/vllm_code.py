@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from exported import CausalAttention, Exported, emptied, uninitialised_is_nan
+from exported import CausalAttention, Exported, emptied, uninitialized_is_nan
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -50,7 +50,7 @@ def load(config: VllmConfig, draft: bool) -> tuple[nn.Module, dict[str, Tensor]]
     parameters held before."""
     model_config = config.speculative_config.draft_model_config if draft else config.model_config
     with set_current_vllm_config(config):
-        with uninitialised_is_nan():
+        with uninitialized_is_nan():
             model = initialize_model(config, model_config=model_config)
         started = emptied(model)
         DefaultModelLoader(config.load_config).load_weights(model, model_config)

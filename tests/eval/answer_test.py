@@ -66,7 +66,7 @@ def test_a_notebook_is_shown_what_was_drafted_and_by_whom(target, drafter):
     shown = re.findall(r'<span title="round (\d+)" style="background:(\w+\([^)]*\))[^"]*">([^<]*)</span>', page)
     assert html.unescape("".join(text for *_, text in shown)) == answer.text
     own = shown[0][1]  # the prompt gave the first token
-    drafted = {made for made, colour, _ in shown if colour != own}
+    drafted = {made for made, color, _ in shown if color != own}
     assert drafted == {str(number) for number, made in enumerate(answer) if made.num_accepted}
     assert "<b>" not in page and f"tau {answer.totals.tau:.2f}" in page
 

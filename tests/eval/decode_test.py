@@ -1,4 +1,4 @@
-"""What `draftsmith decode` shows: the right text in the right colours, whole characters only."""
+"""What `draftsmith decode` shows: the right text in the right colors, whole characters only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_any_tokens_stream_to_what_they_decode_to():
         assert stream_all(tokenizer, tokens, 3) == whole
 
 
-def test_a_character_is_shown_once_it_is_whole_with_the_colour_of_its_last_token():
+def test_a_character_is_shown_once_it_is_whole_with_the_color_of_its_last_token():
     tokenizer = tiny_tokenizer()
     tokens = tokenizer("☕", add_special_tokens=False)["input_ids"]
     assert len(tokens) == 3  # three bytes, and this vocabulary has no token for the character

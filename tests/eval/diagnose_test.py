@@ -89,7 +89,7 @@ def world(tmp_path_factory) -> World:
 
 @pytest.fixture(scope="module")
 def sound(world, tmp_path_factory) -> Path:
-    return trained_head(world, tmp_path_factory.mktemp("sound") / "run", 90, passes=4, **WHOLE)
+    return trained_head(world, tmp_path_factory.mktemp("sound") / "run", 90, ttt_steps=4, **WHOLE)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,10 @@ def test_its_own_answers_at_temperature_1_are_no_defect(world, diagnosed, sound,
 
 
 PLANTED = {
-    "layers 2, 4, 6 in place of 3, 5, 7": ("layers", lambda c: {"capture": tuple(layer + 1 for layer in c.capture)}),
+    "layers 2, 4, 6 in place of 3, 5, 7": (
+        "layers",
+        lambda c: {"aux_layers": tuple(layer + 1 for layer in c.aux_layers)},
+    ),
     "the state before the embedding in q, k and v": ("weights", 0),
 }
 
@@ -183,11 +186,11 @@ def test_repair_finds_what_is_wrong_and_nothing_else(world, sound, tmp_path, cap
     reversed_layers = {name: reversed_states(name, tensor, 3) for name, tensor in state.items()}
     planted: dict[str, tuple[Any, dict[str, Any]]] = {
         "none": (state, {}),
-        "layers": (state, {"capture": layers}),
+        "layers": (state, {"aux_layers": layers}),
         "order of layers": (reversed_layers, {}),
         "switch": (state, {"norm_output": not right.config.norm_output}),
         "pairs of q and k": (turned, {}),
-        "two at once": (turned, {"capture": layers}),
+        "two at once": (turned, {"aux_layers": layers}),
     }
     weights, changes = planted[mistake]
     code, found = repaired(world, changed(world, sound, tmp_path / "head", weights, **changes), tmp_path / "out")
@@ -208,7 +211,7 @@ def test_repair_of_another_systems_directory_says_what_its_files_should_hold(wor
     (files / "draftsmith.json").unlink()  # the record of what was exported, which a stranger's directory has not
     capsys.readouterr()
     code, found = repaired(world, files, tmp_path / "out")
-    assert code == 0 and found.config.capture == LAYERS
+    assert code == 0 and found.config.aux_layers == LAYERS
     assert f"config.json {ids}: {wrong[ids]}, should be {right[ids]}" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "out" / "files" / "config.json").read_text())[ids] == right[ids]
 
@@ -222,7 +225,7 @@ def test_repair_of_a_gguf_file_names_its_settings(world, sound, tmp_path, capsys
         field.parts[place][0] += 1
     capsys.readouterr()
     code, found = repaired(world, files, tmp_path / "out")
-    assert code == 0 and found.config.capture == LAYERS
+    assert code == 0 and found.config.aux_layers == LAYERS
     wrong = [layer + 1 for layer in LAYERS]
     shown = " ".join(capsys.readouterr().out.split())
     assert f"CHANGED head.gguf eagle3.target_layers: {wrong}, should be {list(LAYERS)}" in shown
@@ -303,7 +306,7 @@ def test_repair_returns_the_code_of_an_export_that_differs(world, sound, tmp_pat
 
 
 def test_repair_of_a_weak_head_says_that_it_is_weak(world, tmp_path, capsys):
-    code, found = repaired(world, trained_head(world, tmp_path / "run", 8, passes=2, **WHOLE), tmp_path / "out")
+    code, found = repaired(world, trained_head(world, tmp_path / "run", 8, ttt_steps=2, **WHOLE), tmp_path / "out")
     assert (code, found) == (1, None) and "a weak head" in capsys.readouterr().out
 
 
@@ -322,8 +325,8 @@ def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp
 
 
 def test_a_head_trained_on_one_pass(world, diagnosed, tmp_path):
-    verdict = diagnosed(trained_head(world, tmp_path / "run", 70, passes=1, **WHOLE))["verdict"]
-    assert verdict.startswith("Likeliest cause (depth): ") and "(passes was 1)" in verdict
+    verdict = diagnosed(trained_head(world, tmp_path / "run", 70, ttt_steps=1, **WHOLE))["verdict"]
+    assert verdict.startswith("Likeliest cause (depth): ") and "(ttt_steps was 1)" in verdict
 
 
 def test_shares_of_drafts_against_a_loop():

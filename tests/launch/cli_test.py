@@ -304,9 +304,9 @@ def test_help_leaves_rarely_needed_settings_to_help_all(capsys):
         return capsys.readouterr().out
 
     short, whole = shown("--help"), shown("--help-all")
-    rare = [f"--{name}" for name in ("pass-decay", "betas", "feature-window", "trust-remote-code")]
+    rare = [f"--{name}" for name in ("ttt-step-decay", "betas", "feature-window", "trust-remote-code")]
     assert [name in short for name in rare] == [False] * 4 and [name in whole for name in rare] == [True] * 4
-    titles = ["Required", "Settings", "Data", "Acceptance length", "Optimisation", "Hardware", "Validation", "Always"]
+    titles = ["Required", "Settings", "Data", "Acceptance length", "Optimization", "Hardware", "Validation", "Always"]
     assert sorted(titles, key=short.index) == titles
     assert "rarely needed options too" in short
 
@@ -315,7 +315,7 @@ def test_help_leaves_rarely_needed_settings_to_help_all(capsys):
     ("words", "ours"),
     [
         ("train eagle3 --data d --learning-rate 1e-4", "--lr"),
-        ("train eagle3 --data d --ttt_length 7", "--passes"),
+        ("train eagle3 --data d --ttt_length 7", "--ttt-steps"),
         ("eval bench --prompts p --num-speculative-tokens 3", "--methods eagle3:k=5"),
     ],
 )

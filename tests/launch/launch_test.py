@@ -37,7 +37,7 @@ NASTY = [
     "007",
 ]
 NASTY += ["--signal", "", "\\", "a\n#SBATCH --nodes=99\ntouch injected", "%j %n", "ü", "*", "~", "-- x", "x=$HOME"]
-TRAIN = ["train", "eagle", "--config", "eagle-small", "--data", "d", "--target", "t", "--output", "o"]
+TRAIN = ["train", "eagle", "--config", "eagle-embedded", "--data", "d", "--target", "t", "--output", "o"]
 
 
 @pytest.fixture

@@ -19,19 +19,19 @@ def explicit(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return scores.softmax(-1) @ all_values
 
 
-def made(heads: int, kv_heads: int, passes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list, list]:
-    rng = torch.Generator().manual_seed(passes)
+def made(heads: int, kv_heads: int, ttt_steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list, list]:
+    rng = torch.Generator().manual_seed(ttt_steps)
     shape = (2, kv_heads, 9, 4)
     query = torch.randn(2, heads, 9, 4, generator=rng, dtype=dtype, requires_grad=True)
     keys, values = (
-        [torch.randn(shape, generator=rng, dtype=dtype, requires_grad=True) for _ in range(passes)] for _ in range(2)
+        [torch.randn(shape, generator=rng, dtype=dtype, requires_grad=True) for _ in range(ttt_steps)] for _ in range(2)
     )
     return query, keys, values
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "passes"), [(4, 4, 1), (4, 2, 2), (4, 1, 7)])
-def test_values_and_gradients(heads: int, kv_heads: int, passes: int) -> None:
-    query, keys, values = made(heads, kv_heads, passes)
+@pytest.mark.parametrize(("heads", "kv_heads", "ttt_steps"), [(4, 4, 1), (4, 2, 2), (4, 1, 7)])
+def test_values_and_gradients(heads: int, kv_heads: int, ttt_steps: int) -> None:
+    query, keys, values = made(heads, kv_heads, ttt_steps)
     ours = diagonal_attention(query, (keys[0], values[0]), list(zip(keys[1:], values[1:], strict=True)))
     wanted = explicit(query, keys, values)
     assert (ours - wanted).abs().max() < 1e-10

@@ -77,8 +77,8 @@ def test_a_targets_forward(config):
 
 
 @pytest.mark.parametrize("config", [GROUPED, PLAIN], ids=["grouped", "plain"])
-@pytest.mark.parametrize("passes", [1, 3])
-def test_training_an_eagle_head(config, passes):
+@pytest.mark.parametrize("ttt_steps", [1, 3])
+def test_training_an_eagle_head(config, ttt_steps):
     head, lengths = EagleHead(EagleConfig(config)), [LENGTH] * BATCH
     weight = torch.randn(config.vocab_size, config.hidden_size)
     embeds, features, wanted = torch.randn(3, BATCH, LENGTH, config.hidden_size).unbind()
@@ -91,11 +91,11 @@ def test_training_an_eagle_head(config, passes):
         return hidden @ weight.T
 
     def step() -> None:
-        hidden = head.unroll(embeds, features, passes)
-        eagle_loss(hidden, wanted, [mask] * passes, lm_head, config.vocab_size).loss.backward()
+        hidden = head.unroll(embeds, features, ttt_steps)
+        eagle_loss(hidden, wanted, [mask] * ttt_steps, lm_head, config.vocab_size).loss.backward()
 
-    ours = eagle_training(config, lengths, loss_tokens, passes)
-    ours += passes * hidden_half(config, lengths, 3)
+    ours = eagle_training(config, lengths, loss_tokens, ttt_steps)
+    ours += ttt_steps * hidden_half(config, lengths, 3)
     assert counted(step) == ours
     with torch.no_grad():
         forward = counted(lambda: head(embeds, features))

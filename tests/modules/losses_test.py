@@ -151,10 +151,10 @@ def test_a_loss_of_the_users_own_takes_the_cross_entropys_place():
         eagle_loss([hidden], wanted, [mask], torch.nn.Linear(6, 11), 11, own_loss=lambda *given: same(*given).mean())
 
 
-def plain_eagle_loss(passes, wanted, masks, weight, decay):
+def plain_eagle_loss(ttt_steps, wanted, masks, weight, decay):
     """The weighted mean over passes with all logits at once, as autograd differentiates it."""
     totals = []
-    for hidden, mask in zip(passes, masks, strict=True):
+    for hidden, mask in zip(ttt_steps, masks, strict=True):
         distance = F.smooth_l1_loss(hidden, wanted, reduction="none").mean(-1)[mask].sum()
         target_prob = (wanted[mask] @ weight.T).softmax(-1)
         totals.append(distance + 0.1 * F.cross_entropy(hidden[mask] @ weight.T, target_prob, reduction="sum"))
@@ -248,7 +248,7 @@ def whole(x: Leaves, divergence: str | Callable[..., Tensor]) -> tuple[Tensor, T
 
 
 def reduced(x: Leaves, drop: bool) -> tuple[Tensor, Tensor]:
-    """Over a draft vocabulary, with p renormalised over it, and what is measured beside the loss."""
+    """Over a draft vocabulary, with p renormalized over it, and what is measured beside the loss."""
     ours, p = distances(x.logits, V, x.wanted, x.reduced, D2T, x.hidden, KEPT, drop), x.p()
     known, share = torch.isin(p.argmax(-1), D2T), p[:, D2T].sum(-1, keepdim=True)
     assert torch.equal(ours.known, known) and not known.all() and ours.right.dtype == ours.known.dtype == torch.bool

@@ -55,7 +55,7 @@ def test_a_step_of_training_asks_the_device_for_nothing(tmp_path, kind, changes,
     drafter = head_class(kind)
     settings = drafter.Settings(**changes)
     head = drafter(drafter.new_config(settings, lm.config)).to(META)
-    width = len(drafter.learns_from(head.config, 8)) or 1
+    width = len(drafter.loss_layers(head.config, 8)) or 1
     items = [
         {
             "input_ids": torch.arange(length),

@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant("eagle3-predicts-the-next-documents-first-token", HEAD, "chosen = chosen & ~first\n", "pass\n", (TRAINING,)),
     Mutant("eagle3-sequences-weigh-by-their-tokens", HEAD, 'if settings.normalizer == "sequence":',
            'if settings.normalizer == "none":', (TRAINING,)),
-    Mutant("eagle3-passes-weigh-alike", HEAD, "[settings.pass_decay**i", "[1.0**i", (TRAINING,)),
+    Mutant("eagle3-passes-weigh-alike", HEAD, "[settings.ttt_step_decay**i", "[1.0**i", (TRAINING,)),
     Mutant("eagle3-layers-may-collapse", "modules/layers.py", "list(layers) != sorted(set(layers))", "list(layers) != sorted(layers)",
            (TRAINING,)),
     Mutant("eagle3-rare-tokens-first", HEAD, "wanted.sort(descending=True", "wanted.sort(descending=False",

@@ -28,7 +28,7 @@ MUTANTS = [
            "enumerate(params) if own == params[0]]", ("tests/data/rollouts_test.py",)),
     Mutant("residual-upside-down", SAMPLING, "(target_prob - draft_prob).clamp_min(0)",
            "(draft_prob - target_prob).clamp_min(0)", (TEST,)),
-    Mutant("residual-not-normalised", SAMPLING, "torch.where(total == 0, target_prob, excess / total)",
+    Mutant("residual-not-normalized", SAMPLING, "torch.where(total == 0, target_prob, excess / total)",
            "torch.where(total == 0, target_prob, excess)", (TEST, EXACT)),
     Mutant("residual-of-equal-distributions-is-nothing", SAMPLING,
            "torch.where(total == 0, target_prob, excess / total)",

@@ -51,8 +51,8 @@ QUICK = {
 }
 
 
-def config(artefacts, output: Path, **changes) -> TrainAcceptanceConfig:
-    settings = {"data": artefacts.acceptance, "draft": str(artefacts.draft), "output": output, **QUICK, **changes}
+def config(artifacts, output: Path, **changes) -> TrainAcceptanceConfig:
+    settings = {"data": artifacts.acceptance, "draft": str(artifacts.draft), "output": output, **QUICK, **changes}
     return TrainAcceptanceConfig(**settings)
 
 
@@ -62,23 +62,23 @@ def rows_of(output: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def trained(artefacts, tmp_path_factory) -> Path:
+def trained(artifacts, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("acceptance") / "run"
-    run(config(artefacts, output))
+    run(config(artifacts, output))
     return output
 
 
-def a_part(artefacts, count: int = 6) -> MicroBatch:
-    data = open_dataset(artefacts.acceptance)
+def a_part(artifacts, count: int = 6) -> MicroBatch:
+    data = open_dataset(artifacts.acceptance)
     batch = collate_acceptance([data.item(i, 0) for i in range(count)])
     return micro_batch(batch, num_loss_tokens(batch))
 
 
-def a_module(artefacts, tmp_path, greedy: bool = False) -> LitAcceptance:
-    settings = config(artefacts, tmp_path)
-    reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), greedy)
+def a_module(artifacts, tmp_path, greedy: bool = False) -> LitAcceptance:
+    settings = config(artifacts, tmp_path)
+    reader = MixedText(FrozenDrafter(load_lm(str(artifacts.draft)), {}), greedy)
     module = LitAcceptance(make_head(settings, 32), reader, settings)
-    module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
+    module.trainer = fake_trainer(open_dataset(artifacts.acceptance))
     return module
 
 
@@ -91,55 +91,55 @@ def test_validation_logs_all_metrics_and_the_loss_falls(trained):
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
-def test_best_and_last_are_heads_with_a_card_and_a_manifest(trained, artefacts):
-    draft = load_lm(str(artefacts.draft))
+def test_best_and_last_are_heads_with_a_card_and_a_manifest(trained, artifacts):
+    draft = load_lm(str(artifacts.draft))
     for name in ("best", "last"):
         head = load_head(trained / name, draft, kind="acceptance")
         assert head.config.num_blocks == 3 and head.config.w_rej == 6.0
         manifest = json.loads((trained / name / "manifest.json").read_text())
         assert manifest["sampling"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        assert manifest["inputs"]["data"] == open_dataset(artefacts.acceptance).manifest.digest
+        assert manifest["inputs"]["data"] == open_dataset(artifacts.acceptance).manifest.digest
         assert f"| auc | {manifest['metrics']['auc']:.4g} |" in (trained / name / "README.md").read_text()
 
 
-def test_the_fitted_calibration_is_saved_with_the_head(trained, artefacts):
-    head = load_head(trained / "best", load_lm(str(artefacts.draft)))
+def test_the_fitted_calibration_is_saved_with_the_head(trained, artifacts):
+    head = load_head(trained / "best", load_lm(str(artifacts.draft)))
     scale, shift = head.config.calibration
     assert (scale, shift) != (1.0, 0.0)
     logit = torch.tensor([0.3])
     assert torch.allclose(head.calibrated(logit), scale * (logit + math.log(6)) + shift)
 
 
-def test_greedy_labels_are_compared_with_the_drafts_probability_at_temperature_one(artefacts, tmp_path):
-    reader, data = a_module(artefacts, tmp_path, greedy=True).reader, a_part(artefacts, 2).data
+def test_greedy_labels_are_compared_with_the_drafts_probability_at_temperature_one(artifacts, tmp_path):
+    reader, data = a_module(artifacts, tmp_path, greedy=True).reader, a_part(artifacts, 2).data
     expected = reader.lm.lm_head(reader.lm.features(data.z_ids)).log_softmax(-1)
     expected = expected[:, :-1].gather(-1, data.z_ids[:, 1:, None])[..., 0][data.loss_mask[:, 1:]]
     found = reader.read(data, with_log_q=True)
     assert torch.allclose(found.log_q, expected, atol=1e-6) and found.row.unique().tolist() == [0, 1]
 
 
-def test_a_run_with_other_settings_is_not_resumed(artefacts, trained, tmp_path):
+def test_a_run_with_other_settings_is_not_resumed(artifacts, trained, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.copy(trained / "started.json", tmp_path / "run")
     shutil.copytree(trained / FOLDER, tmp_path / "run" / FOLDER)
     with pytest.raises(InputError, match=r"config.lr: 0.1, begun with 0.005.*config.seed: 7, begun with 0"):
-        run(config(artefacts, tmp_path / "run", lr=0.1, seed=7))
+        run(config(artifacts, tmp_path / "run", lr=0.1, seed=7))
 
 
-def test_separate_validation_labels_must_share_the_sampling(artefacts, tmp_path):
+def test_separate_validation_labels_must_share_the_sampling(artifacts, tmp_path):
     from draftsmith.data.acceptance import AcceptanceConfig
     from draftsmith.data.acceptance import run as label
 
     labels = AcceptanceConfig(
-        responses=artefacts.responses,
-        target=str(artefacts.target),
-        draft=str(artefacts.draft),
+        responses=artifacts.responses,
+        target=str(artifacts.target),
+        draft=str(artifacts.draft),
         output=tmp_path / "greedy",
         temperature=(0.0,),
     )
     with pytest.raises(InputError, match=r"val: found.*'temperature': 0.0.*labels made with.*'temperature': 1.0"):
-        run(config(artefacts, tmp_path / "run", val=label(labels)))
-    same = dataclasses.replace(config(artefacts, tmp_path / "run"), val=artefacts.acceptance)
+        run(config(artifacts, tmp_path / "run", val=label(labels)))
+    same = dataclasses.replace(config(artifacts, tmp_path / "run"), val=artifacts.acceptance)
     assert run(same) == tmp_path / "run" / "best"
 
 
@@ -152,15 +152,15 @@ def saved_head(directory: Path, width: int = 32, seed: int = 3, **settings) -> P
     return save_head(directory, head, {"target": {"config": "other", "lm_head": "other"}}, "card")
 
 
-def test_training_starts_from_a_given_head(artefacts, tmp_path):
+def test_training_starts_from_a_given_head(artifacts, tmp_path):
     start = saved_head(tmp_path / "start", num_blocks=2, tied=True, w_rej=1.0, calibration=(2.0, 1.0))
-    head = make_head(config(artefacts, tmp_path / "run", init=start), 32)
+    head = make_head(config(artifacts, tmp_path / "run", init=start), 32)
     assert all(torch.equal(head.state_dict()[n], w) for n, w in load_file(start / "model.safetensors").items())
     assert all(weight.requires_grad and weight.dtype == torch.float32 for weight in head.parameters())
     # Its blocks; the loss weights of this training; no calibration, which was fitted to other outputs.
     assert head.config == AcceptanceHeadConfig(32, num_blocks=2, tied=True, w_rej=6.0)
 
-    run(config(artefacts, tmp_path / "run", init=start, lr=1e-6))
+    run(config(artifacts, tmp_path / "run", init=start, lr=1e-6))
     trained = load_file(tmp_path / "run" / "last" / "model.safetensors")
     moved = [(trained[name] - weight).abs().max() for name, weight in load_file(start / "model.safetensors").items()]
     # 12 steps of AdamW move a weight by at most 12 lr, up to rounding of weights of about 0.1: it started there.
@@ -175,10 +175,10 @@ def test_training_starts_from_a_given_head(artefacts, tmp_path):
         ({"width": 16}, {}, "of width 16, expected width 32"),
     ],
 )
-def test_a_start_that_does_not_fit_is_one_error(artefacts, tmp_path, settings, changes, found):
+def test_a_start_that_does_not_fit_is_one_error(artifacts, tmp_path, settings, changes, found):
     start = saved_head(tmp_path / "start", **settings)
     with pytest.raises(InputError, match=f"init: found .*{found}"):
-        make_head(config(artefacts, tmp_path / "run", init=start, **changes), 32)
+        make_head(config(artifacts, tmp_path / "run", init=start, **changes), 32)
 
 
 DEPTH = 4  # of the labels: conftest.py
@@ -195,8 +195,8 @@ LEAN = AcceptanceHeadConfig(
 
 
 @pytest.fixture(scope="module")
-def reader(artefacts) -> RolloutReader:
-    return RolloutReader(FrozenDrafter(load_lm(str(artefacts.draft)), {}), LEAN, DEPTH)
+def reader(artifacts) -> RolloutReader:
+    return RolloutReader(FrozenDrafter(load_lm(str(artifacts.draft)), {}), LEAN, DEPTH)
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +210,8 @@ def tokens(samples, reader):
     return reader.store(samples, "train")
 
 
-def a_config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
-    settings = {"draft": str(artefacts.draft), "lr": 5e-3, "batch_size": 4, "val_share": 0.25, "log": ("csv",)}
+def a_config(artifacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
+    settings = {"draft": str(artifacts.draft), "lr": 5e-3, "batch_size": 4, "val_share": 0.25, "log": ("csv",)}
     return TrainAcceptanceConfig(data=rollouts, output=output, **{**settings, **changes})
 
 
@@ -247,7 +247,7 @@ def test_a_validation_sample_is_an_answer(samples, tokens):
         assert answers.name(index) == samples.name(index)
 
 
-def test_a_head_starts_as_the_logistic_of_its_standardised_features(reader, tokens):
+def test_a_head_starts_as_the_logistic_of_its_standardized_features(reader, tokens):
     torch.manual_seed(0)
     head = AcceptanceHead(LEAN)
     initialize_head(head, reader.batches(tokens))
@@ -267,15 +267,15 @@ def test_a_head_starts_as_the_logistic_of_its_standardised_features(reader, toke
     assert not head.out.weight.any() and head.join.weight.any()
 
 
-def test_the_hidden_layer_has_128_units_unless_a_width_is_given(artefacts, rollouts, tmp_path):
+def test_the_hidden_layer_has_128_units_unless_a_width_is_given(artifacts, rollouts, tmp_path):
     for number, (changes, width) in enumerate((({}, 128), ({"width": 4}, 4))):
-        config = a_config(artefacts, rollouts, tmp_path / str(number), **changes)
+        config = a_config(artifacts, rollouts, tmp_path / str(number), **changes)
         assert prepare(config)[0].head.config.width == width
 
 
-def test_best_stays_the_logistic_if_training_makes_it_worse(artefacts, rollouts, tmp_path):
+def test_best_stays_the_logistic_if_training_makes_it_worse(artifacts, rollouts, tmp_path):
     output = tmp_path / "run"
-    best = run(a_config(artefacts, rollouts, output, max_steps=6, lr=3.0, clip=0.0))
+    best = run(a_config(artifacts, rollouts, output, max_steps=6, lr=3.0, clip=0.0))
     found = losses(output, "val/kl")
     assert found[0] < min(found[1:])
     assert json.loads((output / "training.json").read_text())["best"]["step"] == 0

@@ -1,4 +1,4 @@
-"""Small real artefacts, made by the data stages with tiny random models, once for all tests of training."""
+"""Small real artifacts, made by the data stages with tiny random models, once for all tests of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_PROMPTS = 48
 
 
 @dataclass(frozen=True)
-class Artefacts:
+class Artifacts:
     """Directories: two models of one tokenizer, and what the data stages made with them."""
 
     target: Path
@@ -39,15 +39,15 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
-    root = tmp_path_factory.mktemp("artefacts")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    root = tmp_path_factory.mktemp("artifacts")
     target = tiny_llama_dir(root / "target", seed=0, layers=2)
     draft = tiny_llama_dir(root / "draft", seed=1, layers=1)
     source = root / "prompts.jsonl"
     source.write_text(
         "".join(json.dumps({"prompt": f"def add{i}(a, b): " + "a + " * (i % 7)}) + "\n" for i in range(NUM_PROMPTS))
     )
-    made = Artefacts(target, draft, root / "prompts", root / "responses", root / "acceptance", root / "features")
+    made = Artifacts(target, draft, root / "prompts", root / "responses", root / "acceptance", root / "features")
     prompts.run(prompts.PromptsConfig(source=str(source), target=str(target), output=root / "prompts"))
     responses.run(
         responses.ResponsesConfig(
@@ -66,12 +66,12 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
 
 
 @pytest.fixture(scope="session")
-def rollouts(artefacts, tmp_path_factory) -> Path:
+def rollouts(artifacts, tmp_path_factory) -> Path:
     """Labels of real rounds, at two temperatures."""
     settings = acceptance.AcceptanceConfig(
-        responses=artefacts.responses,
-        target=str(artefacts.target),
-        draft=str(artefacts.draft),
+        responses=artifacts.responses,
+        target=str(artifacts.target),
+        draft=str(artifacts.draft),
         output=tmp_path_factory.mktemp("rollouts") / "labels",
         labels="rollout",
         temperature=(0.5, 1.0),
@@ -82,8 +82,8 @@ def rollouts(artefacts, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def eagle_run(artefacts, tmp_path_factory) -> Path:
+def eagle_run(artifacts, tmp_path_factory) -> Path:
     """Output of a short training of an EAGLE head."""
     output = tmp_path_factory.mktemp("eagle") / "run"
-    run(config(artefacts, output, tau_every=12))
+    run(config(artifacts, output, tau_every=12))
     return output

@@ -1,4 +1,4 @@
-"""Batches of a training: the same samples for any ranks, parts and resumption; and artefacts by their directory."""
+"""Batches of a training: the same samples for any ranks, parts and resumption; and artifacts by their directory."""
 
 from __future__ import annotations
 
@@ -155,9 +155,9 @@ def test_held_out_samples_stay_when_data_is_added():
 
 
 @pytest.mark.parametrize("name", ["prompts", "responses", "features", "acceptance", "rollouts"])
-def test_rows_and_columns_of_an_artefact(artefacts, rollouts, name):
-    directory = {"rollouts": rollouts, "prompts": artefacts.responses.parent / "prompts"}.get(name)
-    data = draftsmith.open_dataset(directory or getattr(artefacts, name))
+def test_rows_and_columns_of_an_artifact(artifacts, rollouts, name):
+    directory = {"rollouts": rollouts, "prompts": artifacts.responses.parent / "prompts"}.get(name)
+    data = draftsmith.open_dataset(directory or getattr(artifacts, name))
     columns = Rows(data.directory, data.manifest).table().to_pylist()
     assert len(columns) == len(data) > 0
     item = data[len(data) - 1]

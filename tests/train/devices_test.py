@@ -38,16 +38,16 @@ def check_run(output: Path, precision: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_are_taken_with_a_probe(artefacts, tmp_path, device):
+def test_steps_are_taken_with_a_probe(artifacts, tmp_path, device):
     """On packed batches."""
     kind, precision = KINDS[device]
-    run(config(artefacts, tmp_path / "run", accelerator=kind, **SHORT))
+    run(config(artifacts, tmp_path / "run", accelerator=kind, **SHORT))
     check_run(tmp_path / "run", precision)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_strategy_takes_steps_on_one_device(artefacts, tmp_path, device):
+def test_every_strategy_takes_steps_on_one_device(artifacts, tmp_path, device):
     """In a process of its own, as a process group stays."""
     kind, precision = KINDS[device]
     jobs = [
@@ -56,7 +56,7 @@ def test_every_strategy_takes_steps_on_one_device(artefacts, tmp_path, device):
             "config": {key: value for key, value in dataclasses.asdict(made).items() if value is not None},
         }
         for name in STRATEGIES
-        for made in [config(artefacts, tmp_path / name, accelerator=kind, strategy=name, **SHORT)]
+        for made in [config(artifacts, tmp_path / name, accelerator=kind, strategy=name, **SHORT)]
     ]
     run_on_ranks(jobs, 1, tmp_path / "work")
     for name in STRATEGIES:
@@ -65,9 +65,9 @@ def test_every_strategy_takes_steps_on_one_device(artefacts, tmp_path, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_reach_a_device_as_they_were_read(artefacts, device, workers):
+def test_batches_reach_a_device_as_they_were_read(artifacts, device, workers):
     """From pinned memory where it is a GPU, while graphs are captured in this thread."""
-    dataset = open_dataset(artefacts.features)
+    dataset = open_dataset(artifacts.features)
     samples = Samples(dataset, range(6))
     settings = TrainConfig(
         data=Path("."), output=Path("."), batch_size=2, num_workers=workers,

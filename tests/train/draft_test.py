@@ -36,16 +36,16 @@ FAMILIES = {
 }
 
 
-def settings(artefacts, output, **changes):
-    values = {"data": artefacts.responses, "target": str(artefacts.target), "output": output, **SHORT, **changes}
+def settings(artifacts, output, **changes):
+    values = {"data": artifacts.responses, "target": str(artifacts.target), "output": output, **SHORT, **changes}
     return drafter_config("draft")(**values)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_what_was_trained(artefacts, tmp_path, family):
+def test_transformers_loads_what_was_trained(artifacts, tmp_path, family):
     target = tiny_llama_dir(tmp_path / "target", seed=3, layers=5, family=family, **FAMILIES[family])
     texts = prompts.PromptsConfig(
-        str(artefacts.responses.with_name("prompts.jsonl")), str(target), tmp_path / "prompts", limit=12
+        str(artifacts.responses.with_name("prompts.jsonl")), str(target), tmp_path / "prompts", limit=12
     )
     prompts.run(texts)
     made = responses.ResponsesConfig(
@@ -80,9 +80,9 @@ def test_transformers_loads_what_was_trained(artefacts, tmp_path, family):
     assert plain == drafted
 
 
-def test_with_all_layers_it_is_the_target(artefacts, tmp_path):
-    config = settings(artefacts, tmp_path, keep_layers=(0, 1), tau_k=3, tau_max_new_tokens=21)
-    target = load_lm(str(artefacts.target))
+def test_with_all_layers_it_is_the_target(artifacts, tmp_path):
+    config = settings(artifacts, tmp_path, keep_layers=(0, 1), tau_k=3, tau_max_new_tokens=21)
+    target = load_lm(str(artifacts.target))
     head = make_head(config, target)
     ids = torch.arange(30)[None]
     assert torch.equal(head.model(ids), target.model(ids))
@@ -91,22 +91,22 @@ def test_with_all_layers_it_is_the_target(artefacts, tmp_path):
     assert probe(head, torch.device("cpu"))["tau"] == pytest.approx(21 / 6)
 
 
-def test_a_resumed_run_is_the_straight_one(artefacts, tmp_path):
+def test_a_resumed_run_is_the_straight_one(artifacts, tmp_path):
     straight = tmp_path / "straight"
-    run(settings(artefacts, straight))
+    run(settings(artifacts, straight))
     shutil.copytree(straight, tmp_path / "killed")
     shutil.rmtree(all_in(tmp_path / "killed" / FOLDER)[-1])
     (tmp_path / "killed" / "training.json").unlink()
-    run(settings(artefacts, tmp_path / "killed"))
+    run(settings(artifacts, tmp_path / "killed"))
     ours, theirs = weights(tmp_path / "killed"), weights(straight)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_any_model_of_the_tokenizer_can_be_distilled(artefacts, tmp_path):
+def test_any_model_of_the_tokenizer_can_be_distilled(artifacts, tmp_path):
     """The model may have another width than the target, and a trained draft can be trained further."""
     small = tiny_llama_dir(tmp_path / "small", seed=5, layers=1, hidden=16)
-    best = run(settings(artefacts, tmp_path / "first", init=str(small)))
-    again = make_head(settings(artefacts, tmp_path, init=str(best)), load_lm(str(artefacts.target)))
+    best = run(settings(artifacts, tmp_path / "first", init=str(small)))
+    again = make_head(settings(artifacts, tmp_path, init=str(best)), load_lm(str(artifacts.target)))
     stored = weights(tmp_path / "first", "best")
     assert again.config.hidden_size == 16 and again.config.kept == (0,)
     assert torch.equal(again.model.lm_head.weight, stored["lm_head.weight"])
@@ -115,12 +115,12 @@ def test_any_model_of_the_tokenizer_can_be_distilled(artefacts, tmp_path):
     )
 
 
-def test_a_draft_model_keeps_an_output_embedding_of_its_own_beside_a_tied_config(artefacts, tmp_path):
+def test_a_draft_model_keeps_an_output_embedding_of_its_own_beside_a_tied_config(artifacts, tmp_path):
     small = tiny_llama_dir(tmp_path / "small", seed=5, layers=1, tie_word_embeddings=True)
     state = load_file(small / "model.safetensors")
     state["lm_head.weight"] = torch.randn(state["model.embed_tokens.weight"].shape)
     save_file(state, small / "model.safetensors", {"format": "pt"})
-    begun = make_head(settings(artefacts, tmp_path, init=str(small)), load_lm(str(artefacts.target)))
+    begun = make_head(settings(artifacts, tmp_path, init=str(small)), load_lm(str(artifacts.target)))
     saved = save_head(tmp_path / "saved", begun, {}, "")
     ids = torch.arange(5, 30)[None]
     with torch.no_grad():
@@ -131,12 +131,12 @@ def test_a_draft_model_keeps_an_output_embedding_of_its_own_beside_a_tied_config
     assert torch.equal(again, expected)
 
 
-def test_a_draft_model_padded_to_another_size_is_distilled_in_the_targets(artefacts, tmp_path):
-    target, small = load_lm(str(artefacts.target)), tiny_llama_dir(tmp_path / "small", seed=5, layers=1)
+def test_a_draft_model_padded_to_another_size_is_distilled_in_the_targets(artifacts, tmp_path):
+    target, small = load_lm(str(artifacts.target)), tiny_llama_dir(tmp_path / "small", seed=5, layers=1)
     ids = torch.arange(5, 30)[None]
     for rows in (8, -8):
         wide = padded(small, tmp_path / f"wide{rows}", rows)
-        begun = make_head(settings(artefacts, tmp_path, init=str(wide)), target)
+        begun = make_head(settings(artifacts, tmp_path, init=str(wide)), target)
         saved, oracle = (
             transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             for path in (save_head(tmp_path / f"saved{rows}", begun, {}, ""), wide)
@@ -153,13 +153,13 @@ def test_by_default_one_of_six_layers_is_kept():
     assert layers == {1: (0,), 2: (0, 1), 5: (0, 4), 16: (0, 8, 15), 30: (0, 7, 14, 22, 29)}
 
 
-def test_layers_that_the_target_does_not_have_are_refused(artefacts, tmp_path):
+def test_layers_that_the_target_does_not_have_are_refused(artifacts, tmp_path):
     with pytest.raises(InputError, match="keep_layers: found 0 5, expected ascending numbers from 0 to 1"):
-        run(settings(artefacts, tmp_path / "run", keep_layers=(0, 5)))
+        run(settings(artifacts, tmp_path / "run", keep_layers=(0, 5)))
 
 
-def test_the_manifest_names_the_layers_that_it_began_as(artefacts, tmp_path):
-    best = run(settings(artefacts, tmp_path / "run", max_steps=1, tau_prompts=0))
+def test_the_manifest_names_the_layers_that_it_began_as(artifacts, tmp_path):
+    best = run(settings(artifacts, tmp_path / "run", max_steps=1, tau_prompts=0))
     assert json.loads((best / "manifest.json").read_text())["config"]["keep_layers"] == [0, 1]
-    other = run(settings(artefacts, tmp_path / "next", max_steps=1, tau_prompts=0, init=str(best), keep_layers=(1,)))
+    other = run(settings(artifacts, tmp_path / "next", max_steps=1, tau_prompts=0, init=str(best), keep_layers=(1,)))
     assert json.loads((other / "manifest.json").read_text())["config"]["keep_layers"] == [1]

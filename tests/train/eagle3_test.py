@@ -27,7 +27,7 @@ from draftsmith.train.prepare import make_head
 
 TARGET = "embedded:target"
 QUICK = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "val_every": 3, "log_every": 1, "log": ("csv",),
-         "passes": 3, "tau_prompts": 1, "tau_max_new_tokens": 8}  # fmt: skip
+         "ttt_steps": 3, "tau_prompts": 1, "tau_max_new_tokens": 8}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_features_are_the_three_states_and_the_final_one(made):
     target, manifest = load_lm(TARGET), Manifest.read(made.features)
     assert manifest.identity["target"]["layers"] == "2,6,9,12"
     row = open_dataset(made.features)[0]
-    wanted = target.features(row["input_ids"][None], capture=(2, 6, 9, 12))[0]
+    wanted = target.features(row["input_ids"][None], aux_layers=(2, 6, 9, 12))[0]
     assert row["features"].shape == wanted.shape == (len(row["input_ids"]), 4 * 128)
     assert torch.equal(row["features"], wanted.bfloat16())
     final = target.features(row["input_ids"][None])[0]
@@ -96,7 +96,7 @@ def test_a_head_is_fine_tuned_with_its_own_layers_and_vocabulary(made):
     first = trained(made, "first", draft_vocab=64, layers=(1, 4, 7), data=made.texts, tau_prompts=0)
     second = trained(made, "again", init=str(first), data=made.texts, tau_prompts=0, train_lm_head=True)
     before, again = load_head(first), load_head(second)
-    assert again.config == before.config and again.config.capture == (1, 4, 7)
+    assert again.config == before.config and again.config.aux_layers == (1, 4, 7)
     assert torch.equal(again.d2t, before.d2t)
     assert not torch.equal(again.lm_head.weight, before.lm_head.weight)
     # For another target its frozen rows are that one's; trained ones, and those of which nothing is known, stay.
@@ -109,4 +109,4 @@ def test_a_head_is_fine_tuned_with_its_own_layers_and_vocabulary(made):
             head = make_head(drafter_config("eagle3")(**settings, train_lm_head=train), other)
             rows = other.model.lm_head.weight[before.d2t] if kept is None else kept.lm_head.weight
             assert torch.equal(head.lm_head.weight, rows) and torch.equal(head.d2t, before.d2t)
-            assert head.of_target == (("lm_head.weight",) if kept is None and not train else ())
+            assert head.tied_to_target == (("lm_head.weight",) if kept is None and not train else ())

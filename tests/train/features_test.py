@@ -27,10 +27,10 @@ from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import make_head
 
 
-def a_module(artefacts, tmp_path) -> LitDrafter:
-    settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
+def a_module(artifacts, tmp_path) -> LitDrafter:
+    settings, target = config(artifacts, tmp_path, noise=0.0), load_lm(str(artifacts.target))
     module = LitDrafter(make_head(settings, target), target, settings)
-    module.trainer = fake_trainer(texts(artefacts))
+    module.trainer = fake_trainer(texts(artifacts))
     return module
 
 
@@ -38,21 +38,21 @@ def part_of(batch: FeatureBatch) -> MicroBatch:
     return micro_batch(batch, EagleHead.loss_count(batch, None))
 
 
-def test_supervised_prompts_are_texts_with_masks_of_their_own(artefacts, tmp_path):
+def test_supervised_prompts_are_texts_with_masks_of_their_own(artifacts, tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text('{"prompt": "def add(first, second):", "answer": "return first + second"}\n' * 3)
-    made = prompts.PromptsConfig(str(source), str(artefacts.target), tmp_path / "prompts", supervised=True)
+    made = prompts.PromptsConfig(str(source), str(artifacts.target), tmp_path / "prompts", supervised=True)
     directory = prompts.run(made)
-    data = text_dataset(directory, str(artefacts.target), {})
+    data = text_dataset(directory, str(artifacts.target), {})
     expected = Rows(directory, Manifest.read(directory)).read(0, 3)
     for name in ("loss_mask", "input_ids"):
         assert [data[i][name].tolist() for i in range(len(data))] == [row[name] for row in expected]
 
 
-def test_features_are_transformers_states_packed_or_padded(artefacts, tmp_path):
+def test_features_are_transformers_states_packed_or_padded(artifacts, tmp_path):
     """Without gradient, and in float32 under autocast too."""
-    oracle = AutoModelForCausalLM.from_pretrained(artefacts.target, dtype=torch.float32).eval()
-    data, module, rows = texts(artefacts), a_module(artefacts, tmp_path), (0, 5, 6)
+    oracle = AutoModelForCausalLM.from_pretrained(artifacts.target, dtype=torch.float32).eval()
+    data, module, rows = texts(artifacts), a_module(artifacts, tmp_path), (0, 5, 6)
     padded, flat = (collate([data[i] for i in rows]) for collate in (collate_features, pack_features))
     with torch.autocast("cpu", torch.bfloat16):
         features, packed = (module.read(part_of(batch))[0].features for batch in (padded, flat))
@@ -66,8 +66,8 @@ def test_features_are_transformers_states_packed_or_padded(artefacts, tmp_path):
     torch.testing.assert_close(packed[0], features[padded.attention_mask], rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artefacts, tmp_path):
-    data, module = texts(artefacts), a_module(artefacts, tmp_path)
+def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artifacts, tmp_path):
+    data, module = texts(artifacts), a_module(artifacts, tmp_path)
     batch = collate_features([data[i] for i in range(4)])
     brought = dataclasses.replace(batch, features=module.target.features(batch.input_ids))
     online, stored = (step_loss(module, part_of(b)) for b in (batch, brought))
@@ -76,9 +76,9 @@ def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artef
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.head.parameters())
 
 
-def test_training_online_is_training_on_a_features_artefact_but_for_its_rounding(artefacts, tmp_path):
-    run(config(artefacts, tmp_path / "online"))
-    run(config(artefacts, tmp_path / "stored", data=artefacts.features))
+def test_training_online_is_training_on_a_features_artifact_but_for_its_rounding(artifacts, tmp_path):
+    run(config(artifacts, tmp_path / "online"))
+    run(config(artifacts, tmp_path / "stored", data=artifacts.features))
     # bf16 keeps 8 bits of the features' mantissas: losses differ by far less than 2^-8 of theirs, as rounding averages.
     assert curve(tmp_path / "online") == pytest.approx(curve(tmp_path / "stored"), rel=4e-3)
     assert curve(tmp_path / "online") != curve(tmp_path / "stored")
@@ -88,28 +88,28 @@ def test_training_online_is_training_on_a_features_artefact_but_for_its_rounding
         assert len(online) == len(stored) and online == pytest.approx(stored, rel=0.05), name
 
 
-def test_the_noise_unit_is_that_of_the_stored_features(artefacts, tmp_path):
-    target = load_lm(str(artefacts.target))
-    samples = Samples(texts(artefacts), range(6))
-    stored = feature_std(Samples(open_dataset(artefacts.features), range(6)), FeatureSource(target))
+def test_the_noise_unit_is_that_of_the_stored_features(artifacts, tmp_path):
+    target = load_lm(str(artifacts.target))
+    samples = Samples(texts(artifacts), range(6))
+    stored = feature_std(Samples(open_dataset(artifacts.features), range(6)), FeatureSource(target))
     assert feature_std(samples, FeatureSource(target)) == pytest.approx(stored, rel=1e-3)  # bf16
 
 
-def test_data_that_no_head_can_be_trained_on_is_named(artefacts, tmp_path):
+def test_data_that_no_head_can_be_trained_on_is_named(artifacts, tmp_path):
     def refused(words: str, **changes) -> None:
         with pytest.raises(InputError, match=words):
-            run(config(artefacts, tmp_path / "run", **changes))
+            run(config(artifacts, tmp_path / "run", **changes))
 
-    refused(r"made with another target\.config", target=str(artefacts.draft))
-    refused("expected kind responses or prompts or features", data=artefacts.acceptance)
-    refused("expected responses to compute them of", data=artefacts.features, features="vllm")
-    refused("data: found prompts without answers", data=artefacts.responses.parent / "prompts")
+    refused(r"made with another target\.config", target=str(artifacts.draft))
+    refused("expected kind responses or prompts or features", data=artifacts.acceptance)
+    refused("expected responses to compute them of", data=artifacts.features, features="vllm")
+    refused("data: found prompts without answers", data=artifacts.responses.parent / "prompts")
 
 
-def test_the_universal_engine_trains_the_same_head(artefacts, tmp_path):
+def test_the_universal_engine_trains_the_same_head(artifacts, tmp_path):
     short = {"max_steps": 4, "val_every": 4}
-    run(config(artefacts, tmp_path / "lean", **short))
-    run(config(artefacts, tmp_path / "hf", engine="hf", **short))
+    run(config(artifacts, tmp_path / "lean", **short))
+    run(config(artifacts, tmp_path / "hf", engine="hf", **short))
     for name in ("train/loss", "val/loss", "val/tau"):
         # Two implementations of one float32 forward.
         assert curve(tmp_path / "hf", name) == pytest.approx(curve(tmp_path / "lean", name), rel=1e-4), name
@@ -117,9 +117,9 @@ def test_the_universal_engine_trains_the_same_head(artefacts, tmp_path):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("collate", [collate_features, pack_features])
-def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artefacts, collate, device):
+def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artifacts, collate, device):
     """What the loss sees is, to the bit, what decoding each row on the host gives."""
-    target, data = load_lm(str(artefacts.target)), texts(artefacts)
+    target, data = load_lm(str(artifacts.target)), texts(artifacts)
     items = [data[row] for row in range(4)]
     stored = [feature_codec.encode(target.features(item["input_ids"][None])[0], "fp8") for item in items]
     shipped = collate([item | feature_codec.as_item(kept) for item, kept in zip(items, stored, strict=True)])

@@ -25,12 +25,12 @@ from draftsmith.train.config import drafter_config
 from draftsmith.train.prepare import make_head, prepare, with_shape
 
 
-def test_initial_weights_depend_on_the_seed_alone(artefacts, tmp_path):
-    target = load_lm(str(artefacts.target))
+def test_initial_weights_depend_on_the_seed_alone(artifacts, tmp_path):
+    target = load_lm(str(artifacts.target))
 
     def weight(seed: int) -> torch.Tensor:
         state = torch.random.get_rng_state()
-        head: EagleHead = make_head(config(artefacts, tmp_path, seed=seed, init="random"), target)
+        head: EagleHead = make_head(config(artifacts, tmp_path, seed=seed, init="random"), target)
         assert torch.equal(torch.random.get_rng_state(), state)
         torch.rand(3)
         return head.fc.weight
@@ -38,17 +38,17 @@ def test_initial_weights_depend_on_the_seed_alone(artefacts, tmp_path):
     assert torch.equal(weight(1), weight(1)) and not torch.equal(weight(1), weight(2))
 
 
-def test_a_family_whose_layers_the_head_cannot_take_is_refused(artefacts, tmp_path):
+def test_a_family_whose_layers_the_head_cannot_take_is_refused(artifacts, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, eos_token_id=3)
     GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
     target = load_lm(str(tmp_path / "gpt2"))
     with pytest.raises(InputError, match="a target whose layers a head can have"):
-        make_head(config(artefacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)
+        make_head(config(artifacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)
 
 
-def test_fine_tuning_starts_at_the_heads_own_loss(artefacts, tmp_path, eagle_run):
+def test_fine_tuning_starts_at_the_heads_own_loss(artifacts, tmp_path, eagle_run):
     """Of a target that is not the recorded one, too: a head is fine-tuned for a changed model."""
     other = tmp_path / "head"
     shutil.copytree(eagle_run / "best", other)
@@ -57,19 +57,19 @@ def test_fine_tuning_starts_at_the_heads_own_loss(artefacts, tmp_path, eagle_run
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["sha256"]["config.json"] = hashlib.sha256((other / "config.json").read_bytes()).hexdigest()
     (other / "manifest.json").write_text(json.dumps(manifest))
-    module, data = prepare(config(artefacts, tmp_path / "run", init=str(other)))
-    part = a_part(artefacts, data.val.indices)
-    loaded = a_module(artefacts, tmp_path)
+    module, data = prepare(config(artifacts, tmp_path / "run", init=str(other)))
+    part = a_part(artifacts, data.val.indices)
+    loaded = a_module(artifacts, tmp_path)
     loaded.head = load_head(eagle_run / "best")
-    fresh = a_module(artefacts, tmp_path)
+    fresh = a_module(artifacts, tmp_path)
     found, wanted = validate(module, [part]), validate(loaded, [part])
     assert {name: found[name] for name in wanted} == wanted and found["loss"] < validate(fresh, [part])["loss"]
     assert all(p.requires_grad for p in module.head.parameters())
 
 
-def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artefacts, tmp_path, eagle_run):
+def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artifacts, tmp_path, eagle_run):
     start = shutil.copytree(eagle_run / "best", tmp_path / "start")
-    settings = config(artefacts, tmp_path / "run", init=str(start), max_steps=2, tau_prompts=0)
+    settings = config(artifacts, tmp_path / "run", init=str(start), max_steps=2, tau_prompts=0)
     run(settings)
     before, after = load_file(start / "model.safetensors"), load_file(tmp_path / "run" / "last" / "model.safetensors")
     assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -77,7 +77,7 @@ def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artefacts, tmp_path,
     assert json.loads((tmp_path / "run" / "last" / "manifest.json").read_text())["inputs"]["init"] == sha256
     (tmp_path / "run" / "training.json").unlink()  # as if it had been interrupted
     shutil.rmtree(start)
-    save_head(start, a_module(artefacts, tmp_path).head, {}, "card")  # another head of the same shape at the same path
+    save_head(start, a_module(artifacts, tmp_path).head, {}, "card")  # another head of the same shape at the same path
     with pytest.raises(InputError, match=r"another inputs\.init"):
         run(settings)
 
@@ -90,8 +90,8 @@ def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artefacts, tmp_path,
         ({"target": "NARROW"}, "init: found .* of width 32, expected width 16"),
     ],
 )
-def test_a_start_that_does_not_fit_is_refused(artefacts, tmp_path, eagle_run, changes, expected):
-    settings = config(artefacts, tmp_path / "run", **{"init": str(eagle_run / "best"), **changes})
+def test_a_start_that_does_not_fit_is_refused(artifacts, tmp_path, eagle_run, changes, expected):
+    settings = config(artifacts, tmp_path / "run", **{"init": str(eagle_run / "best"), **changes})
     if settings.target == "NARROW":
         settings = dataclasses.replace(settings, target=str(tiny_llama_dir(tmp_path / "narrow", hidden=16)))
     with pytest.raises(InputError, match=expected):
@@ -128,7 +128,7 @@ def test_no_option_that_shapes_a_head_has_another_value_beside_a_start(kind, tmp
         if other[field.name] == field.default or head_type.new_config(training(**other), shape) == plain:
             continue
         made = make_head(training(**other), target, lambda: torch.arange(target.info.vocab_size))
-        start = str(save_head(tmp_path / field.name, made, {"of_target": list(made.of_target)}, "card"))
+        start = str(save_head(tmp_path / field.name, made, {"tied_to_target": list(made.tied_to_target)}, "card"))
         # With the head's own value, and with none.
         for given in (other, {}):
             settled = with_shape(training(init=start, **given))
@@ -139,21 +139,21 @@ def test_no_option_that_shapes_a_head_has_another_value_beside_a_start(kind, tmp
             make_head(training(init=start, **{field.name: new}), target)
 
 
-def test_blocks_of_one_token_do_not_vary(artefacts, tmp_path):
-    settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": tmp_path / "run"}
-    target = load_lm(str(artefacts.target))
+def test_blocks_of_one_token_do_not_vary(artifacts, tmp_path):
+    settings = {"data": artifacts.responses, "target": str(artifacts.target), "output": tmp_path / "run"}
+    target = load_lm(str(artifacts.target))
     head = make_head(drafter_config("dspark")(block=1, layers=(0, 1), **settings), target)
     start = str(save_head(tmp_path / "head", head, {}, "card"))
     with pytest.raises(InputError, match="block: found 1, expected 2 or more"):
         run(drafter_config("dspark")(init=start, vary_block=True, log=("csv",), **settings))
 
 
-def test_a_head_with_plain_positions_leaves_the_targets_scaling_out(artefacts, tmp_path):
+def test_a_head_with_plain_positions_leaves_the_targets_scaling_out(artifacts, tmp_path):
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 64, "rope_theta": 5e5}
     path = str(tiny_llama_dir(tmp_path / "scaled", rope_parameters=scaling))
-    heads = [make_head(config(artefacts, tmp_path, target=path, rope=r), load_lm(path)) for r in ("target", "plain")]
+    heads = [make_head(config(artifacts, tmp_path, target=path, rope=r), load_lm(path)) for r in ("target", "plain")]
     assert [head.config.llama.rope_scaling.kind for head in heads] == ["llama3", "default"]
     saved = save_head(tmp_path / "head", heads[0], {}, "card")
     with pytest.raises(InputError, match="rope: found plain, expected target"):
-        make_head(config(artefacts, tmp_path, target=path, rope="plain", init=str(saved)), load_lm(path))
+        make_head(config(artifacts, tmp_path, target=path, rope="plain", init=str(saved)), load_lm(path))

@@ -21,20 +21,20 @@ from draftsmith.train.data import MicroBatch, SampleKey
 from draftsmith.train.module import LitDrafter
 
 
-def a_module(artefacts, tmp_path) -> LitDrafter:
-    settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
+def a_module(artifacts, tmp_path) -> LitDrafter:
+    settings, target = config(artifacts, tmp_path, noise=0.0), load_lm(str(artifacts.target))
     module = LitDrafter(prepare.make_head(settings, target), target, settings)
-    module.trainer = fake_trainer(texts(artefacts))
+    module.trainer = fake_trainer(texts(artifacts))
     return module
 
 
-def acceptance_module(artefacts, tmp_path) -> LitAcceptance:
+def acceptance_module(artifacts, tmp_path) -> LitAcceptance:
     settings = acceptance.with_defaults(
-        TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path)
+        TrainAcceptanceConfig(data=artifacts.acceptance, draft=str(artifacts.draft), output=tmp_path)
     )
-    reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), False)
+    reader = MixedText(FrozenDrafter(load_lm(str(artifacts.draft)), {}), False)
     module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings)
-    module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
+    module.trainer = fake_trainer(open_dataset(artifacts.acceptance))
     return module
 
 
@@ -42,8 +42,8 @@ def part_of(batch) -> MicroBatch:
     return micro_batch(batch, int(batch.loss_mask.sum()))
 
 
-def acceptance_part(artefacts, count: int) -> MicroBatch:
-    data = open_dataset(artefacts.acceptance)
+def acceptance_part(artifacts, count: int) -> MicroBatch:
+    data = open_dataset(artifacts.acceptance)
     return part_of(collate_acceptance([data.item(i, 0) for i in range(count)]))
 
 
@@ -56,8 +56,8 @@ class Spoiled:
     def __getattr__(self, name):
         return getattr(self._lm, name)
 
-    def features(self, input_ids, position_ids=None, capture=()):
-        states = self._lm.features(input_ids, position_ids, capture).clone()
+    def features(self, input_ids, position_ids=None, aux_layers=()):
+        states = self._lm.features(input_ids, position_ids, aux_layers).clone()
         states[1, :, 0] = math.nan
         return states
 
@@ -77,8 +77,8 @@ def named(module, part):
     return caught.value
 
 
-def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts, tmp_path):
-    data, module = texts(artefacts), a_module(artefacts, tmp_path)
+def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artifacts, tmp_path):
+    data, module = texts(artifacts), a_module(artifacts, tmp_path)
     part = part_of(collate_features([data[i] for i in range(3)]))
     assert end_of_step(module, part) == (False, 0.0)
     module.source.target = Spoiled(module.target)
@@ -88,8 +88,8 @@ def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts,
         validate(module, [part])
 
 
-def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artefacts, tmp_path):
-    module, part = acceptance_module(artefacts, tmp_path), acceptance_part(artefacts, 3)
+def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artifacts, tmp_path):
+    module, part = acceptance_module(artifacts, tmp_path), acceptance_part(artifacts, 3)
     module.reader.lm = Spoiled(module.reader.lm)
     error = named(module, part)
     assert error.model == "draft" and error.prompt == "sample 0, sample 1, sample 2"

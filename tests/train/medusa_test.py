@@ -16,7 +16,7 @@ from draftsmith.train.module import LitHead
 
 
 @pytest.mark.parametrize("lm_head", ["own", "target"])
-def test_what_the_optimiser_holds_is_saved_and_the_target_stays_bit_equal(artefacts, tmp_path, monkeypatch, lm_head):
+def test_what_the_optimizer_holds_is_saved_and_the_target_stays_bit_equal(artifacts, tmp_path, monkeypatch, lm_head):
     """The published trainer moves the shared lm_head, and does not save it."""
     seen = {}
     make_head, optimizers = prepare.make_head, LitHead.configure_optimizers
@@ -37,7 +37,7 @@ def test_what_the_optimiser_holds_is_saved_and_the_target_stays_bit_equal(artefa
     own = {"num_heads": 2, "lm_head": lm_head, "tau_prompts": 2}
     quick = {name: value for name, value in QUICK.items() if name != "token_weight"}
     config = drafter_config("medusa")(
-        data=artefacts.features, target=str(artefacts.target), output=tmp_path, **{**quick, **own}
+        data=artifacts.features, target=str(artifacts.target), output=tmp_path, **{**quick, **own}
     )
     run(config)
     after = seen["target"].model.state_dict()
@@ -47,7 +47,7 @@ def test_what_the_optimiser_holds_is_saved_and_the_target_stays_bit_equal(artefa
     assert names == set(saved) and len(names) == 2 * (2 + (lm_head == "own"))
     for weight in seen["held"]:  # and what is saved is what was trained
         assert torch.equal(saved[seen["named"][weight]], weight)
-    head = load_head(tmp_path / "best", load_lm(str(artefacts.target)), kind="medusa")
+    head = load_head(tmp_path / "best", load_lm(str(artifacts.target)), kind="medusa")
     assert head.config.own_lm_head == (lm_head == "own")
     if lm_head == "own":
         start = seen["before"]["lm_head.weight"]

@@ -47,8 +47,8 @@ def another_drafter():
 
 
 @pytest.fixture(scope="module")
-def trained(artefacts, tmp_path_factory) -> Path:
-    settings = {"data": artefacts.responses, "target": str(artefacts.target), **QUICK}
+def trained(artifacts, tmp_path_factory) -> Path:
+    settings = {"data": artifacts.responses, "target": str(artifacts.target), **QUICK}
     settings |= {"output": tmp_path_factory.mktemp("bigram") / "run"}
     return run(drafter_config("bigram")(**settings))
 
@@ -61,11 +61,11 @@ def test_the_registry_has_it_and_its_settings_are_flags(tmp_path):
         drafter_config("bigram")(data=tmp_path, output=tmp_path, target="t", scale=0)
 
 
-def test_it_is_trained_loaded_and_lossless(artefacts, trained):
+def test_it_is_trained_loaded_and_lossless(artifacts, trained):
     found = losses(trained.parent)
     assert len(found) == 4 and found[-1] < found[0] and losses(trained.parent, "val/tau")[-1] >= 1
     assert json.loads((trained / "config.json").read_text())["kind"] == "bigram"
-    target = load_lm(str(artefacts.target))
+    target = load_lm(str(artifacts.target))
     head = load_draft_head(trained, target)
     assert type(head).__name__ == "BigramHead" and not head.training
     models, prompt = Models(target, heads={"bigram": head}, capacity=64), [5, 6, 7, 8]
@@ -76,22 +76,22 @@ def test_it_is_trained_loaded_and_lossless(artefacts, trained):
     assert plain.tokens == drafted.tokens and drafted.trace.num_draft_tokens > 0
 
 
-def test_a_head_is_fine_tuned(artefacts, tmp_path, trained):
-    target = load_lm(str(artefacts.target))
-    settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": tmp_path, **QUICK}
+def test_a_head_is_fine_tuned(artifacts, tmp_path, trained):
+    target = load_lm(str(artifacts.target))
+    settings = {"data": artifacts.responses, "target": str(artifacts.target), "output": tmp_path, **QUICK}
     tuned = make_head(drafter_config("bigram")(init=str(trained), **settings), target)
     assert torch.equal(tuned.mix.weight, load_head(trained).mix.weight) and tuned.mix.weight.requires_grad
     with pytest.raises(InputError, match="a bigram head, expected an eagle head"):
         make_head(drafter_config("eagle")(init=str(trained), **settings), target)
 
 
-def test_its_drafts_are_labelled_and_an_acceptance_head_learns_from_its_states(artefacts, tmp_path, trained):
-    models = {"draft": str(trained), "target": str(artefacts.target), "num_threads": 1}
+def test_its_drafts_are_labeled_and_an_acceptance_head_learns_from_its_states(artifacts, tmp_path, trained):
+    models = {"draft": str(trained), "target": str(artifacts.target), "num_threads": 1}
     asked = {"labels": "rollout", "temperature": (0.0,), "depth": 3, "limit": 16}
     made = labels.run(
-        labels.AcceptanceConfig(responses=artefacts.responses, output=tmp_path / "labels", **models, **asked)
+        labels.AcceptanceConfig(responses=artifacts.responses, output=tmp_path / "labels", **models, **asked)
     )
-    identity = drafter_identity(trained, load_lm(str(artefacts.target)))
+    identity = drafter_identity(trained, load_lm(str(artifacts.target)))
     assert set(identity) > {"bigram"} and Manifest.read(made).identity["draft"] == identity
     quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "log": ("csv",)}
     best = fit(*prepare(TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)))
@@ -108,24 +108,24 @@ class Captured:
     def __getattr__(self, name):
         return getattr(self._lm, name)
 
-    def features(self, input_ids, position_ids=None, capture=()):
+    def features(self, input_ids, position_ids=None, aux_layers=()):
         states = self._lm.features(input_ids)
-        return torch.cat([states * (layer + 1) for layer in capture], -1) if capture else states
+        return torch.cat([states * (layer + 1) for layer in aux_layers], -1) if aux_layers else states
 
 
-def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefacts, tmp_path, monkeypatch):
+def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artifacts, tmp_path, monkeypatch):
     bigram = drafters.head_class("bigram")
-    monkeypatch.setattr(bigram, "learns_from", classmethod(lambda cls, config, num_layers: (0, num_layers - 1)))
-    settings = {"target": str(artefacts.target), "output": tmp_path / "run", **QUICK}
+    monkeypatch.setattr(bigram, "loss_layers", classmethod(lambda cls, config, num_layers: (0, num_layers - 1)))
+    settings = {"target": str(artifacts.target), "output": tmp_path / "run", **QUICK}
     with pytest.raises(InputError, match="features of layers final-norm, expected those of 0,1"):
-        prepare(drafter_config("bigram")(data=artefacts.features, **settings))
+        prepare(drafter_config("bigram")(data=artifacts.features, **settings))
     monkeypatch.setattr(features, "load_lm", lambda *args, **kwargs: Captured(load_lm(*args, **kwargs)))
-    asked = {"responses": artefacts.responses, "target": str(artefacts.target), "num_threads": 1}
+    asked = {"responses": artifacts.responses, "target": str(artifacts.target), "num_threads": 1}
     made = features.run(features.FeaturesConfig(output=tmp_path / "features", drafter="bigram", **asked))
     assert Manifest.read(made).identity["target"]["layers"] == "0,1"
-    stored, plain = open_dataset(made)[3]["features"], open_dataset(artefacts.features)[3]["features"]
+    stored, plain = open_dataset(made)[3]["features"], open_dataset(artifacts.features)[3]["features"]
     assert torch.equal(stored, torch.cat([plain, 2 * plain], -1))
-    target = Captured(load_lm(str(artefacts.target)))
-    batch = collate_features([text_dataset(artefacts.responses, str(artefacts.target), target.info.identity)[3]])
+    target = Captured(load_lm(str(artifacts.target)))
+    batch = collate_features([text_dataset(artifacts.responses, str(artifacts.target), target.info.identity)[3]])
     online = FeatureSource(target, (0, 1)).compute(batch.input_ids, [])[0]
     torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16

@@ -172,9 +172,9 @@ def test_a_resumed_training_has_the_rest_of_the_time():
     assert shares[0] == pytest.approx(1 - 40 / (120 * 0.85), abs=0.03)
 
 
-def test_a_training_by_the_clock_is_validated_saved_and_finished(artefacts, tmp_path):
+def test_a_training_by_the_clock_is_validated_saved_and_finished(artifacts, tmp_path):
     config = drafter_config("medusa")(
-        data=artefacts.features, target=str(artefacts.target), output=tmp_path / "head", minutes=0.02, batch_size=4,
+        data=artifacts.features, target=str(artifacts.target), output=tmp_path / "head", minutes=0.02, batch_size=4,
         tau_prompts=0, log=("csv",), val_share=0.3,
     )  # fmt: skip
     best = run(config)

@@ -26,8 +26,8 @@ STEPS = 150
 COST = "cost/"
 
 
-def settings(artefacts, output: Path, **changes) -> dict[str, str]:
-    base = {"data": artefacts.acceptance, "draft": artefacts.draft, "output": output, "lr": 2e-3, "batch_size": 8}
+def settings(artifacts, output: Path, **changes) -> dict[str, str]:
+    base = {"data": artifacts.acceptance, "draft": artifacts.draft, "output": output, "lr": 2e-3, "batch_size": 8}
     base |= {"val_share": 0.25, "val_every": 100, "save_every": 7, "log_every": 10, "log": "csv", "num_threads": 1}
     return {name: str(value) for name, value in {**base, "max_steps": STEPS, "accelerator": "cpu", **changes}.items()}
 
@@ -69,15 +69,15 @@ def wait_for_a_checkpoint(output: Path, running: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(artefacts, tmp_path_factory) -> Path:
+def unbroken(artifacts, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("unbroken") / "run"
     torch.set_num_threads(1)
-    in_process(settings(artefacts, output))
+    in_process(settings(artifacts, output))
     return output
 
 
-def test_a_killed_training_goes_on_as_if_nothing_had_happened(artefacts, tmp_path, unbroken):
-    options = settings(artefacts, tmp_path / "run")
+def test_a_killed_training_goes_on_as_if_nothing_had_happened(artifacts, tmp_path, unbroken):
+    options = settings(artifacts, tmp_path / "run")
     process = subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for_a_checkpoint(tmp_path / "run", lambda: process.poll() is None)
     process.send_signal(signal.SIGSTOP)  # it is there, and does not end before a second one has come
@@ -90,9 +90,9 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(artefacts, tmp_pat
     assert_same_run(tmp_path / "run", unbroken)
 
 
-def test_a_finished_training_says_so_and_nothing_changes(artefacts, unbroken, capsys):
+def test_a_finished_training_says_so_and_nothing_changes(artifacts, unbroken, capsys):
     before = (unbroken / "training.json").stat().st_mtime_ns
-    options = settings(artefacts, unbroken)
+    options = settings(artifacts, unbroken)
     assert in_process(options) == unbroken / "best"
     assert "holds a finished training" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"config.lr: 0.1, begun with .* choose another output"):
@@ -100,9 +100,9 @@ def test_a_finished_training_says_so_and_nothing_changes(artefacts, unbroken, ca
     assert (unbroken / "training.json").stat().st_mtime_ns == before
 
 
-def test_a_signal_saves_and_says_how_to_go_on(artefacts, tmp_path, unbroken):
+def test_a_signal_saves_and_says_how_to_go_on(artifacts, tmp_path, unbroken):
     number = signal.SIGINT
-    options, log = settings(artefacts, tmp_path / "run"), tmp_path / "log"
+    options, log = settings(artifacts, tmp_path / "run"), tmp_path / "log"
     process = commanded(command(options, "draftsmith")[2:], log)
     wait_for_a_checkpoint(tmp_path / "run", process.is_alive)
     os.kill(process.pid, number)

@@ -24,9 +24,9 @@ from draftsmith.train.data import held_out
 from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory
 
 
-def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
-    settings = {"data": artefacts.responses, "epochs": 2, "batch_size": 6, "tau_prompts": 0, "log": ("csv",)}
-    return drafter_config("eagle")(target=str(artefacts.target), output=output, **{**settings, **changes})
+def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
+    settings = {"data": artifacts.responses, "epochs": 2, "batch_size": 6, "tau_prompts": 0, "log": ("csv",)}
+    return drafter_config("eagle")(target=str(artifacts.target), output=output, **{**settings, **changes})
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
     ],
     ids=["batches", "held out", "pieces", "steps"],
 )
-def test_an_eagle_plan_counts_what_the_training_does(artefacts, tmp_path, changes):
-    config = eagle_config(artefacts, tmp_path / "run", **changes)
+def test_an_eagle_plan_counts_what_the_training_does(artifacts, tmp_path, changes):
+    config = eagle_config(artifacts, tmp_path / "run", **changes)
     plan = plan_of(config)
     module, data = prepare.prepare(config)
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
@@ -74,9 +74,9 @@ def test_frozen_parameters_equal_the_loaded_models(tmp_path, family, extra):
     assert plan_of(config).frozen == sum(p.numel() for p in loaded.parameters())
 
 
-def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path):
+def test_planned_checkpoints_are_as_large_as_written_ones(artifacts, tmp_path):
     """Files hold names, positions and settings beside their tensors: some kB."""
-    config = eagle_config(artefacts, tmp_path / "run", max_steps=3, save_every=1, keep=2, log=("csv",))
+    config = eagle_config(artifacts, tmp_path / "run", max_steps=3, save_every=1, keep=2, log=("csv",))
     plan = plan_of(config)
     run(config)
     kept = list((config.output / "checkpoints").glob("*/state.pt"))
@@ -87,20 +87,20 @@ def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path):
     assert written < plan.disk_bytes
 
 
-def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(artefacts, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(artifacts, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=2**26 + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     output = tmp_path / "run"
     monkeypatch.setattr(prepare, "load_lm", None)
-    config = eagle_config(artefacts, output, max_steps=1)
+    config = eagle_config(artifacts, output, max_steps=1)
     with pytest.raises(InputError, match=r"output: found 67,109,864 bytes free.*--keep"):
         run(config)
     assert not output.exists()
 
 
-def test_the_command_prints_a_table_that_fits_and_its_numbers(artefacts, capsys, monkeypatch):
+def test_the_command_prints_a_table_that_fits_and_its_numbers(artifacts, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    words = ["--target", str(artefacts.target), "--data", str(artefacts.responses), "--plan-ranks", "4"]
+    words = ["--target", str(artifacts.target), "--data", str(artifacts.responses), "--plan-ranks", "4"]
     words = [
         "train",
         "eagle",
@@ -108,7 +108,7 @@ def test_the_command_prints_a_table_that_fits_and_its_numbers(artefacts, capsys,
         "--output",
         "none",
         "--config",
-        "eagle-small",
+        "eagle-embedded",
         "--strategy",
         "deepspeed_stage_2",
         *words,
@@ -119,12 +119,12 @@ def test_the_command_prints_a_table_that_fits_and_its_numbers(artefacts, capsys,
     assert "zero-2*" in out and "peak" in out and "alone" not in out
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["world"] == 4 and plan["documents"]["source"] == str(artefacts.responses)
+    assert plan["world"] == 4 and plan["documents"]["source"] == str(artifacts.responses)
     assert plan["memories"]["zero-2"]["libraries"] > 0
 
 
-def test_without_data_a_plan_states_its_assumption(artefacts, tmp_path, capsys):
-    words = ["--target", str(artefacts.target), "--data", str(tmp_path / "none"), "--plan-samples", "1000"]
+def test_without_data_a_plan_states_its_assumption(artifacts, tmp_path, capsys):
+    words = ["--target", str(artifacts.target), "--data", str(tmp_path / "none"), "--plan-samples", "1000"]
     words += ["--plan-length", "100", "--batch-size", "10", "--epochs", "1", "--output", str(tmp_path / "head")]
     assert main(["train", "eagle", "--plan", *words]) == 0
     assert not (tmp_path / "head").exists()
@@ -149,19 +149,19 @@ def test_what_zero_shares_out_adds_up_over_the_ranks(strategy):
     assert memory["peak"] == sum(memory[part] for part in process)
 
 
-def test_fine_tuning_is_planned_with_the_heads_own_shape(artefacts, tmp_path):
+def test_fine_tuning_is_planned_with_the_heads_own_shape(artifacts, tmp_path):
     """The head's sizes differ from the target's, and its context is shorter than the documents."""
-    target = load_lm(str(artefacts.target))
+    target = load_lm(str(artifacts.target))
     layer = dataclasses.replace(target.config, intermediate_size=24, num_kv_heads=4, num_layers=2, max_position=40)
     head = save_head(tmp_path / "head", EagleHead(EagleConfig(layer, fc_bias=True)), {}, "card")
-    config = eagle_config(artefacts, tmp_path / "run", init=str(head))
+    config = eagle_config(artifacts, tmp_path / "run", init=str(head))
     plan = plan_of(config)
     module, data = prepare.prepare(config)
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths) and max(plan.documents.lengths) <= 40
 
 
-def test_a_training_runs_on_a_machine_without_proc(artefacts, tmp_path, monkeypatch):
+def test_a_training_runs_on_a_machine_without_proc(artifacts, tmp_path, monkeypatch):
     """Such as a Mac."""
     opened = io.open
 
@@ -174,5 +174,5 @@ def test_a_training_runs_on_a_machine_without_proc(artefacts, tmp_path, monkeypa
     monkeypatch.setattr("builtins.open", open_elsewhere)
     with pytest.raises(FileNotFoundError):
         Path("/proc/self/statm").read_text()
-    config = eagle_config(artefacts, tmp_path / "run", max_steps=2)
+    config = eagle_config(artifacts, tmp_path / "run", max_steps=2)
     assert (run(config) / "model.safetensors").is_file()

@@ -44,8 +44,8 @@ RESUMED_ON_ONE = [("acceptance", "deepspeed_stage_3", 2)]
 class Runs:
     """Trainings of this module by name, under one directory."""
 
-    def __init__(self, artefacts, rollouts: Path, root: Path):
-        self.artefacts, self.rollouts, self.root = artefacts, rollouts, root
+    def __init__(self, artifacts, rollouts: Path, root: Path):
+        self.artifacts, self.rollouts, self.root = artifacts, rollouts, root
         self.said = ""
 
     def __getitem__(self, name: str) -> Path:
@@ -55,7 +55,7 @@ class Runs:
         """more: keys of the job that rank_jobs.py explains; everything else is configuration."""
         config = {"lr": 2e-3, "batch_size": 8, "val_share": 0.25, "val_every": 10, "save_every": 7, "keep": 99}
         config |= {"log_every": 1, "log": ("csv",), "num_threads": 1, "max_steps": STEPS, "accelerator": "cpu"}
-        made = self.artefacts
+        made = self.artifacts
         if head == "acceptance":
             config |= {"data": str(made.acceptance), "draft": str(made.draft)}
         elif head == "rollouts":
@@ -63,7 +63,7 @@ class Runs:
             config |= {"data": str(self.rollouts), "draft": str(made.draft), "accumulate": 2, "max_steps": 6}
         elif head == "eagle3":  # the target is in the training; some choices of it cannot be drafted
             config |= {"data": str(made.responses), "target": str(made.target), "layers": (0, 1), "draft_vocab": 40}
-            config |= {"passes": 3, "train_lm_head": True, "accumulate": 2, "tau_prompts": 0, "max_steps": 8}
+            config |= {"ttt_steps": 3, "train_lm_head": True, "accumulate": 2, "tau_prompts": 0, "max_steps": 8}
         elif head == "dspark":  # blocks are drawn, of a length drawn for the step
             config |= {"data": str(made.responses), "target": str(made.target), "layers": (0, 1), "num_layers": 1}
             config |= {"block": 3, "vary_block": True, "anchors": 5, "markov_rank": 4, "accumulate": 2}
@@ -86,8 +86,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(artefacts, rollouts, tmp_path_factory) -> Runs:
-    runs = Runs(artefacts, rollouts, tmp_path_factory.mktemp("ranks"))
+def runs(artifacts, rollouts, tmp_path_factory) -> Runs:
+    runs = Runs(artifacts, rollouts, tmp_path_factory.mktemp("ranks"))
     torch.set_num_threads(1)
     for head in (*HEADS, "eagle3", "dspark", "rollouts"):
         run_job(runs.job(f"{head}-one", head))
@@ -230,7 +230,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(runs, stra
 def test_too_many_bad_steps_end_the_run_and_name_the_samples(runs):
     messages = [runs.stopped("too-many", rank) for rank in (0, 1)]
     assert messages[0] == messages[1]
-    ids = parquet.read_table(next(runs.artefacts.features.glob("*.parquet")), columns=["id"])["id"].to_pylist()
+    ids = parquet.read_table(next(runs.artifacts.features.glob("*.parquet")), columns=["id"])["id"].to_pylist()
     named = re.search(r"not finite in 2 steps, with samples (.*?), expected", messages[0])
     assert named is not None, messages[0]
     found = named[1].split(", ")

@@ -38,21 +38,21 @@ QUICK = {"lr": 5e-3, "max_steps": 8, "batch_size": 6, "val_share": 0.25, "log": 
 
 
 @pytest.fixture(scope="module")
-def eagle(artefacts, tmp_path_factory) -> Path:
+def eagle(artifacts, tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    target = load_lm(str(artefacts.target))
+    target = load_lm(str(artifacts.target))
     head = EagleHead(EagleConfig.for_target(target.config))
     return save_head(tmp_path_factory.mktemp("eagle") / "head", head, {"target": target.info.identity}, "card")
 
 
-def config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
-    return TrainAcceptanceConfig(data=rollouts, output=output, **{"draft": str(artefacts.draft), **QUICK, **changes})
+def config(artifacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
+    return TrainAcceptanceConfig(data=rollouts, output=output, **{"draft": str(artifacts.draft), **QUICK, **changes})
 
 
 @pytest.fixture(scope="module")
-def trained(artefacts, rollouts, tmp_path_factory) -> Path:
+def trained(artifacts, rollouts, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("trained") / "run"
-    run(config(artefacts, rollouts, output))
+    run(config(artifacts, rollouts, output))
     return output
 
 
@@ -71,8 +71,8 @@ def drafts_of(batch):
 
 
 @pytest.mark.parametrize("state", ["before", "after"])
-def test_states_equal_those_of_each_draft_read_alone(artefacts, rollouts, state):
-    draft = load_lm(str(artefacts.draft))
+def test_states_equal_those_of_each_draft_read_alone(artifacts, rollouts, state):
+    draft = load_lm(str(artifacts.draft))
     head = AcceptanceHeadConfig(32, state=state, features=("log_q", "depth", "temperature", "entropy"))
     batch = a_batch(rollouts)
     reader = RolloutReader(FrozenDrafter(draft, {}), head, DEPTH)
@@ -109,8 +109,8 @@ def test_states_equal_those_of_each_draft_read_alone(artefacts, rollouts, state)
 
 
 @pytest.mark.parametrize("state", ["before", "after"])
-def test_a_draft_of_one_token_is_read_too(artefacts, rollouts, state):
-    draft, batch = load_lm(str(artefacts.draft)), a_batch(rollouts)
+def test_a_draft_of_one_token_is_read_too(artifacts, rollouts, state):
+    draft, batch = load_lm(str(artifacts.draft)), a_batch(rollouts)
     batch = dataclasses.replace(batch, draft_ids=batch.draft_ids[:, :1])
     found = RolloutReader(FrozenDrafter(draft, {}), AcceptanceHeadConfig(32, state=state), 1).states(batch)
     for number, text in drafts_of(batch):
@@ -120,8 +120,8 @@ def test_a_draft_of_one_token_is_read_too(artefacts, rollouts, state):
         assert torch.allclose(found[number, 0], hidden[-2 if state == "before" else -1], atol=1e-5)
 
 
-def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, rollouts, eagle):
-    target = load_lm(str(artefacts.target))
+def test_an_eagle_heads_states_are_those_over_the_targets_features(artifacts, rollouts, eagle):
+    target = load_lm(str(artifacts.target))
     head = load_head(eagle, target)
     batch = a_batch(rollouts, rows=(1, 2))
     found = RolloutReader(FrozenDrafter(target, {}, head), AcceptanceHeadConfig(32, state="before"), DEPTH).states(
@@ -133,10 +133,10 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
         assert torch.allclose(found[number, 0], rows[-1], atol=1e-5)
 
 
-def a_module(artefacts, rollouts, tmp_path) -> LitAcceptance:
-    settings = config(artefacts, rollouts, tmp_path)
+def a_module(artifacts, rollouts, tmp_path) -> LitAcceptance:
+    settings = config(artifacts, rollouts, tmp_path)
     head = make_head(settings, 32)
-    reader = RolloutReader(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH)
+    reader = RolloutReader(FrozenDrafter(load_lm(str(artifacts.draft)), {}), head.config, DEPTH)
     module = LitAcceptance(head, reader, settings)
     module.trainer = fake_trainer(open_dataset(rollouts))
     return module
@@ -151,8 +151,8 @@ def a_part(module: LitAcceptance, rollouts, rows) -> MicroBatch:
     return MicroBatch(batch, tuple(SampleKey(0, row) for row in rows), tuple(answers.lengths), tokens)
 
 
-def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollouts, tmp_path):
-    module = a_module(artefacts, rollouts, tmp_path)
+def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artifacts, rollouts, tmp_path):
+    module = a_module(artifacts, rollouts, tmp_path)
     part = a_part(module, rollouts, (0, 1))
     output = step_loss(module, part)
     batch = module.reader.read(part.data).batch
@@ -169,17 +169,17 @@ def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollo
     assert not any(p.requires_grad or p.grad is not None for p in module.reader.drafter.lm.model.parameters())
 
 
-def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trained):
+def test_accumulating_gives_the_same_weights(artifacts, rollouts, tmp_path, trained):
     """Though parts have other sums of weights than their numbers of tokens."""
-    run(config(artefacts, rollouts, tmp_path / "run", accumulate=4))
+    run(config(artifacts, rollouts, tmp_path / "run", accumulate=4))
     ours = load_file(trained / "last" / "model.safetensors")
     theirs = load_file(tmp_path / "run" / "last" / "model.safetensors")
     # As for mixed labels: 8 AdamW steps of 5e-3 on gradients that differ by 1e-7 of their size.
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4, rtol=0) for name in ours)
 
 
-def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollouts, tmp_path):
-    module = a_module(artefacts, rollouts, tmp_path)
+def test_validation_weighs_tokens_by_how_often_they_are_reached(artifacts, rollouts, tmp_path):
+    module = a_module(artifacts, rollouts, tmp_path)
     parts = [a_part(module, rollouts, rows) for rows in ((0, 1), (2, 4, 5))]
     found = validate(module, parts)
     batches = [module.reader.read(part.data, with_log_q=True) for part in parts]
@@ -194,26 +194,26 @@ def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollo
         assert found[name] == pytest.approx(expected, abs=1e-6)
 
 
-def test_config_and_card_name_the_heads_inputs_and_labels(artefacts, trained):
+def test_config_and_card_name_the_heads_inputs_and_labels(artifacts, trained):
     written = json.loads((trained / "best" / "config.json").read_text())
     assert (written["labels"], written["mode"], written["drafter"]) == ("rollout", "sampling", "draft")
     assert written["sampling"]["temperature"] == [0.5, 1.0]
-    head = load_head(trained / "best", load_lm(str(artefacts.draft)), kind="acceptance")
+    head = load_head(trained / "best", load_lm(str(artifacts.draft)), kind="acceptance")
     assert (head.config.state, head.config.num_blocks, head.config.w_rej) == ("before", 0, 1.0)
     assert (head.config.activation, head.config.standardize, head.config.width) == ("relu", True, 128)
     assert head.config.features == ("log_q", "logit_q", "depth", "repeat", "temperature")
     assert head.config.calibration != (1.0, 0.0)
     card = (trained / "best" / "README.md").read_text()
     assert "ece_platt" in card and "--method online:head=on" in card
-    assert "tokens of labelled drafts" in card
+    assert "tokens of labeled drafts" in card
 
 
-def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
-    models = {"target": str(artefacts.target), "draft": str(eagle)}
+def test_heads_of_eagle_chains_are_trained(artifacts, eagle, tmp_path):
+    models = {"target": str(artifacts.target), "draft": str(eagle)}
     made = labels.run(
         labels.AcceptanceConfig(
-            responses=artefacts.responses,
-            target=str(artefacts.target),
+            responses=artifacts.responses,
+            target=str(artifacts.target),
             draft=str(eagle),
             output=tmp_path / "labels",
             labels="rollout",
@@ -223,10 +223,10 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
             num_threads=1,
         )
     )
-    settings = config(artefacts, made, tmp_path / "run", **models, max_steps=2)
+    settings = config(artifacts, made, tmp_path / "run", **models, max_steps=2)
     best = run(settings)
-    identity = drafter_identity(eagle, load_lm(str(artefacts.target)))
-    head = load_head(best, load_lm(str(artefacts.target)), kind="acceptance", identity=identity)
+    identity = drafter_identity(eagle, load_lm(str(artifacts.target)))
+    head = load_head(best, load_lm(str(artifacts.target)), kind="acceptance", identity=identity)
     assert "temperature" not in head.config.features
     written = json.loads((best / "config.json").read_text())
     assert (written["target"], written["drafter"], written["mode"]) == (identity, "eagle", "greedy")
@@ -234,30 +234,30 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
     with pytest.raises(InputError, match="target: found none"):
         run(dataclasses.replace(settings, target=None, output=tmp_path / "other"))
     with pytest.raises(InputError, match=r"made with another draft\.eagle"):
-        chain = EagleHead(EagleConfig.for_target(load_lm(str(artefacts.target)).config))
+        chain = EagleHead(EagleConfig.for_target(load_lm(str(artifacts.target)).config))
         other = save_head(tmp_path / "other-eagle", chain, {}, "card")
         run(dataclasses.replace(settings, draft=str(other), output=tmp_path / "other"))
 
 
-def test_training_starts_from_a_head_of_its_shape(artefacts, rollouts, trained, tmp_path):
-    head = make_head(config(artefacts, rollouts, tmp_path, init=trained / "best"), 32)
+def test_training_starts_from_a_head_of_its_shape(artifacts, rollouts, trained, tmp_path):
+    head = make_head(config(artifacts, rollouts, tmp_path, init=trained / "best"), 32)
     expected = dataclasses.replace(load_head(trained / "best").config, calibration=(1.0, 0.0))
     assert head.config == expected
     torch.manual_seed(0)
     published = save_head(tmp_path / "published", AcceptanceHead(AcceptanceHeadConfig(32)), {}, "card")
-    late = make_head(config(artefacts, rollouts, tmp_path, init=published), 32)
+    late = make_head(config(artifacts, rollouts, tmp_path, init=published), 32)
     assert (late.config.state, late.config.features, late.config.num_blocks) == ("after", (), 3)
     with pytest.raises(InputError, match=r"init: found state before asked of .*expected state after"):
-        make_head(config(artefacts, rollouts, tmp_path, init=published, state="before"), 32)
+        make_head(config(artifacts, rollouts, tmp_path, init=published, state="before"), 32)
 
 
-def test_options_that_do_not_fit_the_labels_are_errors(artefacts, rollouts, tmp_path):
+def test_options_that_do_not_fit_the_labels_are_errors(artifacts, rollouts, tmp_path):
     wrong = [
         (rollouts, {"mix": 0.1}, r"mix: found 0.1, expected labels of mixed text"),
         (rollouts, {"max_length": 20}, r"max_length: found 20.*label shorter responses"),
-        (artefacts.acceptance, {"state": "before"}, r"data: found acceptance labels of mixed text.*--labels rollout"),
-        (artefacts.acceptance, {"features": ("log_q",)}, r"data: found .*--labels rollout"),
+        (artifacts.acceptance, {"state": "before"}, r"data: found acceptance labels of mixed text.*--labels rollout"),
+        (artifacts.acceptance, {"features": ("log_q",)}, r"data: found .*--labels rollout"),
     ]
     for data, changes, message in wrong:
         with pytest.raises(InputError, match=message):
-            run(config(artefacts, data, tmp_path / "run", **changes))
+            run(config(artifacts, data, tmp_path / "run", **changes))

@@ -25,21 +25,21 @@ def assert_the_same_features(directory: Path, expected: Path) -> None:
         torch.testing.assert_close(row["features"], other["features"], rtol=2**-7, atol=1e-4)
 
 
-def test_a_device_map_is_the_same_target(artefacts, tmp_path):
-    target, plain = (load_lm(str(artefacts.target), engine="hf", device_map=spread) for spread in (True, False))
+def test_a_device_map_is_the_same_target(artifacts, tmp_path):
+    target, plain = (load_lm(str(artifacts.target), engine="hf", device_map=spread) for spread in (True, False))
     assert target.info == plain.info
     prompt = [5, 6, 7, 8, 9]
     answers = [generate_one(lm, None, prompt, SamplingParams(), 12, TorchSource(0)).tokens for lm in (target, plain)]
     assert answers[0] == answers[1]
-    made = features.FeaturesConfig(artefacts.responses, str(artefacts.target), tmp_path / "features")
+    made = features.FeaturesConfig(artifacts.responses, str(artifacts.target), tmp_path / "features")
     features.run(dataclasses.replace(made, device_map=True, num_threads=1))
-    assert_the_same_features(tmp_path / "features", artefacts.features)
+    assert_the_same_features(tmp_path / "features", artifacts.features)
 
 
-def test_what_cannot_be_spread_is_said(artefacts, monkeypatch, tmp_path):
-    path = str(artefacts.target)
+def test_what_cannot_be_spread_is_said(artifacts, monkeypatch, tmp_path):
+    path = str(artifacts.target)
     with pytest.raises(InputError, match="devices: found 2, expected 1 with --device-map"):
-        config(artefacts, tmp_path, device_map=True, devices=2)
+        config(artifacts, tmp_path, device_map=True, devices=2)
     with pytest.raises(InputError, match="device_map: found the lean engine"):
         load_lm(path, engine="lean", device_map=True)
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():

@@ -30,9 +30,9 @@ from draftsmith.train.data import Samples
 from draftsmith.train.tau import TauProbe, general_prompts, held_out_prompts, probe_prompts
 
 
-def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_path):
-    module = a_module(artefacts, tmp_path)
-    prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
+def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artifacts, tmp_path):
+    module = a_module(artifacts, tmp_path)
+    prompts = list(held_out_prompts(Samples(open_dataset(artifacts.features), range(3))))
     assert len(prompts) == 3
     target, tokens, calls, behind = module.target, 0, 0, 0
     plain = generate_one(target, None, prompts[0], SamplingParams(), 10, TorchSource(0))
@@ -45,7 +45,7 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
         first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
         behind += 9 - first
     assert tokens == 30 and behind > 0
-    probe = TauProbe(target, prompts, config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10), 1)
+    probe = TauProbe(target, prompts, config(artifacts, tmp_path, tau_k=2, tau_max_new_tokens=10), 1)
     assert probe(module.head, module.device) == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
     assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
 
@@ -67,33 +67,33 @@ class Conversations:
             yield np.arange(20), mask
 
 
-def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artefacts, tmp_path):
+def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artifacts, tmp_path):
     rows = Conversations([(3, 5), (8, 9)], [(2, 4), (10, 12)], [(0, 4)], [(7, 20)], [(4, 6), (9, 10), (15, 20)])
     samples = Samples(rows, range(5))
     # The first answer of the first, the second of the second, and so on; then those that are left.
     assert [len(prompt) for prompt in held_out_prompts(samples)] == [3, 10, 7, 9, 8, 2, 15, 4]
-    settings = config(artefacts, tmp_path, tau_prompts=3, tau_max_new_tokens=8)
+    settings = config(artifacts, tmp_path, tau_prompts=3, tau_max_new_tokens=8)
     assert [len(prompt) for prompt in probe_prompts(settings, samples, 256)] == [3, 10, 7]
     # An answer of the stated length has room behind each, where there are such.
     assert [len(prompt) for prompt in probe_prompts(settings, samples, 16)] == [3, 7, 8]
     assert [len(prompt) for prompt in probe_prompts(settings, samples, 9)] == [3, 7, 8]
-    served = artefacts.responses.with_name("prompts")
+    served = artifacts.responses.with_name("prompts")
     ids = [row["prompt_ids"] for row in Rows(served, Manifest.read(served)).read(0, 3)]
     assert probe_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
-    with pytest.raises(InputError, match="an artefact of kind features, expected kind prompts"):
-        probe_prompts(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
+    with pytest.raises(InputError, match="an artifact of kind features, expected kind prompts"):
+        probe_prompts(dataclasses.replace(settings, tau_data=artifacts.features), samples, 256)
 
 
-def test_tau_is_measured_on_whole_prompts_where_the_training_reads_pieces(artefacts):
-    whole = open_dataset(artefacts.features)
+def test_tau_is_measured_on_whole_prompts_where_the_training_reads_pieces(artifacts):
+    whole = open_dataset(artifacts.features)
     pieces = whole.in_pieces(16)
     assert len(pieces) > len(whole)
     prompts = [list(held_out_prompts(Samples(each, range(len(each))))) for each in (whole, pieces)]
     assert prompts[0] == prompts[1] and all(prompts[0])
 
 
-def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artefacts, tmp_path, capsys):
-    settings = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10)
+def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artifacts, tmp_path, capsys):
+    settings = config(artifacts, tmp_path, tau_k=2, tau_max_new_tokens=10)
     shipped = dataclasses.replace(settings, target="embedded:target")
     assert general_prompts(shipped, 1024) == []  # it edits code
     copy = Path(shutil.copytree(settings.target, tmp_path / "copy"))
@@ -103,8 +103,8 @@ def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artefacts, t
     assert len(general) == 12 and "def " in tokenizer.decode(general[4])
     assert general_prompts(dataclasses.replace(other, tau_data=tmp_path), 1024) == []
     # Each group is measured as it is alone.
-    module = a_module(artefacts, tmp_path)
-    prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
+    module = a_module(artifacts, tmp_path)
+    prompts = list(held_out_prompts(Samples(open_dataset(artifacts.features), range(3))))
     held_out, alone = (
         TauProbe(module.target, part, settings, 1)(module.head, module.device) for part in (prompts, general[:2])
     )
@@ -121,10 +121,10 @@ def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artefacts, t
     assert general_prompts(other, 1024) == [] and "no tau_general" in capsys.readouterr().err
 
 
-def test_best_is_chosen_by_the_loss_where_no_answer_is_as_long_as_a_draft(artefacts, tmp_path):
-    short = {"prompts": artefacts.prompts, "target": str(artefacts.target), "output": tmp_path / "short"}
+def test_best_is_chosen_by_the_loss_where_no_answer_is_as_long_as_a_draft(artifacts, tmp_path):
+    short = {"prompts": artifacts.prompts, "target": str(artifacts.target), "output": tmp_path / "short"}
     data = make_responses(ResponsesConfig(**short, max_new_tokens=3, num_threads=1))
-    settings = {"data": data, "target": str(artefacts.target), "output": tmp_path / "run", "layers": (0, 1)}
+    settings = {"data": data, "target": str(artifacts.target), "output": tmp_path / "run", "layers": (0, 1)}
     settings |= {"max_steps": 6, "val_every": 2, "lr": 3e-3, "tau_prompts": 0, "log": ("csv",)}
     best = run(drafter_config("eagle3")(**settings))
     validated = losses(tmp_path / "run", "val/loss")
@@ -136,8 +136,8 @@ def test_best_is_chosen_by_the_loss_where_no_answer_is_as_long_as_a_draft(artefa
 
 
 @pytest.mark.parametrize("prompts", [(0, 1), (1, 0)])
-def test_a_run_goes_on_with_tau_and_without(prompts, artefacts, tmp_path):
-    settings = config(artefacts, tmp_path / "run", save_every=6, keep=9, max_steps=12, val_every=6)
+def test_a_run_goes_on_with_tau_and_without(prompts, artifacts, tmp_path):
+    settings = config(artifacts, tmp_path / "run", save_every=6, keep=9, max_steps=12, val_every=6)
     run(dataclasses.replace(settings, tau_prompts=prompts[0]))
     # As if it had been killed after the sixth step.
     shutil.rmtree(all_in(tmp_path / "run" / FOLDER)[-1])

@@ -103,14 +103,14 @@ def test_without_a_key_weights_and_biases_is_off_until_it_is_asked_for(no_key, t
     ],
 )
 def test_a_name_that_the_client_refuses_is_a_line_before_anything_is_loaded(
-    no_key, artefacts, tmp_path, monkeypatch, name, value
+    no_key, artifacts, tmp_path, monkeypatch, name, value
 ):
     options = {name: value} if name == "project" else {}
     if not options:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("draftsmith.train.command.prepare", None)
     with pytest.raises(InputError, match=f"{name}: found .* that Weights & Biases takes") as caught:
-        run(config(artefacts, tmp_path / "run", log=("wandb-offline",), **options))
+        run(config(artifacts, tmp_path / "run", log=("wandb-offline",), **options))
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -281,9 +281,9 @@ def table(output: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def tracked(artefacts, tmp_path_factory) -> Tracked:
+def tracked(artifacts, tmp_path_factory) -> Tracked:
     output = tmp_path_factory.mktemp("tracking") / "run 1"
-    shared = {"data": artefacts.features, "target": str(artefacts.target), "output": output, "accelerator": "cpu"}
+    shared = {"data": artifacts.features, "target": str(artifacts.target), "output": output, "accelerator": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
     shared |= {"log": ("wandb-offline", "tensorboard"), "group": "study 1"}
@@ -331,12 +331,12 @@ def test_all_documented_metrics_are_logged(tracked):
             assert 0 <= row["cost/data_wait"] <= 1 and 0.5 < row["cost/real_tokens"] <= 1
 
 
-def test_config_and_inputs_are_logged(tracked, artefacts):
+def test_config_and_inputs_are_logged(tracked, artifacts):
     for session in tracked.sessions:
         logged = session.config
         assert resolved(resolve_precision(with_shape(tracked.config))).items() <= logged.items()
         made_from = logged["made_from"]
-        assert made_from["inputs"] == {"data": Manifest.read(artefacts.features).digest}
+        assert made_from["inputs"] == {"data": Manifest.read(artifacts.features).digest}
         assert made_from["git_commit"] == git_commit()
         assert made_from["packages"]["torch"] == __import__("torch").__version__
         assert (
@@ -361,13 +361,13 @@ def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
     assert files == {path.name: (str(path), path.stat().st_size) for path in best.iterdir() if path.name != "README.md"}
 
 
-def test_the_data_artefact_is_an_input_of_the_run(tracked, artefacts):
-    manifest = Manifest.read(artefacts.features)
+def test_the_data_artifact_is_an_input_of_the_run(tracked, artifacts):
+    manifest = Manifest.read(artifacts.features)
     for session in tracked.sessions:
         (used,) = [artifact for artifact in session.artifacts if artifact.type == "dataset"]
         assert used.use_after_commit and used.name == f"features-{manifest.digest[:12]}"  # an input, not an output
         assert json.loads(used.metadata)["digest"] == manifest.digest
-        assert [Path(entry.local_path) for entry in used.manifest.contents] == [artefacts.features / "manifest.json"]
+        assert [Path(entry.local_path) for entry in used.manifest.contents] == [artifacts.features / "manifest.json"]
         assert session.record.run_group == "study 1"
 
 

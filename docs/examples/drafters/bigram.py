@@ -42,7 +42,7 @@ class BigramHead(FeatureHead):
     drafts = ("chain",)  # the method `bigram`
     Config, Settings = LlamaHeadConfig, BigramSettings
     defaults = {"lr": 1e-2}
-    lookahead = 2
+    num_lost_rows = 2
     layers = ()
 
     def __init__(self, config: LlamaHeadConfig):

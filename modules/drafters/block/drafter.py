@@ -39,7 +39,7 @@ class SlotNet(DraftNet):
         super().__init__(head.kind, target.device, target.embed)
         plain, config, llama = head.like(target), head.config, head.config.llama
         make_linear = partial(linear_of, pack=target.packed, precision=head.precision)
-        self.config, self.capture, self.longest_draft = config, head.capture, config.drafts
+        self.config, self.aux_layers, self.longest_draft = config, head.aux_layers, config.drafts
         self._lm_head: Callable[[Tensor], Tensor] = head.output or target.lm_head
 
         # Context states are the same in every layer: one product makes the keys and values of all.

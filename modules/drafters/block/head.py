@@ -225,9 +225,13 @@ class BlockHead(BlockNet):
     Settings: ClassVar[type] = BlockSettings
     # deepseek-ai/DeepSpec config/dspark.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
-    passes = "block"
+    ttt_steps = "block"
     monitor = "chain_length"
-    whole_weights = True  # of the Markov head's tables
+
+    @classmethod
+    def needs_gathered_weights(cls, settings: Any) -> bool:
+        # The Markov head's tables.
+        return True
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
@@ -241,8 +245,8 @@ class BlockHead(BlockNet):
             torch.nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     @property
-    def capture(self) -> tuple[int, ...]:
-        return self.config.capture
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
 
     # -- a new head
 
@@ -251,16 +255,16 @@ class BlockHead(BlockNet):
         if settings.only_confidence:
             raise InputError("only_confidence", "true of a new head", "a head to train further", "Pass --init.")
         count = min(NUM_STATES, max(1, target.num_layers - 3))
-        capture = captured_layers(settings.layers, default_layers(target.num_layers, count), target.num_layers)
+        aux_layers = captured_layers(settings.layers, default_layers(target.num_layers, count), target.num_layers)
         mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token
         given = {name: getattr(settings, name) for name in settings.new}
         shape = settings.new | {name: value for name, value in given.items() if value is not None}
         layers, block = layers_like(target, shape.pop("num_layers")), shape.pop("block")
-        return BlockConfig(layers, capture, block + (shape["layout"] == "fill-in"), mask, **shape)
+        return BlockConfig(layers, aux_layers, block + (shape["layout"] == "fill-in"), mask, **shape)
 
     @classmethod
     def shape(cls, config: BlockConfig) -> dict[str, Any]:
-        layers = {"layers": config.capture, "num_layers": config.llama.num_layers}
+        layers = {"layers": config.aux_layers, "num_layers": config.llama.num_layers}
         return super().shape(config) | layers | {"block": config.drafts}
 
     def freeze(self, settings: Any) -> None:
@@ -273,9 +277,9 @@ class BlockHead(BlockNet):
     # -- loss
 
     @classmethod
-    def learns_from(cls, config: BlockConfig, num_layers: int) -> tuple[int, ...]:
+    def loss_layers(cls, config: BlockConfig, num_layers: int) -> tuple[int, ...]:
         """Return its layers and, last, the final state, which gives the target's distributions."""
-        return (*config.capture, num_layers)
+        return (*config.aux_layers, num_layers)
 
     @classmethod
     def loss_count(cls, batch: FeatureBatch, settings: Any) -> float:
@@ -383,7 +387,7 @@ class BlockHead(BlockNet):
         mean = sum(length * length for length in step.lengths) / (2 * max(1, rows))
         layer = flops.layer_matrices(llama, slots) + flops.attention(llama, round(slots * mean))
         layer += flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
-        read = flops.TRAINED_FIRST * flops.linear(len(config.capture) * size, size, rows)
+        read = flops.TRAINED_FIRST * flops.linear(len(config.aux_layers) * size, size, rows)
         columns = min(settings.loss_vocab or llama.vocab_size, llama.vocab_size)
         markov = flops.TRAINED * flops.linear(config.markov_rank, columns, logit_rows)
         logits = flops.FROZEN_PASSING * flops.linear(size, columns, logit_rows)

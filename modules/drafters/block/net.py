@@ -183,7 +183,7 @@ class BlockNet(DraftHead):
         super().__init__()
         self.config = config
         size, eps = config.hidden_size, config.llama.rms_eps
-        self.fc = nn.Linear(len(config.capture) * size, size, bias=False)
+        self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(DecoderLayer(config.llama) for _ in range(config.llama.num_layers))
         self.norm = RMSNorm(size, eps)
@@ -264,7 +264,7 @@ class BlockNet(DraftHead):
 def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """Return the `count` layers of a target whose outputs are read, evenly spaced from the second to the last but two.
 
-    They are numbered as in `BlockConfig.capture`, one above DeepSpec's `target_layer_ids` (z-lab/dflash,
+    They are numbered as in `BlockConfig.aux_layers`, one above DeepSpec's `target_layer_ids` (z-lab/dflash,
     build_target_layer_ids).
     """
     if count == 1:

@@ -136,7 +136,7 @@ def test_token_ids_are_stored_as_the_server_sampled_them(vllm_like, ask, expecte
     server = vllm_like()
     directory, rows = ask(server.url)
     assert tokens(rows) == tokens(expected)
-    assert not any(row["retokenised"] for row in rows)
+    assert not any(row["retokenized"] for row in rows)
     asked = server.asked[0]
     assert asked["path"] == "/v1/completions" and asked["key"] == "Bearer sesame"
     assert asked["return_token_ids"] is True and asked["max_tokens"] == 9
@@ -148,15 +148,15 @@ def test_token_ids_are_stored_as_the_server_sampled_them(vllm_like, ask, expecte
 
 def test_a_server_that_returns_only_text_gives_marked_rows(vllm_like, ask, capsys):
     directory, rows = ask(vllm_like(returns_ids=False).url)
-    assert all(row["retokenised"] for row in rows)
+    assert all(row["retokenized"] for row in rows)
     for row in rows:
         assert (
             row["input_ids"][row["loss_mask"].index(True) :]
             == tiny_tokenizer()(row["text"], add_special_tokens=False)["input_ids"]
         )
     run(InspectConfig(directory, rows=0))
-    assert "re-tokenised text" in capsys.readouterr().out.replace("\n", " ")
-    assert Manifest.read(directory).counts["retokenised"] == len(rows)
+    assert "re-tokenized text" in capsys.readouterr().out.replace("\n", " ")
+    assert Manifest.read(directory).counts["retokenized"] == len(rows)
 
 
 def test_a_refusal_that_asking_again_cannot_mend_is_one_error(vllm_like, ask):
@@ -241,7 +241,7 @@ def test_a_refused_prompt_is_named_and_the_same_command_continues_with_its_shard
     server.misbehave = None
     server.asked.clear()
     assert tokens(ask(server.url)[1]) == tokens(expected)
-    # Of the first run, requests that were cancelled may still arrive.
+    # Of the first run, requests that were canceled may still arrive.
     asked_again = {tuple(request["prompt"]) for request in server.asked}
     assert asked_again == {tuple(prompt_of(expected, number)) for number in range(3, 11)}
 
@@ -278,7 +278,7 @@ def cut_off(handler: Handler) -> None:
     handler.close_connection = True
 
 
-MISBEHAVIOURS: dict[str, tuple[Callable[[Handler], None], str]] = {
+MISBEHAVIORS: dict[str, tuple[Callable[[Handler], None], str]] = {
     "drips": (dripping, r"prompt \d .*no whole answer in 0\.4 s"),
     "cuts the connection": (cut_off, r"prompt \d .*RemoteProtocolError"),
     "is a web page": (lambda h: h.send(200, b"<html>hello", Content_Type="text/html"), "server: found .*<html>"),
@@ -286,10 +286,10 @@ MISBEHAVIOURS: dict[str, tuple[Callable[[Handler], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", MISBEHAVIOURS)
+@pytest.mark.parametrize("how", MISBEHAVIORS)
 def test_a_misbehaving_server_is_one_error(vllm_like, ask, how):
     server = vllm_like()
-    reply, what = MISBEHAVIOURS[how]
+    reply, what = MISBEHAVIORS[how]
     server.misbehave = lambda handler, body: reply(handler) is None
     with pytest.raises(InputError, match=what):
         ask(server.url, retries=0, timeout_s=0.4 if how == "drips" else 20.0)

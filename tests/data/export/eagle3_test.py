@@ -15,7 +15,7 @@ from draftsmith.data.export.check import RECORD, CheckConfig
 from draftsmith.data.export.check import run as check
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
-from draftsmith.data.export.import_head import ImportConfig, of_target
+from draftsmith.data.export.import_head import ImportConfig, tied_to_target
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.export.states import answered_prompts
 from draftsmith.data.heads.card import model_card
@@ -83,7 +83,7 @@ def swap_halves(directory: Directory) -> None:
 BROKEN: dict[str, tuple[Callable[[Directory], None], str]] = {
     "ids in d2t": (lambda d: d.change("d2t", lambda table: table + torch.arange(len(table))), "wants offsets"),
     "an empty d2t": (lambda d: d.change("d2t", lambda table: table[:0].clone()), "d2t is missing"),
-    "layer ids": (lambda d: d.set(**{IDS: [3, 7, 10]}), "capture"),
+    "layer ids": (lambda d: d.set(**{IDS: [3, 7, 10]}), "aux_layers"),
     "halves of q, k and v": (swap_halves, "layer.self_attn.q_proj.weight"),
     "states in another order": (
         lambda d: d.change("fc.weight", lambda w: torch.cat(w.chunk(3, dim=1)[::-1], dim=1)),
@@ -150,5 +150,7 @@ def test_an_import_knows_whether_the_lm_head_is_the_targets():
     own[3, 5] += 1e-6
     states = [{"lm_head.weight": target}, rows, {"d2t": ids, "lm_head.weight": target[ids].bfloat16()},
               {"lm_head.weight": own}, {**rows, "d2t": ids + 1}, {}]  # fmt: skip
-    assert [of_target(ImportedHead(None, state), target) for state in states] == [["lm_head.weight"]] * 3 + [[]] * 3
-    assert of_target(ImportedHead(None, rows), None) == []  # no target is named
+    assert [tied_to_target(ImportedHead(None, state), target) for state in states] == [["lm_head.weight"]] * 3 + [
+        []
+    ] * 3
+    assert tied_to_target(ImportedHead(None, rows), None) == []  # no target is named

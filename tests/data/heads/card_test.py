@@ -73,12 +73,12 @@ def test_only_a_hub_id_is_a_base_model(path):
     assert "base_model" not in matter
 
 
-def test_a_licence_is_stated_or_said_not_to_be():
+def test_a_license_is_stated_or_said_not_to_be():
     matter, sections = parts(model_card("eagle", eagle_manifest()))
     assert (matter["license"], matter["license_name"]) == ("other", "not-stated")
-    assert sections["Licence"].startswith("Not stated.") and "licences apply to `owner/model`" in sections["Licence"]
+    assert sections["License"].startswith("Not stated.") and "licenses apply to `owner/model`" in sections["License"]
     matter, sections = parts(model_card("eagle", eagle_manifest(license="apache-2.0")))
-    assert matter["license"] == "apache-2.0" and sections["Licence"].startswith("`apache-2.0`")
+    assert matter["license"] == "apache-2.0" and sections["License"].startswith("`apache-2.0`")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "acceptance"])

@@ -66,7 +66,7 @@ def test_the_largest_value_fills_the_range_without_leaving_it(largest):
     assert rounded(row, "fp8").isfinite().all()
 
 
-def test_an_artefact_in_fp8_is_that_of_bf16_rounded_with_half_the_bytes(chain, remake, capsys):
+def test_an_artifact_in_fp8_is_that_of_bf16_rounded_with_half_the_bytes(chain, remake, capsys):
     from draftsmith.data.inspect import InspectConfig
     from draftsmith.data.inspect import run as inspect
     from draftsmith.data.store.datasets import open_dataset

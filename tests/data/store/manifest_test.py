@@ -1,4 +1,4 @@
-"""Opening artefacts: what is unfinished, damaged or made with something else is told in one line."""
+"""Opening artifacts: what is unfinished, damaged or made with something else is told in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from draftsmith.data.responses import ResponsesConfig
-from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, decisive, open_artefact
+from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, decisive, open_artifact
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
@@ -19,7 +19,7 @@ STAGES = ("prompts", "responses", "acceptance", "features")
 
 @pytest.fixture
 def copy(chain, tmp_path):
-    """A copy of an artefact to damage."""
+    """A copy of an artifact to damage."""
 
     def make(stage: str):
         return shutil.copytree(chain.directory(stage), tmp_path / stage)
@@ -35,7 +35,7 @@ def test_every_differing_key_is_listed_with_the_command_that_makes_it_again(chai
         "draft": {"config": "cccc"},
     }
     with pytest.raises(InputError) as caught:
-        open_artefact(chain.directory("acceptance"), "acceptance", other)
+        open_artifact(chain.directory("acceptance"), "acceptance", other)
     message = str(caught.value)
     assert "\n" not in message
     for ours, key in (("aaaa", "target.lm_head"), ("bbbb", "tokenizer"), ("cccc", "draft.config")):
@@ -46,14 +46,14 @@ def test_every_differing_key_is_listed_with_the_command_that_makes_it_again(chai
 
 def test_a_hash_that_a_stage_could_not_know_does_not_count_but_a_missing_model_does(chain):
     directory = chain.directory("responses")
-    open_artefact(directory, "responses", {"target": {"unheard_of": "x"}})
+    open_artifact(directory, "responses", {"target": {"unheard_of": "x"}})
     with pytest.raises(InputError, match=r"draft\.config: None here, x given"):
-        open_artefact(directory, "responses", {"draft": {"config": "x"}})
+        open_artifact(directory, "responses", {"draft": {"config": "x"}})
 
 
 def test_another_kind_is_refused(chain):
-    with pytest.raises(InputError, match="found an artefact of kind prompts, expected kind responses"):
-        open_artefact(chain.directory("prompts"), "responses")
+    with pytest.raises(InputError, match="found an artifact of kind prompts, expected kind responses"):
+        open_artifact(chain.directory("prompts"), "responses")
 
 
 def test_a_directory_that_is_none(tmp_path):
@@ -98,13 +98,13 @@ def test_a_damaged_shard_is_named_and_only_it_is_made_again(copy, chain, make_st
     with pytest.raises(
         InputError, match=rf"{shard.name}: found .*{expected}.*rebuilds just this shard: draftsmith data"
     ):
-        open_artefact(directory)
+        open_artifact(directory)
     if damage == "altered":
-        open_artefact(directory, check="size")
+        open_artifact(directory, check="size")
         shard.unlink()  # as the remedy says
     kept = (directory / "shard-00000.parquet").stat().st_mtime_ns
     make_stage(stage, dataclasses.replace(chain.configs[stage], output=directory))
-    open_artefact(directory)
+    open_artifact(directory)
     assert file_sha256(shard) == whole
     assert (directory / "shard-00000.parquet").stat().st_mtime_ns == kept
 

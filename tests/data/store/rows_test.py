@@ -1,4 +1,4 @@
-"""Reading the rows of an artefact shard by shard."""
+"""Reading the rows of an artifact shard by shard."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.eval.bench.acceptance import acceptance, acceptance_tables
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import Row, row_of, summarise, write_numbers
+from draftsmith.eval.bench.results import Row, row_of, summarize, write_numbers
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -41,7 +41,7 @@ def test_tables_show_classes_with_enough_rounds_and_csv_has_all(tmp_path):
     rows = [row(100 + 300 * (number % 2), 1, [(2, number % 3)] * 4, number) for number in range(20)]
     rows.append(row(3000, 1, [(2, 2)], 20))
     baseline = [row(10, 1, [(0, 0)], number, "ar") for number in range(21)]
-    methods = summarise({"ar": baseline, "spec": rows}, "cpu", 0, False)
+    methods = summarize({"ar": baseline, "spec": rows}, "cpu", 0, False)
     places, lengths = acceptance_tables(methods, "", "greedy")
     assert [column.title for column in places.columns] == ["method", "1", "2"]
     assert [column.title for column in lengths.columns if column.title] == ["method", "below 256", "256+"]

@@ -132,7 +132,7 @@ def test_an_answer_ends_at_the_end_token_unless_told_otherwise(config, per_promp
         assert row["num_draft_tokens"] + row["num_target_calls"] == row["tokens"] + row["num_discarded"]
 
 
-def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path):
+def test_a_prompts_artifact_gives_the_same_prompts_as_its_file(models, tmp_path):
     arguments = ["--source", models["prompts"], "--target", models["target"], "--output", str(tmp_path / "prompts")]
     assert main(["data", "prompts", *arguments]) == 0
     from_file = read_prompts(models["prompts"], models["target"])

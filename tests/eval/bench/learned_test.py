@@ -72,7 +72,7 @@ def runner(lms: Models, label: str, batch: bool = False):
     method = parse_method(label)
     if batch:
         drafter = method.build(lms, 2)
-        session = lms.target.session(2, lms.capacity, getattr(drafter, "capture", ()))
+        session = lms.target.session(2, lms.capacity, getattr(drafter, "aux_layers", ()))
         return EngineRunner(lms.target, drafter, PARAMS, (), session=session)
     return EngineRunner(lms.target, method.build(lms), PARAMS, ())
 

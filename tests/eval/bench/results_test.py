@@ -17,7 +17,7 @@ from draftsmith.eval.bench.results import (
     read_rows,
     results_tables,
     row_of,
-    summarise,
+    summarize,
     write_rows,
 )
 from draftsmith.eval.report.tables import markdown
@@ -46,7 +46,7 @@ SPEC = [
 
 
 def test_a_row_holds_sums_and_ratios_of_sums():
-    row = summarise({"ar": AR, "spec": SPEC}, "cpu", seed=0, compare=True)[1]
+    row = summarize({"ar": AR, "spec": SPEC}, "cpu", seed=0, compare=True)[1]
     assert (row["method"], row["prompts"], row["tokens"]) == ("spec", 2, 7)
     assert (row["wall_s"], row["cpu_s"]) == (9.0, 4.0)
     assert row["tokens_per_s"] == 7 / 4
@@ -61,17 +61,17 @@ def test_a_row_holds_sums_and_ratios_of_sums():
 
 
 def test_the_clock_chooses_which_time_counts():
-    row = summarise({"ar": AR, "spec": SPEC}, "wall", seed=0, compare=True)[1]
+    row = summarize({"ar": AR, "spec": SPEC}, "wall", seed=0, compare=True)[1]
     assert row["tokens_per_s"] == 7 / 9 and row["speedup"] == pytest.approx((7 / 9) / (7 / 15))
 
 
 def test_the_interval_is_seeded_and_holds_the_bootstrap_extremes():
-    rows = [summarise({"ar": AR, "spec": SPEC}, "cpu", seed=seed, compare=True)[1] for seed in (0, 0, 1)]
+    rows = [summarize({"ar": AR, "spec": SPEC}, "cpu", seed=seed, compare=True)[1] for seed in (0, 0, 1)]
     assert rows[0]["speedup_ci95"] == rows[1]["speedup_ci95"]
     # With two prompts a resample is one of three: twice the first (3x), twice the second (5/3x), or both (2x). Each
     # extreme has probability 1/4, far above 2.5 %, so the interval runs from one to the other.
     assert rows[0]["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
-    assert summarise({"ar": AR[:1]}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
+    assert summarize({"ar": AR[:1]}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
 
 
 def test_what_was_timed_together_is_resampled_together():
@@ -81,24 +81,24 @@ def test_what_was_timed_together_is_resampled_together():
         return [{**row, "wall_s": row["wall_s"] / 2, "cpu_s": row["cpu_s"] / 2, "tokens": count}
                 for row in items for count in (1, row["tokens"] - 1)]  # fmt: skip
 
-    row = summarise({"ar": halves(AR), "spec": halves(SPEC)}, "cpu", seed=0, compare=True)[1]
+    row = summarize({"ar": halves(AR), "spec": halves(SPEC)}, "cpu", seed=0, compare=True)[1]
     assert row["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
     one_group = [{**item, "group": 0} for item in AR]
-    assert summarise({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
+    assert summarize({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
 
 
 def test_different_output_is_reported_and_unfair_comparison_is_not_made():
     other = [SPEC[0], {**SPEC[1], "token_ids": [4, 5, 6, 8]}]
-    row = summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]
+    row = summarize({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]
     assert (row["matches_ar"], row["num_differing"]) == (False, 1)
-    assert summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=False)[1]["matches_ar"] is None
+    assert summarize({"ar": AR, "spec": other}, "cpu", seed=0, compare=False)[1]["matches_ar"] is None
 
 
 def test_shares_that_continue_a_repetition():
     # Prompt 1 2 3 4 5, answer 9 1 2 3 4 5 8 9 1 2 3: in 4, 5 and the last 3 a 4-gram goes on (1234, 2345, 9123).
     made = Generation([9, 1, 2, 3, 4, 5, 8, 9, 1, 2, 3], DecodeTrace(prefill_emitted=11), False)
     rows = [row_of(BenchPrompt("id", [1, 2, 3, 4, 5]), 0, method, 0.0, made, [1.0], [1.0]) for method in ("ar", "spec")]
-    for row in summarise({"ar": rows[:1], "spec": rows[1:]}, "cpu", seed=0, compare=True):
+    for row in summarize({"ar": rows[:1], "spec": rows[1:]}, "cpu", seed=0, compare=True):
         assert (row["copied_prompt"], row["copied_answer"]) == (2 / 11, 1 / 11)
 
 
@@ -113,7 +113,7 @@ SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3,
 
 
 def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
-    rows = [row for t in temperatures or (0.0,) for row in summarise(methods, "cpu", 0, True, t)]
+    rows = [row for t in temperatures or (0.0,) for row in summarize(methods, "cpu", 0, True, t)]
     meta = {"clock": "cpu", "settings": SETTINGS, "step_costs": {}}
     return json.loads(json.dumps({"meta": meta, "methods": rows, "failures": []}))
 
@@ -122,7 +122,7 @@ def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     # Task a: 3 tokens in 1 s against 3 s, 2 calls. Task b: 4 tokens in 3 s against 5 s, 2 calls; twice, so that tasks
     # weigh differently. Pooled: 11 tokens in 7 s against 13 s, 6 calls.
     twice = [SPEC[0], SPEC[1], {**SPEC[1], "group": 2}]
-    row = summarise({"ar": [AR[0], AR[1], {**AR[1], "group": 2}], "spec": twice}, "cpu", 0, True)[1]
+    row = summarize({"ar": [AR[0], AR[1], {**AR[1], "group": 2}], "spec": twice}, "cpu", 0, True)[1]
     assert (row["speedup"], row["tau"]) == (pytest.approx(13 / 7), 11 / 6)
     assert (row["macro_speedup"], row["macro_tau"]) == (pytest.approx((3 + 5 / 3) / 2), (1.5 + 2.0) / 2)
     table = results_tables(results_of({"ar": AR, "spec": SPEC}))[1]
@@ -140,7 +140,7 @@ def test_turns_of_one_question_are_resampled_together():
         return [{**one, "turn": turn} for turn in (1, 2)]
 
     ar, fast = [*turns(3.0, 0), *turns(1.0, 1)], [*turns(1.0, 0), *turns(1.0, 1)]
-    row = summarise({"ar": ar, "fast": fast}, "cpu", 0, True)[1]
+    row = summarize({"ar": ar, "fast": fast}, "cpu", 0, True)[1]
     assert row["speedup"] == pytest.approx(2.0) and row["speedup_ci95"] == pytest.approx([1.0, 3.0])
     assert row["tau_ci95"] == [1.0, 1.0]
 

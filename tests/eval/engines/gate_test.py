@@ -48,7 +48,9 @@ def heads(lm, tmp_path_factory) -> Path:
     llama = dataclasses.replace(lm.config, num_layers=1, rope_theta=300.0)
     made = {
         "eagle": quick_eagle_head(lm, rows, steps=150),
-        "eagle3": quick_eagle3_head(lm, rows, 80, draft_vocab=1000, llama=llama, capture=(1, 4, 11), norm_output=True),
+        "eagle3": quick_eagle3_head(
+            lm, rows, 80, draft_vocab=1000, llama=llama, aux_layers=(1, 4, 11), norm_output=True
+        ),
     }
     for kind, head in made.items():
         saved = save_head(root / kind / "head", head, {"target": lm.info.identity}, "card")
@@ -115,7 +117,7 @@ def test_a_server_with_the_same_head_is_equal(gate, engine, kind: str):
 
 @pytest.mark.slow
 def test_what_the_engine_takes_the_head_for_is_named(gate, engine):
-    code, shown = gate(engine("eagle3", capture=(0, 3, 10)))
+    code, shown = gate(engine("eagle3", aux_layers=(0, 3, 10)))
     assert code == 1 and "drafts are exactly what our chain gives with layers 0, 3, 10 in place of 1, 4, 11" in shown
     assert "differs: text of 0 and drafts of" in shown
 
@@ -135,11 +137,11 @@ def test_a_directory_that_is_another_head_than_the_trained_one_is_told(gate, eng
     fields = json.loads((directory / "config.json").read_text())
     fields["eagle_aux_hidden_state_layer_ids"] = [0, 2, 3]
     (directory / "config.json").write_text(json.dumps(fields))
-    server = engine("eagle3", capture=(0, 2, 3))
+    server = engine("eagle3", aux_layers=(0, 2, 3))
     assert gate(server, directory=directory)[0] == 0  # without the trained head nobody knows
     code, shown = gate(server, directory=directory, head=heads / "eagle3/head")
     assert code == 1 and "exactly what our chain gives with the head of the directory by vLLM's rules" in shown
-    assert "is another head for vLLM than ours: capture: [0, 2, 3] in this system, exported with [1, 4, 11]" in shown
+    assert "is another head for vLLM than ours: aux_layers: [0, 2, 3] in this system, exported with [1, 4, 11]" in shown
 
 
 def test_another_text_is_located(gate, engine):

@@ -53,10 +53,10 @@ def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, pr
     honest = answers(models, prompts, tmp_path / "honest")
     accepts_too_often(monkeypatch)
     mistaken = answers(models, prompts, tmp_path / "mistaken")
-    for served, passes in ((honest, True), (mistaken, False)):
+    for served, ttt_steps in ((honest, True), (mistaken, False)):
         code, (plain, server) = certified(models, tmp_path, served, control, draft=models["draft"])
         assert plain["passed"] and plain["tokens"] == server["tokens"] == 160 * 64
-        assert (code, server["passed"]) == (1 - passes, passes)
+        assert (code, server["passed"]) == (1 - ttt_steps, ttt_steps)
     assert server["strongest_bet"].startswith("towards")
     assert 0 < server["detectable"]["what was drafted"] < 0.1
 

@@ -78,7 +78,7 @@ def test_every_bet_is_fair_whatever_was_drafted():
 class ScoredTable(TableLM):
     """The same table where it is read teacher-forced: its features are its logits."""
 
-    def features(self, input_ids, position_ids=None, capture=()):
+    def features(self, input_ids, position_ids=None, aux_layers=()):
         (ids,) = input_ids.tolist()
         return torch.stack([self.row(tuple(ids[: t + 1]))[0] for t in range(len(ids))])[None]
 

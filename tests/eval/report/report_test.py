@@ -23,7 +23,7 @@ from report_runs import (
 
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
-from draftsmith.eval.report.benchmark import counts, headline, labelled
+from draftsmith.eval.report.benchmark import counts, headline, labeled
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.drawing import chart
 from draftsmith.eval.report.page import VEGA_LITE, json_text
@@ -121,7 +121,7 @@ def test_the_headline_says_what_the_results_say(tmp_path):
 
 
 def test_what_changes_the_output_is_in_no_headline(tmp_path):
-    rows = [row for row in labelled(read_runs([bench_run(tmp_path / "run")])) if row["T"] == 1]
+    rows = [row for row in labeled(read_runs([bench_run(tmp_path / "run")])) if row["T"] == 1]
     last = rows[-1]["label"] = rows[-1]["method"] = rows[-1]["method"] + LOSSY
     first = headline(rows, 1)
     assert last not in {row["label"] for row in first.rows} and len(first.rows) == len(rows) - 1

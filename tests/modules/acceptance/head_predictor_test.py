@@ -103,7 +103,7 @@ def numbers(views: list[DraftView], number: int, names: tuple[str, ...]) -> list
 
 
 def by_definition(head: AcceptanceHead, state: torch.Tensor, views: list[DraftView], number: int) -> float:
-    """Compute the raw logit of a token in float64: standardised inputs; the first layer, which features skip in a
+    """Compute the raw logit of a token in float64: standardized inputs; the first layer, which features skip in a
     rectified head; blocks; one logit."""
     config, weights = head.config, {name: weight.double() for name, weight in head.state_dict().items()}
     features = numbers(views, number, config.features)

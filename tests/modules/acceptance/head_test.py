@@ -37,7 +37,7 @@ def logit_by_definition(head: AcceptanceHead, hidden: torch.Tensor) -> float:
 @pytest.mark.parametrize("features", [(), ("log_q", "entropy", "depth")])
 @pytest.mark.parametrize("state", ["before", "after"])
 @pytest.mark.parametrize("activation", ["none", "relu"])
-def test_inputs_are_standardised_before_the_join_layer_and_the_direct_path(features, state, activation):
+def test_inputs_are_standardized_before_the_join_layer_and_the_direct_path(features, state, activation):
     head = make_head(num_blocks=0, features=features, state=state, width=5, activation=activation, standardize=True)
     assert (
         torch.equal(head.scale, torch.ones(head.config.input_size)) and not head.mean.any()
@@ -61,7 +61,7 @@ def test_inputs_are_standardised_before_the_join_layer_and_the_direct_path(featu
     assert not list(head.folded().buffers()) and head.folded()(*read).dtype == torch.float32
 
 
-def test_a_head_without_a_join_layer_cannot_standardise():
+def test_a_head_without_a_join_layer_cannot_standardize():
     for changes in ({"activation": "relu"}, {"standardize": True}):
         with pytest.raises(InputError, match=r"head: found activation .*, expected neither without a first layer"):
             make_head(**changes)
@@ -69,7 +69,7 @@ def test_a_head_without_a_join_layer_cannot_standardise():
 
 @pytest.mark.parametrize("w_rej", [1.0, 3.0, 6.0, 12.0])
 def test_calibration_undoes_the_weights_of_the_loss(w_rej):
-    # Minimise the loss of a constant logit over soft labels, then calibrate: out comes their mean.
+    # Minimize the loss of a constant logit over soft labels, then calibrate: out comes their mean.
     head = make_head(w_rej=w_rej)
     prob = torch.tensor([[0.2, 0.9, 0.7, 1.0]])
     batch = AcceptanceBatch(torch.zeros(1, 4, HIDDEN), prob, torch.ones(1, 4, dtype=torch.bool))

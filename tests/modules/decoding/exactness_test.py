@@ -202,7 +202,7 @@ class CallsTopKSampled(ChainDrafter):
         return super().propose(limits, params, [self._Most()])
 
 
-class ForgetsToNormalise(ChainDrafter):
+class ForgetsToNormalize(ChainDrafter):
     """Wrong: tokens are drawn without the least probable one, and verified against the distribution that still had
     it."""
 
@@ -219,7 +219,7 @@ class ForgetsToNormalise(ChainDrafter):
         return super().propose(limits, params, [self._Truncated(source) for source in sources])
 
 
-@pytest.mark.parametrize("wrong", [DropsByValue, CallsTopKSampled, ForgetsToNormalise])
+@pytest.mark.parametrize("wrong", [DropsByValue, CallsTopKSampled, ForgetsToNormalize])
 def test_a_biased_drafter_is_caught(wrong):
     target, draft, params = TableLM(5, support=(V,)), TableLM(6, support=(V,)), SETTINGS["T=1"]
     distribution = decoded_distribution(

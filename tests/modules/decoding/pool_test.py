@@ -117,7 +117,7 @@ def models_of(world: World, **more: Any) -> Any:
 def test_a_refilled_row_answers_as_transformers_does(world, name, static):
     ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:15])))
     drafter = parse_method(name).build(models_of(world), 4)
-    session = world.target.session(4, CONTEXT, () if drafter is None else drafter.capture, static=static)
+    session = world.target.session(4, CONTEXT, () if drafter is None else drafter.aux_layers, static=static)
     rows = [RowAnswer(world.target.info, p, NEW_TOKENS, TorchSource(0), ends, i) for i, p in enumerate(world.prompts)]
     pool = RowPool(world.target, drafter, GREEDY, 4, CONTEXT, DecodeOptions(session=session))
     order = [row.number for row in pool.run(rows)]
@@ -171,14 +171,14 @@ def test_prompts_beside_going_rows_are_read_as_alone(world):
     fed = [prompts[7][:4], prompts[8], [], prompts[9][:4]]
     session.begin(3)
     for above in (None, [parents if row == 0 else range(-1, len(own) - 1) for row, own in enumerate(fed)]):
-        found = session.extend(fed, above, num_logits=2)
+        found = session.extend(fed, above, logits_to_keep=2)
         assert list(session.lengths) == [len(prompts[4]) + 4, len(prompts[8]), len(prompts[6]), 4]
         for row, before in enumerate((prompts[4], [], None, [])):
             if before is not None:
                 alone = lm.session(1, CONTEXT)
                 if before:
                     alone.extend([before])
-                own = alone.extend([fed[row]], above and [above[row]], num_logits=2)
+                own = alone.extend([fed[row]], above and [above[row]], logits_to_keep=2)
                 torch.testing.assert_close(found.logits[row, :2], own.logits[0], atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(found.features[row, : len(fed[row])], own.features[0], atol=1e-4, rtol=1e-4)
         session.keep([len(prompts[4]), 0, len(prompts[6]), 0])

@@ -48,13 +48,13 @@ class CountingLM(TableLM):
         super().__init__(seed)
         self.calls: list[int] = []  # tokens fed in each
 
-    def session(self, rows, capacity, capture=(), static=None):
+    def session(self, rows, capacity, aux_layers=(), static=None):
         calls = self.calls
 
         class Counting(TableSession):
-            def extend(self, tokens, parents=None, num_logits=1):
+            def extend(self, tokens, parents=None, logits_to_keep=1):
                 calls.append(len(tokens[0]))
-                return super().extend(tokens, parents, num_logits)
+                return super().extend(tokens, parents, logits_to_keep)
 
         return Counting(self, rows, capacity)
 

@@ -66,7 +66,7 @@ def batch_of(head: Any, target: Any, packed: bool = False) -> FeatureBatch:
     torch.manual_seed(5)
     lengths, width = (11, 8), 11
     ids, real = torch.randint(300, (2, width)), torch.arange(width) < torch.tensor([[11], [8]])
-    features = target.features(ids, capture=head.learns_from(head.config, LAYERS))
+    features = target.features(ids, aux_layers=head.loss_layers(head.config, LAYERS))
     mask = real & (torch.arange(width) > 2) & (torch.arange(width) != 9)
     fields = (ids, features, mask, torch.arange(width).expand(2, width))
     if packed:
@@ -196,7 +196,7 @@ def test_chains_of_any_number_of_rows_are_the_plain_ones(head, target, drafts):
     """Greedy rounds of rows of different lengths, by their own counts of slots, and the target's states between."""
     drafts = min(drafts, head.config.drafts)
     prompts = [[5, 9, 30, 4, 77], [8, 2, 250], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
-    oracle, capture = plain(head, target), head.config.capture
+    oracle, aux_layers = plain(head, target), head.config.aux_layers
     for rows in ([0], [0, 1, 2]):
         seen: dict[int, list[Round]] = {}
         chosen = [prompts[row] for row in rows]
@@ -206,7 +206,7 @@ def test_chains_of_any_number_of_rows_are_the_plain_ones(head, target, drafts):
         done = generate(target, drafter, chosen, SamplingParams(), 12, sources, (), options)
         for number, (prompt, answer) in enumerate(zip(chosen, done, strict=True)):
             whole = [*prompt, *answer.tokens]
-            states = target.features(torch.tensor([whole]), capture=capture)[0]
+            states = target.features(torch.tensor([whole]), aux_layers=aux_layers)[0]
             at = len(prompt)
             for own in seen[number]:
                 if own.tree is not None and own.tree.tokens:
@@ -223,7 +223,7 @@ TOLERANCE = 1e-7
 @torch.inference_mode()
 def test_branches_are_the_plain_drafts_from_every_place(head, target):
     text, depth = [5, 9, 30, 4, 77, 8, 2, 250, 11], head.config.drafts
-    states = target.features(torch.tensor([text]), capture=head.config.capture)[0]
+    states = target.features(torch.tensor([text]), aux_layers=head.config.aux_layers)[0]
     branches, starts = BranchDrafter(head.net(target), depth), [2, 5, len(text)]
     branches.open(text, states)
     drafted = branches.draft(starts, depth, [SamplingParams()] * len(starts))
@@ -238,7 +238,7 @@ def test_every_node_of_a_drawn_tree_has_the_plain_distribution_of_its_path(head,
     """Each of several parents of a level has the memory of its own path."""
     shape = StaticTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0]])
     prompt, first, oracle = [5, 9, 30, 4, 77], 42, plain(head, target)
-    states = target.features(torch.tensor([prompt]), capture=head.config.capture)[0]
+    states = target.features(torch.tensor([prompt]), aux_layers=head.config.aux_layers)[0]
     drafter = TreeDrafter(head.net(target), dataclasses.replace(shape, drawn=True), 64)
     drafter.begin(0, prompt, states, first)
     (tree,) = drafter.propose([SLOTS], SamplingParams(1.0), [TorchSource(0)])
@@ -263,7 +263,7 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
     for weight in head.parameters():
         weight.normal_(std=0.4)
     prompt = [5, 9, 30, 4, 77]
-    states = target.features(torch.tensor([prompt]), capture=config.capture)[0]
+    states = target.features(torch.tensor([prompt]), aux_layers=config.aux_layers)[0]
     first = int(target.lm_head(target.features(torch.tensor([prompt])))[0, -1].argmax())
     _, odds, tokens = plain(head, target).draft(first, states, SLOTS)
     sure = torch.sigmoid(odds)

@@ -114,7 +114,7 @@ def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(l
     if not isinstance(lm, LlamaLM):
         pytest.skip("the head takes its sizes from a lean target")
     head = captured_head(lm)
-    features = lm.features(torch.tensor([text]), capture=head.capture)[0]
+    features = lm.features(torch.tensor([text]), aux_layers=head.aux_layers)[0]
     branches = BranchDrafter(head.net(lm), DEPTH)
     check(branches, lambda stop: ChainDrafter(head.net(lm), [stop], 64), text, features, lm.info.vocab_size)
 

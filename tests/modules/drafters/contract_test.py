@@ -88,7 +88,7 @@ def batch_of(head: DraftHead, seed: int, packed: bool = False) -> FeatureBatch:
     """Two texts of LENGTHS, padded or laid end to end, as the data sets collate them."""
     rng = torch.Generator().manual_seed(seed)
     count, width = len(LENGTHS), max(LENGTHS)
-    states = H * max(1, len(head.learns_from(head.config, LAYERS)))
+    states = H * max(1, len(head.loss_layers(head.config, LAYERS)))
     real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
     fields = {
         "input_ids": torch.randint(V, (count, width), generator=rng),
@@ -158,7 +158,7 @@ def test_saving_and_loading_is_exact(head, tmp_path):
 
 
 # The methods of a draft model take any language model: tests/modules/decoding/exactness_test.py.
-@pytest.mark.parametrize("drafter", [kind for kind in learned() if not head_class(kind).is_model], indirect=True)
+@pytest.mark.parametrize("drafter", [kind for kind in learned() if not head_class(kind).saved_as_model], indirect=True)
 def test_each_of_its_methods_is_lossless(drafter):
     """With the settings that a user leaves out; dynamic trees have more than this vocabulary (`table_methods`)."""
     target, shape = TableLM(1), StaticTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
@@ -235,7 +235,9 @@ def test_its_branches_draft_what_its_chains_draft(drafter):
     """Greedily, from the end of a text."""
     target, text = TableLM(1), [2, 0, 1, 3, 0, 1]
     drafter = drafter.double()
-    features = captured(torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))]), drafter.capture)
+    features = captured(
+        torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))]), drafter.aux_layers
+    )
     branches = BranchDrafter(drafter.net(target), 3)
     branches.open(text, features)
     drafted = branches.draft([len(text)], 3, [SamplingParams()])
@@ -248,7 +250,9 @@ def test_its_branches_draft_what_its_chains_draft(drafter):
 @pytest.mark.parametrize(("own", "theirs"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_it_drafts_in_the_targets_type_whatever_its_own_is(drafter, own, theirs):
     target, text, drafter = TableLM(1, dtype=theirs), [2, 0, 1, 3, 0, 1], drafter.to(own)
-    features = captured(torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))]), drafter.capture)
+    features = captured(
+        torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))]), drafter.aux_layers
+    )
     shape = StaticTree.from_paths([[0], [1], [0, 0]])
     drafted = []
     for head in (drafter, copy.deepcopy(drafter).to(theirs)):

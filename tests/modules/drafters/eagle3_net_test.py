@@ -53,10 +53,10 @@ def layer_once(net: Eagle3Head, embeds: Tensor, states: Tensor) -> Tensor:
     return net.norm(hidden) if net.config.norm_output else hidden
 
 
-def chain(net: Eagle3Head, embeds: Tensor, states: Tensor, start: int, passes: int) -> list[Tensor]:
+def chain(net: Eagle3Head, embeds: Tensor, states: Tensor, start: int, ttt_steps: int) -> list[Tensor]:
     """What a chain from row `start` reads and gives: true states up to there, its own ones from then on."""
     read, given = list(net.read(states)[: start + 1]), []
-    for j in range(passes):
+    for j in range(ttt_steps):
         given.append(layer_once(net, embeds[: start + 1 + j], torch.stack(read)))
         read.append(given[-1])
     return given
@@ -66,11 +66,11 @@ def chain(net: Eagle3Head, embeds: Tensor, states: Tensor, start: int, passes: i
 def test_every_row_is_a_real_chain(shape: dict[str, bool]) -> None:
     net, rows = net_of(**shape), 9
     embeds, states = torch.randn(2, rows + PASSES - 1, 12).double(), torch.randn(2, rows, 36).double()
-    passes = net.unroll(embeds, states, PASSES)
+    ttt_steps = net.unroll(embeds, states, PASSES)
     for b in range(2):
         for t in range(rows):
             for j, wanted in enumerate(chain(net, embeds[b], states[b], t, PASSES)):
-                assert (passes[j][b, t] - wanted).abs().max() < 1e-10, (b, t, j)
+                assert (ttt_steps[j][b, t] - wanted).abs().max() < 1e-10, (b, t, j)
 
 
 def test_its_gradients_are_those_of_the_chains() -> None:

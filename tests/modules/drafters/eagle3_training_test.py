@@ -50,9 +50,9 @@ class Target:
 TARGET: Any = Target()
 
 
-def head_of(reduced: bool = True, capture: tuple[int, ...] = (2, 4, 5)) -> Eagle3Head:
+def head_of(reduced: bool = True, aux_layers: tuple[int, ...] = (2, 4, 5)) -> Eagle3Head:
     torch.manual_seed(2)
-    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), capture, len(D2T) if reduced else V)).double()
+    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), aux_layers, len(D2T) if reduced else V)).double()
     for weight in head.parameters():
         weight.data.normal_(std=0.4)
     head.cos, head.sin = head.cos.double(), head.sin.double()
@@ -83,7 +83,7 @@ def batch_of(packed: bool = False, num_states: int = 3) -> FeatureBatch:
 def by_hand(head: Eagle3Head, batch: FeatureBatch, settings: Eagle3Settings) -> float:
     """Every sequence alone, every draft alone: sum over passes of weight * -sum p log q."""
     shift = {"input": 0, "previous": -1}[settings.token_mask]
-    passes = [[0.0, 0] for _ in range(3)]  # weighted loss and tokens of each sequence
+    ttt_steps = [[0.0, 0] for _ in range(3)]  # weighted loss and tokens of each sequence
     for b, length in enumerate(LENGTHS):
         ids, features = batch.input_ids[b, :length], batch.features[b, :length]
         embeds = TARGET.embed(ids[1:])
@@ -92,7 +92,7 @@ def by_hand(head: Eagle3Head, batch: FeatureBatch, settings: Eagle3Settings) -> 
         for s in range(1, length):
             if not (0 <= s + shift < length and batch.loss_mask[b, s + shift]):
                 continue
-            passes[b][1] += 1
+            ttt_steps[b][1] += 1
             p = TARGET.lm_head(features[s, -H:]).softmax(-1)
             known = int(p.argmax()) in D2T
             for j in range(PASSES):
@@ -100,28 +100,30 @@ def by_hand(head: Eagle3Head, batch: FeatureBatch, settings: Eagle3Settings) -> 
                     continue
                 q = head.lm_head(head.norm(hidden[j][0, s - 1 - j])).softmax(-1)
                 own = p[D2T] / p[D2T].sum()
-                passes[b][0] += settings.pass_decay**j * -(own * q.log()).sum().item()
-    if settings.pass_weights == "mean":
-        share = sum(settings.pass_decay**j for j in range(PASSES))
-        passes = [[loss / share, tokens] for loss, tokens in passes]
+                ttt_steps[b][0] += settings.ttt_step_decay**j * -(own * q.log()).sum().item()
+    if settings.ttt_step_weights == "mean":
+        share = sum(settings.ttt_step_decay**j for j in range(PASSES))
+        ttt_steps = [[loss / share, tokens] for loss, tokens in ttt_steps]
     if settings.normalizer == "sequence":
-        return sum(loss / tokens for loss, tokens in passes if tokens) / sum(tokens > 0 for _, tokens in passes)
-    total = sum(loss for loss, _ in passes)
-    return total / (sum(tokens for _, tokens in passes) if settings.normalizer == "tokens" else batch.input_ids.numel())
+        return sum(loss / tokens for loss, tokens in ttt_steps if tokens) / sum(tokens > 0 for _, tokens in ttt_steps)
+    total = sum(loss for loss, _ in ttt_steps)
+    return total / (
+        sum(tokens for _, tokens in ttt_steps) if settings.normalizer == "tokens" else batch.input_ids.numel()
+    )
 
 
 DIALECTS = {
     "ours": {},
-    "safeailab": {"token_mask": "previous", "normalizer": "padded", "pass_weights": "sum"},
-    "speculators": {"normalizer": "tokens", "pass_decay": 1.0, "unknown": "keep", "pass_weights": "sum"},
-    "modelopt": {"normalizer": "tokens", "pass_decay": 0.9, "unknown": "keep"},
+    "safeailab": {"token_mask": "previous", "normalizer": "padded", "ttt_step_weights": "sum"},
+    "speculators": {"normalizer": "tokens", "ttt_step_decay": 1.0, "unknown": "keep", "ttt_step_weights": "sum"},
+    "modelopt": {"normalizer": "tokens", "ttt_step_decay": 0.9, "unknown": "keep"},
 }
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
 def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any]) -> None:
     """In validation, and in a step whose metrics are not logged."""
-    head, settings = head_of(), Eagle3Settings(passes=PASSES, **dialect)
+    head, settings = head_of(), Eagle3Settings(ttt_steps=PASSES, **dialect)
     wanted = pytest.approx(by_hand(head, batch_of(), settings), rel=1e-9)
     for step in (None, TrainStep(0, 1, LENGTHS, (0, 0, 0), logged=False)):
         assert head.loss(batch_of(), TARGET, settings, step).loss.item() == wanted
@@ -129,7 +131,7 @@ def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dialect", [DIALECTS["ours"], DIALECTS["speculators"]], ids=str)
 def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, Any]) -> None:
-    settings = Eagle3Settings(passes=PASSES, **dialect)
+    settings = Eagle3Settings(ttt_steps=PASSES, **dialect)
     losses = []
     for packed in (False, True):
         head, batch = head_of(), batch_of(packed)
@@ -144,7 +146,7 @@ def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, An
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_step_that_is_not_logged_has_the_same_loss_and_no_metrics(reduced: bool) -> None:
-    head, settings = head_of(reduced), Eagle3Settings(passes=PASSES)
+    head, settings = head_of(reduced), Eagle3Settings(ttt_steps=PASSES)
     logged, other = (
         head.loss(batch_of(), TARGET, settings, TrainStep(0, 1, LENGTHS, (), logged=logged)) for logged in (True, False)
     )
@@ -154,7 +156,7 @@ def test_a_step_that_is_not_logged_has_the_same_loss_and_no_metrics(reduced: boo
 
 def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
     for trained in (False, True):
-        head, settings = head_of(), Eagle3Settings(passes=PASSES, train_lm_head=trained)
+        head, settings = head_of(), Eagle3Settings(ttt_steps=PASSES, train_lm_head=trained)
         head.freeze(settings)
         head.loss(batch_of(), TARGET, settings, None).loss.backward()
         missing = {name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()}
@@ -164,7 +166,7 @@ def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
 def test_validation_foretells_drafts() -> None:
     """accept_j, agreement_j and the lengths, draft by draft."""
     head, batch = head_of(), batch_of()
-    found = head.loss(batch, TARGET, Eagle3Settings(passes=PASSES), None)
+    found = head.loss(batch, TARGET, Eagle3Settings(ttt_steps=PASSES), None)
     reach = {name: [[0.0, 0.0] for _ in range(PASSES)] for name in ("accept", "agreement")}
     lengths: dict[str, list[float]] = {"accept": [], "agreement": []}
     for b, length in enumerate(LENGTHS):
@@ -219,7 +221,7 @@ def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
     for version, norms in {"3": (False,) * 3, "3-norm": (False, True, False), "3.1": (True, False, True)}.items():
         config = Eagle3Head.new_config(Eagle3Settings(version=version), LLAMA)
         assert (config.fc_norm, config.norm_before_fc, config.norm_output) == norms
-    assert config.capture == (2, 4, 5)
+    assert config.aux_layers == (2, 4, 5)
 
 
 class Linear(Target):
@@ -254,8 +256,8 @@ def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced
     branches.open(text, features)
     found = branches.states([len(text)], torch.tensor([drafted]))[0]
     embeds = target.embed(torch.tensor([*text, *drafted]))[None, 1:]
-    passes = head.unroll(embeds, features[None, : len(text) - 1], len(drafted) + 1)
-    for j, hidden in enumerate(passes):
+    ttt_steps = head.unroll(embeds, features[None, : len(text) - 1], len(drafted) + 1)
+    for j, hidden in enumerate(ttt_steps):
         wanted = hidden[0, len(text) - 2]
         assert (found[j] - wanted).abs().max() < 1e-9
         logits = branches.lm_head(found[j])

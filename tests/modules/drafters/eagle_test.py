@@ -100,20 +100,20 @@ def test_the_drafter_computes_what_training_computed(prompt, num_layers):
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_unrolled_passes_are_the_steps_of_drafts_that_begin_at_every_row(num_layers):
     # Oracle: draft step by step with `forward`, from each row, appending the head's own output as the next feature.
-    head, length, num_passes = make_head(num_layers=num_layers), 8, 4
+    head, length, num_ttt_steps = make_head(num_layers=num_layers), 8, 4
     embeds, features = torch.randn(2, 2, length, H, dtype=torch.float64)
-    passes = head.unroll(embeds, features, num_passes)
-    torch.testing.assert_close(passes[0], head(embeds, features))
-    for first in range(length - num_passes):
+    ttt_steps = head.unroll(embeds, features, num_ttt_steps)
+    torch.testing.assert_close(ttt_steps[0], head(embeds, features))
+    for first in range(length - num_ttt_steps):
         read = features[:, : first + 1]
-        for step in range(num_passes):
+        for step in range(num_ttt_steps):
             hidden = head(embeds[:, : first + 1 + step], read)[:, -1]
-            torch.testing.assert_close(passes[step][:, first + step], hidden, atol=1e-12, rtol=1e-12)
+            torch.testing.assert_close(ttt_steps[step][:, first + step], hidden, atol=1e-12, rtol=1e-12)
             read = torch.cat([read, hidden[:, None]], dim=1)
 
 
 def test_documents_laid_end_to_end_are_read_as_each_alone():
-    head, lengths, prompts, num_passes = make_head(num_layers=2), [7, 3, 2, 12, 9], [4, 1, 1, 6, 2], 3
+    head, lengths, prompts, num_ttt_steps = make_head(num_layers=2), [7, 3, 2, 12, 9], [4, 1, 1, 6, 2], 3
     ids = [torch.arange(length) + 10 * number for number, length in enumerate(lengths)]
     features = [torch.randn(1, length, H, dtype=torch.float64) for length in lengths]
     table = torch.randn(100, H, dtype=torch.float64)
@@ -134,10 +134,10 @@ def test_documents_laid_end_to_end_are_read_as_each_alone():
     assert flat.documents is not None and flat.documents.lengths == (5, 1, 10, 7)  # one of two tokens leaves nothing
     for name in ("next_ids", "features", "target_features", "loss_mask", "position_ids"):
         assert torch.equal(getattr(flat, name), torch.cat([getattr(one, name) for one in alone], dim=1)), name
-    passes = head.unroll(table[flat.next_ids], flat.features, num_passes, flat.position_ids, flat.documents)
-    for step, hidden in enumerate(passes):
+    ttt_steps = head.unroll(table[flat.next_ids], flat.features, num_ttt_steps, flat.position_ids, flat.documents)
+    for step, hidden in enumerate(ttt_steps):
         for one, rows in zip(alone, hidden.split(flat.documents.lengths, dim=1), strict=True):
-            expected = head.unroll(table[one.next_ids], one.features, num_passes, one.position_ids)[step]
+            expected = head.unroll(table[one.next_ids], one.features, num_ttt_steps, one.position_ids)[step]
             # Rows before the step mean nothing.
             torch.testing.assert_close(rows[:, step:], expected[:, step:], atol=1e-12, rtol=1e-12)
 

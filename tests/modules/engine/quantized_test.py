@@ -1,4 +1,4 @@
-"""Linear layers in fewer bits: what they compute, that it does not depend on neighbours, and that drafting in them
+"""Linear layers in fewer bits: what they compute, that it does not depend on neighbors, and that drafting in them
 leaves the target's output alone."""
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def test_a_target_in_fewer_bits_decodes_as_it_does_alone(directory, precision, e
 
 
 @needs_int8
-def test_a_run_quantises_what_drafts_and_not_its_target(directory):
+def test_a_run_quantizes_what_drafts_and_not_its_target(directory):
     paths = {"target": directory, "draft": directory}
     named = parse_methods("spec:k=2")
     models = load_models(named, paths, 64, SamplingParams(), load_lm(directory), "int8")

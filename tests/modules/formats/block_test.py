@@ -221,7 +221,7 @@ def test_silent_traps_are_other_heads():
     read = {name: formats()[name, "dspark"].read for name in SERVERS}
     assert read["vllm"](changed(written("vllm"), {"sample_from_anchor": False}), TARGET).config.layout == "fill-in"
     late = changed(written("vllm"), {"target_layer_ids": [2, 5, 9]})
-    assert read["vllm"](late, TARGET).config.capture == (3, 6, 10)
+    assert read["vllm"](late, TARGET).config.aux_layers == (3, 6, 10)
     assert read["vllm"](changed(written("vllm"), {"mask_token_id": 0}), TARGET).config.mask_token == 0
     # Without the flag a directory of speculators is two heads.
     unsaid = changed(written("speculators"), {"sample_from_anchor": ...})

@@ -35,8 +35,8 @@ HELD = {
     "plain": ({}, tuple(EAGLE3)),
     "3.1": ({"fc_norm": True, "norm_output": True}, ("vllm", "sglang", "speculators")),
     "norm before fc": ({"norm_before_fc": True}, ("vllm", "sglang", "speculators")),
-    "other layers": ({"capture": (1, 4, 11)}, ("vllm", "sglang", "speculators")),
-    "two layers": ({"capture": (1, 4), "fc_norm": True}, ("vllm", "sglang", "speculators")),
+    "other layers": ({"aux_layers": (1, 4, 11)}, ("vllm", "sglang", "speculators")),
+    "two layers": ({"aux_layers": (1, 4), "fc_norm": True}, ("vllm", "sglang", "speculators")),
     "norm before the residual": ({"norm_before_residual": True}, ("vllm", "speculators")),
     "llama3 rope": ({"llama_config": llama(rope_scaling=LLAMA3)}, ("vllm", "sglang", "speculators")),
     "linear rope": ({"llama_config": llama(rope_scaling=LINEAR, rope_theta=10000.0)}, tuple(EAGLE3)),
@@ -69,7 +69,7 @@ def test_a_written_head_drafts_as_a_plain_implementation(case, name):
     settings = HELD[case][0]
     head, package = random_eagle3(**settings), written(name, **settings)
     torch.manual_seed(7)
-    ids, states = torch.randint(V, (6,)), torch.randn(6, len(head.capture) * H)
+    ids, states = torch.randint(V, (6,)), torch.randn(6, len(head.aux_layers) * H)
     expected = PlainEagle3(package, head.config.llama).draft(TARGET.embed_tokens.double(), ids, states.double(), 3)
     tokens = expected.argmax(-1)
     embeds = TARGET.embed_tokens[torch.cat([ids, tokens[:-1]])][None]
@@ -79,10 +79,10 @@ def test_a_written_head_drafts_as_a_plain_implementation(case, name):
 
 
 def test_layers_are_numbered_as_each_system_does_and_left_out_if_they_are_its_default():
-    configs = {name: written(name, capture=(1, 4, 11)).config for name in ("vllm", "sglang", "speculators")}
+    configs = {name: written(name, aux_layers=(1, 4, 11)).config for name in ("vllm", "sglang", "speculators")}
     assert configs["vllm"][IDS] == configs["speculators"][IDS] == [1, 4, 11] and IDS not in configs["sglang"]
     assert configs["sglang"]["eagle_config"] == {"use_aux_hidden_state": True, IDS: [0, 3, 10]}
-    assert written("vllm", capture=(1, 4), fc_norm=True).config["num_aux_hidden_states"] == 2
+    assert written("vllm", aux_layers=(1, 4), fc_norm=True).config["num_aux_hidden_states"] == 2
     for name in EAGLE3:
         config = written(name).config
         assert config.get(IDS) is None and "eagle_config" not in config
@@ -107,8 +107,8 @@ REFUSED = [
     ({"norm_before_residual": True}, "norm_before_residual: found True.*vllm", ("eagle", "sglang")),
     ({"fc_norm": True}, "fc_norm: found True.*ignores it and says nothing.*--format vllm", ("eagle",)),
     ({"norm_output": True}, "norm_output: found True.*--format vllm", ("eagle",)),
-    ({"capture": (1, 4, 11)}, r"layers: found \[1, 4, 11\].*always reads", ("eagle",)),
-    ({"capture": (0, 4, 11)}, r"layers: found \[0, 4, 11\], expected layers from 1", ("sglang",)),
+    ({"aux_layers": (1, 4, 11)}, r"layers: found \[1, 4, 11\].*always reads", ("eagle",)),
+    ({"aux_layers": (0, 4, 11)}, r"layers: found \[0, 4, 11\], expected layers from 1", ("sglang",)),
     ({"llama_config": llama(rope_scaling=LLAMA3)}, "rope_scaling: found llama3", ("eagle",)),
     ({"llama_config": llama(head_dim=8)}, "head_dim: found 8", ("eagle",)),
     ({"llama_config": llama(qkv_bias=True)}, "qkv_bias: found True", tuple(EAGLE3)),
@@ -174,7 +174,7 @@ def test_biases_are_kept_if_the_system_creates_them():
 def test_without_a_target_only_a_head_that_names_its_layers_is_read():
     with pytest.raises(InputError, match=r"target: found none.*layers 2, L/2 and L-3.*Pass --target"):
         EAGLE3["vllm"].read(written("vllm"), None)
-    assert EAGLE3["vllm"].read(written("vllm", capture=(1, 4, 11)), None).config.capture == (1, 4, 11)
+    assert EAGLE3["vllm"].read(written("vllm", aux_layers=(1, 4, 11)), None).config.aux_layers == (1, 4, 11)
     long = facts(num_hidden_layers=LAYERS, max_position_embeddings=4 * CONTEXT)
     assert EAGLE3["vllm"].read(written("vllm"), long).config.llama.max_position == 4 * CONTEXT
 
@@ -224,9 +224,9 @@ def test_names_of_the_layer_that_a_system_does_not_know():
 
 def test_one_list_of_layers_is_two_heads_to_vllm_and_sglang():
     both = {IDS: [2, 5, 8], "eagle_config": {IDS: [2, 5, 8]}}
-    assert EAGLE3["vllm"].read(changed(written("vllm"), both), TARGET).config.capture == (2, 5, 8)
-    assert EAGLE3["sglang"].read(changed(written("sglang"), both), TARGET).config.capture == (3, 6, 9)
-    assert EAGLE3["eagle"].read(changed(written("eagle"), both), TARGET).config.capture == DEFAULT
+    assert EAGLE3["vllm"].read(changed(written("vllm"), both), TARGET).config.aux_layers == (2, 5, 8)
+    assert EAGLE3["sglang"].read(changed(written("sglang"), both), TARGET).config.aux_layers == (3, 6, 9)
+    assert EAGLE3["eagle"].read(changed(written("eagle"), both), TARGET).config.aux_layers == DEFAULT
 
 
 def test_a_speculators_directory_that_says_nothing_of_the_residual_is_two_heads():
@@ -264,4 +264,4 @@ def test_a_head_that_ours_cannot_be_is_refused_in_one_line(config, tensors, word
 
 
 def test_eagle3_of_two_states_is_not_taken_for_eagle1():
-    assert detect(ForeignHead.of(written("vllm", capture=(1, 4)))).kind == "eagle3"
+    assert detect(ForeignHead.of(written("vllm", aux_layers=(1, 4)))).kind == "eagle3"

@@ -123,7 +123,7 @@ REFUSED = [
     ("of the architecture Qwen2ForCausalLMEagle", of("Qwen2ForCausalLMEagle"), EAGLE | QKV_BIAS),
     ("a causal language model, LlamaForCausalLM", of("LlamaForCausalLM"), LM),
     ("a causal language model", {}, {"wte.weight": (V, H), "h.0.attn.c_attn.weight": (H, 3 * H)}),
-    ("quantised weights", EAGLE_1, {"fc.qweight": (8, H), "fc.scales": (1, H)}),
+    ("quantized weights", EAGLE_1, {"fc.qweight": (8, H), "fc.scales": (1, H)}),
     ("no head that is known (layers.0.mlp", EAGLE_1, layer("layers.0")),  # EAGLE-1 that lost its fc
     ("no head that is known (model.0.linear.bias", SPECDEC, specdec(1) | {"model.1.weight": (1, H)}),
     ("no head that is known (none)", {}, {}),
@@ -157,20 +157,20 @@ BLOCKS_READ = [
 
 
 @pytest.mark.parametrize(("name", "kind", "config", "shapes"), BLOCKS_READ)
-def test_the_producer_of_a_block_drafter_is_recognised(name, kind, config, shapes):
+def test_the_producer_of_a_block_drafter_is_recognized(name, kind, config, shapes):
     format = detect(ForeignHead(config, shapes))
     assert (format.name, format.kind) == (name, kind)
 
 
 @pytest.mark.parametrize("case", READ)
-def test_the_producer_is_recognised(case):
+def test_the_producer_is_recognized(case):
     expected, config, shapes = READ[case]
     format = detect(ForeignHead(config, shapes))
     assert format is formats()[expected, format.kind]
 
 
 @pytest.mark.parametrize(("name", "config", "shapes"), EAGLE_3_READ)
-def test_the_producer_of_an_eagle3_head_is_recognised(name, config, shapes):
+def test_the_producer_of_an_eagle3_head_is_recognized(name, config, shapes):
     foreign = ForeignHead(config, shapes)
     format = detect(foreign)
     assert (format.name, format.kind) == (name, "eagle3")

@@ -23,7 +23,7 @@ LINEAR = RopeScaling("linear", 2.0, original_max_position=CONTEXT)
     [
         ({}, True),
         ({}, False),
-        ({"norm_before_fc": True, "capture": (1, 4, 11)}, True),
+        ({"norm_before_fc": True, "aux_layers": (1, 4, 11)}, True),
         ({"norm_before_residual": True}, True),
         ({"llama_config": llama(rope_scaling=LLAMA3, rope_theta=500000.0, head_dim=8)}, True),
         ({"llama_config": llama(rope_scaling=LINEAR, head_dim=8)}, True),
@@ -39,11 +39,11 @@ def test_a_head_comes_back_bit_by_bit(settings, reduced):
     assert all(torch.equal(imported.state[name], tensor) for name, tensor in state.items())
     # What llama.cpp reads: ids, not offsets; layers by name; no embedding.
     assert not reduced or torch.equal(tensors["d2t"], D2T)
-    assert metadata["eagle3.target_layers"] == list(head.config.capture) and "token_embd.weight" not in tensors
+    assert metadata["eagle3.target_layers"] == list(head.config.aux_layers) and "token_embd.weight" not in tensors
 
 
-def test_rotary_pairs_are_neighbours():
-    """Scores of rotated neighbours in GGUF's order are those of rotated halves in ours."""
+def test_rotary_pairs_are_neighbors():
+    """Scores of rotated neighbors in GGUF's order are those of rotated halves in ours."""
     torch.manual_seed(0)
     heads, dim, place = 2, 8, 3
     angles = place * 10000.0 ** (-torch.arange(dim // 2) / (dim // 2))
@@ -64,7 +64,7 @@ def test_rotary_pairs_are_neighbours():
     [
         ({"fc_norm": True}, "fc_norm: found True, expected no norms.*--version 3"),
         ({"norm_output": True}, "norm_output: found True.*--version 3"),
-        ({"capture": (1, 4)}, r"layers: found \[1, 4\], expected 3 layers"),
+        ({"aux_layers": (1, 4)}, r"layers: found \[1, 4\], expected 3 layers"),
         ({"llama_config": llama(qkv_bias=True)}, "qkv_bias"),
     ],
 )

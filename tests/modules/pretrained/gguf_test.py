@@ -15,7 +15,7 @@ import transformers
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
-from draftsmith.modules.pretrained.gguf import dequantised_directory, open_gguf
+from draftsmith.modules.pretrained.gguf import dequantized_directory, open_gguf
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
@@ -50,12 +50,12 @@ def test_a_float32_file_is_the_model_it_was_written_from(tmp_path, family, extra
     tokenizer, known = load_tokenizer(str(tmp_path / "model.gguf")), load_tokenizer(str(directory))
     assert tokenizer(TEXT).input_ids == known(TEXT).input_ids
     assert tokenizer.get_vocab() == known.get_vocab() and tokenizer.chat_template == known.chat_template
-    config = json.loads((tmp_path / "model.gguf.dequantised" / "config.json").read_text())
+    config = json.loads((tmp_path / "model.gguf.dequantized" / "config.json").read_text())
     assert config["bos_token_id"] is None, "the file has none, and LlamaConfig's default is 1"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_quantised_file_has_the_logits_that_transformers_reads_from_it(tmp_path, family):
+def test_a_quantized_file_has_the_logits_that_transformers_reads_from_it(tmp_path, family):
     directory = tiny_llama_dir(tmp_path / "model", family=family, hidden=64, head_dim=128)  # Qwen3's in transformers
     write_gguf_model(tmp_path / "model.gguf", str(directory), "q8_0")
     ours = load_lm(str(tmp_path / "model.gguf"))
@@ -67,13 +67,13 @@ def test_a_quantised_file_has_the_logits_that_transformers_reads_from_it(tmp_pat
     assert "Q8_0" in ours.info.identity["gguf"]
 
 
-def test_it_is_dequantised_once_until_the_file_changes(tmp_path):
+def test_it_is_dequantized_once_until_the_file_changes(tmp_path):
     file = tmp_path / "model.gguf"
     write_gguf_model(file, str(tiny_llama_dir(tmp_path / "one")))
-    weights = dequantised_directory(file) / "model-00001.safetensors"
+    weights = dequantized_directory(file) / "model-00001.safetensors"
     first = weights.stat().st_mtime_ns, weights.stat().st_ino
     os.utime(file)  # another time and the same content
-    dequantised_directory(file)
+    dequantized_directory(file)
     assert (weights.stat().st_mtime_ns, weights.stat().st_ino) == first
     write_gguf_model(file, str(tiny_llama_dir(tmp_path / "two", seed=1)))
     changed = load_lm(str(file))
@@ -94,7 +94,7 @@ def test_other_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeyp
     write_gguf(file, "llama", {}, {"blk.0.ffn_gate_exps.weight": torch.zeros(4, 4)})
     with pytest.raises(InputError, match="tensors of another design"):
         load_lm(str(file))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf", "model.gguf.dequantised.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf", "model.gguf.dequantized.lock"]
     file.write_bytes(whole)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputError, match=r"draftsmith\[llamacpp\]"):
@@ -212,9 +212,9 @@ def test_a_place_that_cannot_be_written_uses_the_cache(tmp_path, monkeypatch):
     write_gguf_model(folder / "model.gguf", str(tiny_llama_dir(tmp_path / "tiny")))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Root may write anywhere: a file where the lock would be stands for a disk that refuses.
-    (folder / "model.gguf.dequantised.lock").mkdir()
-    directory = dequantised_directory(folder / "model.gguf")
+    (folder / "model.gguf.dequantized.lock").mkdir()
+    directory = dequantized_directory(folder / "model.gguf")
     assert directory.is_relative_to(tmp_path / "cache")
     shutil.rmtree(tmp_path / "tiny")
-    assert dequantised_directory(folder / "model.gguf") == directory
+    assert dequantized_directory(folder / "model.gguf") == directory
     load_lm(str(folder / "model.gguf"))

@@ -91,7 +91,7 @@ def test_tied_blocks_round_trip_as_one_block(tmp_path):
     assert torch.equal(loaded(hidden), head(hidden))
 
 
-def test_what_a_head_standardises_by_comes_back(tmp_path):
+def test_what_a_head_standardizes_by_comes_back(tmp_path):
     head = acceptance_head(width=2, standardize=True, activation="relu")
     head.mean += 3
     head.scale *= 2
@@ -148,8 +148,8 @@ def test_an_eagle3_head_fits_its_targets_layers_and_ids(tmp_path, target):
     with pytest.raises(InputError, match="d2t is int32 in place of int64"):
         build_head("eagle3", head.config, state | {"d2t": state["d2t"].int()})
     assert load_head(directory, target).config == head.config
-    with pytest.raises(InputError, match=r"capture: found \(0, 1, 9\), expected .* 0 to 2, the target's layers"):
-        load_head(edited(directory, capture=[0, 1, 9]), target)
+    with pytest.raises(InputError, match=r"aux_layers: found \(0, 1, 9\), expected .* 0 to 2, the target's layers"):
+        load_head(edited(directory, aux_layers=[0, 1, 9]), target)
 
 
 def test_a_head_of_another_model_is_refused_by_identity(saved, other_target):

@@ -187,18 +187,18 @@ def test_tensors_that_do_not_fit_the_config_are_named(directory, change, named):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, r"quantised \(fp8\)"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq 4\)"),
-        ({}, r"quantised \(NVFP4\)"),  # ModelOpt's file
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, r"quantized \(fp8\)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantized \(gptq 4\)"),
+        ({}, r"quantized \(NVFP4\)"),  # ModelOpt's file
     ],
 )
-def test_a_quantised_checkpoint_is_named_before_its_weights_are_read(directory, monkeypatch, settings, words):
-    def quantise(state):
+def test_a_quantized_checkpoint_is_named_before_its_weights_are_read(directory, monkeypatch, settings, words):
+    def quantize(state):
         state[f"{DOWN}_scale_inv"] = torch.ones(1)
         state[DOWN] = state[DOWN].to(torch.float8_e4m3fn)
 
     change_config(directory, **settings)
-    change_state(directory, quantise)
+    change_state(directory, quantize)
     if not settings:
         (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     assert load_outer(str(directory)).info.vocab_size  # vLLM's states of such a target are learned from

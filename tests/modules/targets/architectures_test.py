@@ -54,7 +54,7 @@ def test_a_qwen2_moe_whose_window_is_off_decodes_as_the_hub_has_it(tmp_path):
         assert lm.refusals == Refusals()
         session = lm.session(1, 20)
         session.extend([[3, 4, 5]])
-        logits = session.extend([[6, 7]], [[-1, -1]], num_logits=2).logits[0, 1]
+        logits = session.extend([[6, 7]], [[-1, -1]], logits_to_keep=2).logits[0, 1]
         with torch.no_grad():
             expected = model(torch.tensor([[3, 4, 5, 7]])).logits[0, -1]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

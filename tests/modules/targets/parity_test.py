@@ -151,7 +151,7 @@ def test_chains_and_trees_in_a_session(case_of, name, engine):
     expected, at = case.logits(tokens), 0
     for size in (1, 9, 1, 1, 4, 10):
         count = min(size, 2) if size == 4 else size
-        scores = session.extend([tokens[at : at + size]], num_logits=count)
+        scores = session.extend([tokens[at : at + size]], logits_to_keep=count)
         at += size
         assert scores.logits.shape[1] == count or static
         assert_close(scores.logits[0, :count], expected[at - count : at])
@@ -166,7 +166,7 @@ def test_chains_and_trees_in_a_session(case_of, name, engine):
         kept, nodes, parents = case.tokens(prefix), case.tokens(10, seed=1), random_tree(10, seed=2)
         if kept:
             session.extend([kept])
-        logits = session.extend([nodes], [parents], num_logits=10).logits[0]
+        logits = session.extend([nodes], [parents], logits_to_keep=10).logits[0]
         for node in range(10):
             assert_close(logits[node], case.logits(kept + [nodes[i] for i in path_to(node, parents)])[-1])
 
@@ -182,16 +182,16 @@ def test_right_after_compaction(case_of, name, engine, path):
     kept, nodes = case.tokens(PREFIX), case.tokens(9, seed=3)
     parents = [-1, 0, 0, 1, 2, 2, 4, 5, 6]
     session.extend([kept])
-    session.extend([nodes], [parents], num_logits=9)
+    session.extend([nodes], [parents], logits_to_keep=9)
     session.keep([PREFIX], [[PREFIX + node for node in path]])
     tokens = kept + [nodes[node] for node in path]
     assert list(session.lengths) == [len(tokens)]
     for follow in (case.tokens(1, seed=4), case.tokens(5, seed=5)):  # one token takes another kernel than several
         tokens = tokens + follow
-        logits = session.extend([follow], num_logits=len(follow)).logits[0, : len(follow)]
+        logits = session.extend([follow], logits_to_keep=len(follow)).logits[0, : len(follow)]
         assert_close(logits, case.logits(tokens)[-len(follow) :])
     tree, nodes = random_tree(6, seed=6), case.tokens(6, seed=7)
-    logits = session.extend([nodes], [tree], num_logits=6).logits[0]
+    logits = session.extend([nodes], [tree], logits_to_keep=6).logits[0]
     assert_close(logits[5], case.logits(tokens + [nodes[i] for i in path_to(5, tree)])[-1])
 
 
@@ -203,17 +203,17 @@ def test_captured_states_are_transformers_own(case_of, name, engine):
     with torch.no_grad():
         states = case.oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     assert len(states) > 2  # the embeddings, and what each layer leaves; the last one is normed
-    for capture in ((0, 1), (1,), (0, 2), (2,)):
-        expected = torch.cat([states[number] for number in capture], -1)
-        assert_close(lm.features(torch.tensor([tokens]), capture=capture), expected)
+    for aux_layers in ((0, 1), (1,), (0, 2), (2,)):
+        expected = torch.cat([states[number] for number in aux_layers], -1)
+        assert_close(lm.features(torch.tensor([tokens]), aux_layers=aux_layers), expected)
         for rows, static in [(1, False)] if engine == "hf" else [(1, False), (1, True), (2, False)]:
-            session = lm.session(rows, 40, capture, static=static)
+            session = lm.session(rows, 40, aux_layers, static=static)
             session.reset(1)
             features = [session.extend([tokens[:5]]).features[:, :5]]
             features.append(session.extend([tokens[5:9]]).features[:, :4])
             features.append(session.extend([tokens[9:]], [range(-1, 7)]).features[:, :8])
             assert_close(torch.cat(features, 1), expected)
-    with pytest.raises(ValueError, match="capture"):
+    with pytest.raises(ValueError, match="aux_layers"):
         lm.session(1, 40, (lm.info.num_layers + 1,)).extend([tokens])
 
 
@@ -273,7 +273,7 @@ def test_trees_of_a_model_whose_layers_have_different_windows(tmp_path):
     assert case.oracle.config.layer_types == ["full_attention", "sliding_attention"]
     kept, nodes, parents = case.tokens(PREFIX), case.tokens(8, seed=1), random_tree(8, seed=2)
     session = lm.session(1, 0)
-    assert_close(session.extend([kept], num_logits=PREFIX).logits[0], case.logits(kept))
-    logits = session.extend([nodes], [parents], num_logits=8).logits[0]
+    assert_close(session.extend([kept], logits_to_keep=PREFIX).logits[0], case.logits(kept))
+    logits = session.extend([nodes], [parents], logits_to_keep=8).logits[0]
     for node in range(8):
         assert_close(logits[node], case.logits(kept + [nodes[i] for i in path_to(node, parents)])[-1])

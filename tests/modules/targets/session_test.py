@@ -91,7 +91,7 @@ def test_rows_read_what_each_would_read_alone(pair, static, kernels):
         trees = number % 2 == 1
         parents = [random_tree(rng, size) if trees else list(range(-1, size - 1)) for size in sizes]
         most = max(sizes) if number % 3 else 2
-        scores = session.extend(fed, parents if trees else None, num_logits=most)
+        scores = session.extend(fed, parents if trees else None, logits_to_keep=most)
         lengths, slots = [], []
         for row, size in enumerate(sizes):
             for node in range(size):
@@ -136,7 +136,7 @@ def test_padding_past_the_capacity_spoils_nothing(pair, kernels):
         session.extend(prompts)
         fed = [tokens_of(lm, 1).tolist(), tokens_of(lm, 6).tolist()]
         parents = [[-1], range(-1, 5)] if trees else None
-        logits = session.extend(fed, parents, num_logits=6).logits
+        logits = session.extend(fed, parents, logits_to_keep=6).logits
         close(logits[0, 0], alone(oracle, prompts[0] + fed[0])[0][-1])
         close(logits[1], alone(oracle, prompts[1] + fed[1])[0][4:])
 
@@ -159,9 +159,9 @@ def test_few_shapes_serve_all_sizes(pair):
         session.extend([[5] * 23])
         session.keep([start + 23])
         for size in (1, 5, 6, 7, 8):
-            session.extend([[5] * size], num_logits=size)
+            session.extend([[5] * size], logits_to_keep=size)
             session.keep([start + 23])
-            session.extend([[5] * size], [random_tree(random.Random(size), size)], num_logits=size)
+            session.extend([[5] * size], [random_tree(random.Random(size), size)], logits_to_keep=size)
             session.keep([start + 23])
     assert {bucket(size) for size in (23, 1, 5, 6, 7, 8)} == {32, 1, 8}
     spans = {SPAN_BUCKET, 2 * SPAN_BUCKET, 608}
@@ -202,7 +202,7 @@ def test_a_session_of_graphs_reads_like_one_without(pair):
                 session.select([0, 2])
         tokens = tokens_of(lm, 3, 6 + number)[:rows, :6].tolist()
         parents = [random_tree(rng, 6) for _ in tokens] if number % 2 else None
-        expected, found = (session.extend(tokens, parents, num_logits=6) for session in sessions)
+        expected, found = (session.extend(tokens, parents, logits_to_keep=6) for session in sessions)
         close(found.logits[:, :6].cpu(), expected.logits)
         close(found.features[:, :6].cpu(), expected.features)
         for session in sessions:
