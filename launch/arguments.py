@@ -49,7 +49,7 @@ ELSEWHERE = {
         "target": "model model_name_or_path target_model target_model_path verifier",
         "draft": "draft_model draft_model_path speculative_model",
         "data": "data_path train_data_path dataset",
-        "ttt_steps": "ttt_length",
+        "ttt-steps": "ttt_length",
         "draft-vocab": "draft_vocab_size",
         "num-drafted": "num_speculative_tokens speculative_num_steps",
         "max-new-tokens": "max_tokens n_predict",

@@ -13,7 +13,7 @@ import torch
 from draftsmith.modules.decoding import chain, loop, verify
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.drafters import net
-from draftsmith.modules.sampling import TorchSource, pick, probabilities
+from draftsmith.modules.sampling import Sampler, TorchSource, pick, probabilities
 from draftsmith.modules.types import SamplingParams
 
 
@@ -38,8 +38,9 @@ def wrong_q(patch) -> None:
     """Drafts are drawn at 0.8 of the temperature that their q is stated at."""
     real = chain.draft_chains
 
-    def drafted(logits, states, step, stops, limits, params, *others):
-        made = real(logits, states, step, stops, limits, at(params, 0.8), *others)
+    def drafted(logits, states, step, stops, limits, sampler, *others):
+        cooler = Sampler(at(sampler.params, 0.8), sampler.sources)
+        made = real(logits, states, step, stops, limits, cooler, *others)
         drawn = [tree.draft_prob if tree.draft_prob is None else torch.stack(list(tree.draft_prob)) for tree in made]
         stated = [flattened(q, 0.8) for q in drawn]
         return [DraftTree(tree.tokens, tree.parents, q) for tree, q in zip(made, stated, strict=True)]

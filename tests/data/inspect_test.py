@@ -27,9 +27,9 @@ def test_the_mask_is_colored_and_bracketed_where_color_does_not_show():
     text = masked_text(ids, mask, tokenizer, bracketed=True)
     assert text.plain == "<|user|>Hi<|end|><|assistant|>⟦Hö<|end|>⟧"
     console = Console(force_terminal=True, color_system="standard", width=200, no_color=False)
-    with console.aux_layers() as aux_layers:
+    with console.capture() as captured:
         console.print(masked_text(ids, mask, tokenizer, bracketed=False))
-    assert "\x1b[2m<|user|>Hi<|end|><|assistant|>\x1b[0m\x1b[1;32mHö<|end|>\x1b[0m" in aux_layers.get()
+    assert "\x1b[2m<|user|>Hi<|end|><|assistant|>\x1b[0m\x1b[1;32mHö<|end|>\x1b[0m" in captured.get()
 
 
 @pytest.mark.parametrize("stage", ["prompts", "responses", "acceptance", "features"])

@@ -152,7 +152,7 @@ MUTANTS = [
            ("tests/modules/drafters/eagle_test.py",)),
     Mutant("loss-counts-the-next-documents-first-token", EAGLE, "[offsets < sizes[:, None]]", ".flatten()[:-1]",
            ("tests/modules/drafters/eagle_test.py",)),
-    Mutant("loss-blocks-of-the-gpus-size", LOSSES, "most = min(most, CPU_ROWS, CPU_ELEMENTS // vocab_size) if", "most = most if",
+    Mutant("loss-blocks-of-the-gpus-size", LOSSES, "most = min(most, CPU_ROWS, CPU_ELEMENTS // vocab_size)", "most = most",
            ("tests/modules/losses_test.py",)),
     Mutant("loss-top3-of-two", LOSSES, "topk(min(3, logits.shape[-1]))",
            "topk(min(2, logits.shape[-1]))", (LOSS_TEST,)),

@@ -25,7 +25,7 @@ function applyTheme() {
   const button = document.getElementById("theme");
   button.textContent = dark ? "Light" : "Dark";
   button.setAttribute("aria-pressed", String(dark));
-  button.setAttribute("aria-label", dark ? "Use light colours" : "Use dark colours");
+  button.setAttribute("aria-label", dark ? "Use light colors" : "Use dark colors");
   return Promise.all([drawCharts(), ...viewers.map((viewer) => viewer.redrawTree())]);
 }
 
@@ -371,8 +371,8 @@ class Viewer {
     const place = this.part("round").querySelector(".tree");
     if (!place || this.open === null) return;
     const round = this.answer().rounds[this.open];
-    const { colours } = themes[theme()];
-    const nodes = [{ id: -1, parent: null, text: "", kept: true, ink: colours.ink, behind: colours.quiet, about: { node: "root" } }];
+    const { colors } = themes[theme()];
+    const nodes = [{ id: -1, parent: null, text: "", kept: true, ink: colors.ink, behind: colors.quiet, about: { node: "root" } }];
     const depth = [];
     round.drafted.forEach((token, node) => {
       const parent = round.parents[node];
@@ -381,7 +381,7 @@ class Viewer {
       const kind = fate === "accepted" ? "accepted" : "discarded";
       const about = { token: visible(this.text(token)), fate };
       for (const key of ["q", "value", "accept_prob"]) if (round[key]?.[node] != null) about[key] = round[key][node];
-      nodes.push({ id: node, parent, text: visible(this.text(token)), kept: fate === "accepted", ink: colours[`${kind}-ink`], behind: colours[`${kind}-behind`], about });
+      nodes.push({ id: node, parent, text: visible(this.text(token)), kept: fate === "accepted", ink: colors[`${kind}-ink`], behind: colors[`${kind}-behind`], about });
     });
     const parents = new Set(round.parents);
     const leaves = round.drafted.filter((_, node) => !parents.has(node)).length;
@@ -390,7 +390,7 @@ class Viewer {
     const levels = Math.max(...depth);
     specification.height = Math.max(90, leaves * 22);
     specification.width = Math.max(levels * 60, Math.min(levels * 120, place.clientWidth - 120));
-    for (const signal of specification.signals) signal.value = colours[signal.name];
+    for (const signal of specification.signals) signal.value = colors[signal.name];
     const options = { mode: "vega", renderer: "svg", actions: false, tooltip: { theme: theme() } };
     const result = await vegaEmbed(place, specification, options);
     this.dropTree();
