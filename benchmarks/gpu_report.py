@@ -319,7 +319,7 @@ def training_settings(config: GpuReportConfig, folder: Path, steps: int, raw: di
             plan_samples=2 * steps * (config.tokens // config.document),
             plan_length=config.document,
             log_every=steps,
-            log=("csv",),
+            loggers=("csv",),
         )
     )
 

@@ -267,7 +267,7 @@ class RecipesConfig:
         recipe = RECIPES[name]
         data = ["--data", str(self.features(recipe)), "--target", self.source.target]
         # The features are stored already.
-        rest = ["--features", "online", "--val-share", "0.02", "--tau-prompts", "0", "--log", "csv"]
+        rest = ["--features", "online", "--val-share", "0.02", "--tau-prompts", "0", "--loggers", "csv"]
         rest += ["--num-threads", "1"]
         config = CONFIGS[self.configs].format(recipe.kind)
         return ["--config", config, *data, *self.layers(recipe), *rest, *recipe.words]

@@ -153,7 +153,7 @@ class Workload:
             tokens_per_batch=self.config.tokens, max_steps=steps,
             val_every=steps,  # at the end, off the clock
             precision="bf16" if self.config.dtype == "bfloat16" else "32",
-            seed=self.config.seed, noise=noise, num_threads=1, accelerator="cpu", tau_prompts=0, log=("csv",),
+            seed=self.config.seed, noise=noise, num_threads=1, accelerator="cpu", tau_prompts=0, loggers=("csv",),
         )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 STEPS, KILLED_AFTER = 120, 55
 OPTIONS = {
     "config": "eagle-embedded", "target": "embedded:target", "optimizer": "adamw", "lr": "2e-3", "max_steps": STEPS,
-    "tokens_per_batch": 2048, "log_every": 1, "save_every": 10, "val_every": STEPS, "tau_prompts": 0, "log": ("csv",),
-    "accelerator": "cpu", "num_threads": 1, "val_share": 0.02,
+    "tokens_per_batch": 2048, "log_every": 1, "save_every": 10, "val_every": STEPS, "tau_prompts": 0,
+    "loggers": ("csv",), "accelerator": "cpu", "num_threads": 1, "val_share": 0.02,
 }  # fmt: skip
 
 

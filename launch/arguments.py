@@ -53,7 +53,7 @@ ELSEWHERE = {
         "draft-vocab": "draft_vocab_size",
         "num-drafted": "num_speculative_tokens speculative_num_steps",
         "max-new-tokens": "max_tokens n_predict",
-        "log": "report_to",
+        "loggers": "report_to log_with",
     }.items()
     for theirs in names.split()
 }

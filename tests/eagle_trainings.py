@@ -22,7 +22,7 @@ QUICK = {
     "val_share": 0.25,
     "val_every": 6,
     "log_every": 3,
-    "log": ("csv",),
+    "loggers": ("csv",),
 }
 QUICK |= {"token_weight": 1.0, "tau_prompts": 3, "tau_max_new_tokens": 8}
 

@@ -19,7 +19,7 @@ QUICK = {
     "log_every": 1,
     "tau_prompts": 2,
     "tau_max_new_tokens": 8,
-    "log": ("csv",),
+    "loggers": ("csv",),
 }
 
 

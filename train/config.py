@@ -155,7 +155,7 @@ class Tracking:
         log_every: Optimizer steps between logged losses.
         save_every: Optimizer steps between checkpoints, from which the same command continues; 0 saves at validations.
         keep: Checkpoints to keep, the newest ones.
-        log: Loggers: csv (always written), tensorboard, wandb (Weights & Biases, if `wandb login` has left a key),
+        loggers: csv (always written), tensorboard, wandb (Weights & Biases, if `wandb login` has left a key),
             wandb-offline (into files, for `wandb sync`).
         project: Weights & Biases project.
         group: Weights & Biases group: the study or sweep that the run belongs to.
@@ -175,7 +175,7 @@ class Tracking:
     log_every: int = volatile(20)
     save_every: int = volatile(0)
     keep: int = volatile(2)
-    log: tuple[Logger, ...] = volatile(("csv", "wandb"))
+    loggers: tuple[Logger, ...] = volatile(("csv", "wandb"))
     project: str = volatile("draftsmith")
     group: str | None = volatile(None)
     license: str = volatile("")
@@ -206,9 +206,9 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
     trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.log) - set(LOGGERS))
+        unknown = sorted(set(self.loggers) - set(LOGGERS))
         if unknown:
-            raise InputError("log", ", ".join(unknown), f"some of {', '.join(LOGGERS)}", "Change it.")
+            raise InputError("loggers", ", ".join(unknown), f"some of {', '.join(LOGGERS)}", "Change it.")
         check_ranges(self)
         for name in ("max_steps", "epochs") if self.minutes else ():
             given, default = getattr(self, name), type(self).__dataclass_fields__[name].default

@@ -132,21 +132,21 @@ def wandb_mode(config: TrainConfig, log: Callable[[str], None] = lambda text: No
     """Return online or offline, or an empty string if Weights & Biases is off: not asked for, without a key, or by its
     own variable."""
     mode = os.environ.get("WANDB_MODE", "")
-    if not {"wandb", "wandb-offline"} & set(config.log) or mode == "disabled":
+    if not {"wandb", "wandb-offline"} & set(config.loggers) or mode == "disabled":
         return ""
-    if "wandb-offline" in config.log or mode in ("offline", "dryrun"):
+    if "wandb-offline" in config.loggers or mode in ("offline", "dryrun"):
         return "offline"
     if has_wandb_key():
         return "online"
-    log("Weights & Biases: off, no key was found (`wandb login` logs online, --log wandb-offline into files)")
+    log("Weights & Biases: off, no key was found (`wandb login` logs online, --loggers wandb-offline into files)")
     return ""
 
 
 def check_loggers(config: TrainConfig) -> None:
     """Raise InputError if a logger that is asked for is not installed, or Weights & Biases refuses a name."""
-    if "tensorboard" in config.log and importlib.util.find_spec("tensorboard") is None:
+    if "tensorboard" in config.loggers and importlib.util.find_spec("tensorboard") is None:
         found = "tensorboard, which is not installed"
-        raise InputError("log", found, "installed loggers", "Run: pip install 'draftsmith[tensorboard]'")
+        raise InputError("loggers", found, "installed loggers", "Run: pip install 'draftsmith[tensorboard]'")
     if wandb_mode(config):
         import wandb
 
@@ -220,7 +220,7 @@ def make_loggers(
     about = {**resolved(config), "made_from": dict(made_from or {})}
     table = CsvLogger(config.output / "metrics.csv", resumed_step)
     loggers: list[Logger] = [table]
-    if "tensorboard" in config.log:
+    if "tensorboard" in config.loggers:
         # A resumed run adds a file that hides what follows its checkpoint.
         purge: Any = resumed_step + 1 if resumed_step else None
         board = TensorBoardLogger(

@@ -199,7 +199,7 @@ def pipeline(config: SpecDecPPConfig) -> Iterator[PipelineStep]:
         return
     training: dict[str, Any] = {
         **{name: getattr(config, name) for name in ("epochs", "batch_size", "lr", "seed", "num_threads")},
-        "config": "acceptance-embedded", "draft": draft, "log": "csv",
+        "config": "acceptance-embedded", "draft": draft, "loggers": "csv",
         "data": data / "train" / "acceptance", "val": data / "eval" / "acceptance",
     }  # fmt: skip
     for weight in config.weights:

@@ -22,7 +22,7 @@ def rows_of(target, texts):
 def main(target_path, texts, output, steps=20):
     target = draftsmith.load_target(target_path)
     rows = list(rows_of(target, texts))
-    settings = draftsmith.settings("eagle", lr=3e-3, max_steps=steps, batch_size=4, log=("csv",), output=output)
+    settings = draftsmith.settings("eagle", lr=3e-3, max_steps=steps, batch_size=4, loggers=("csv",), output=output)
     module = draftsmith.LitDrafter(draftsmith.new_head(settings, target), target, settings)
     data = draftsmith.HeadDataModule(rows[2:], rows[:2], settings)
     best = draftsmith.fit(module, data, callbacks=[EarlyStopping("val/loss")])

@@ -135,7 +135,7 @@ FEATURES = "data features --responses {responses} --target {target} --output {d}
 REPORT = "eval report {d} --output {out}/report.html"
 COMPARE = "eval compare {d} {bench}"
 DECODE = "decode Hi --target {target} --draft {d} --method eagle:k=2 --max-new-tokens 4"
-RESUME = "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --output {d} --log csv"
+RESUME = "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --output {d} --loggers csv"
 SHARD = "shard-00000"
 DEEP = "[" * 100_000
 

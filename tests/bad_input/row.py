@@ -92,7 +92,7 @@ class Ground:
         return self._stage(
             "eagle-run",
             f"train eagle --data {self.features} --target {self.target} --max-steps 2 --batch-size 2 --val-share 0.3 "
-            "--tau-prompts 0 --log csv",
+            "--tau-prompts 0 --loggers csv",
         )
 
     @cached_property

@@ -42,7 +42,18 @@ torch.set_num_threads(1)
 TARGET, ROWS = "embedded:target", 120
 ARGS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 1024}
 SERVE = ["--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "1024"]
-TRAIN = ["--config", "eagle3-embedded", "--target", TARGET, "--tau-prompts", "0", "--log", "csv", "--num-threads", "1"]
+TRAIN = [
+    "--config",
+    "eagle3-embedded",
+    "--target",
+    TARGET,
+    "--tau-prompts",
+    "0",
+    "--loggers",
+    "csv",
+    "--num-threads",
+    "1",
+]
 TRAIN += ["--max-steps", "60", "--save-every", "10", "--val-every", "30", "--log-every", "10"]
 
 

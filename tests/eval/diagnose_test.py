@@ -58,7 +58,7 @@ def trained_head(world, output: Path, steps: int, kind: str = "eagle3", **own: A
     settings = drafter_config(kind)(
         data=world.responses, val=world.responses, target=str(world.target), output=output, layers=LAYERS,
         optimizer="muon", lr=0.02, schedule="hold", epochs=1000, max_steps=steps, batch_size=NUM_PROMPTS,
-        val_every=steps, log_every=5, tau_prompts=0, log=("csv",), num_threads=1, **own,
+        val_every=steps, log_every=5, tau_prompts=0, loggers=("csv",), num_threads=1, **own,
     )  # fmt: skip
     best = train(settings)
     manifest = json.loads((best / "manifest.json").read_text())
@@ -367,7 +367,7 @@ def test_a_training_with_bad_numbers_ends_with_a_diagnosis(world, tmp_path, caps
     train(
         drafter_config(kind)(
             data=world.responses, target=str(world.target), output=tmp_path / "run", max_steps=steps, batch_size=8,
-            val_share=0.5, tau_prompts=0, log=("csv",), num_threads=1, **own,
+            val_share=0.5, tau_prompts=0, loggers=("csv",), num_threads=1, **own,
         )
     )  # fmt: skip
     shown = capsys.readouterr().err

@@ -6,6 +6,7 @@ has the real SLURM.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -22,7 +23,9 @@ from torch.distributed.run import get_args_parser
 
 from draftsmith.launch import cli, launchers, slurm
 from draftsmith.launch.commands import configure
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.types import InputError
+from draftsmith.train.config import TrainAcceptanceConfig, drafter_config
 
 # What a shell, sbatch or an argument parser would take for something else.
 NASTY = [
@@ -93,6 +96,16 @@ def test_torchrun_reads_what_was_meant(started):
     read = get_args_parser().parse_args(started[0][3:])
     assert (read.standalone, read.nproc_per_node, read.max_restarts) == (True, "8", 0)
     assert (read.module, read.training_script, read.training_script_args) == (True, "draftsmith", [*TRAIN, "--debug"])
+
+
+@pytest.mark.parametrize("kind", ["acceptance", *sorted(learned())])
+def test_no_option_of_a_training_abbreviates_one_of_torchruns(kind):
+    """Its parser takes `--log` for `--log-dir` or `--logs-specs`, and stops, wherever the word stands."""
+    theirs = get_args_parser()._option_string_actions
+    config = TrainAcceptanceConfig if kind == "acceptance" else drafter_config(kind)
+    ours = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config)]
+    clashes = [(own, other) for own in ours for other in theirs if other.startswith(own) and other != own]
+    assert len(ours) > 30 and clashes == []
 
 
 def test_torchrun_on_several_machines_that_may_restart(started):

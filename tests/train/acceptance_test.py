@@ -47,7 +47,7 @@ QUICK = {
     "val_share": 0.25,
     "val_every": 6,
     "log_every": 3,
-    "log": ("csv",),
+    "loggers": ("csv",),
 }
 
 
@@ -211,7 +211,7 @@ def tokens(samples, reader):
 
 
 def a_config(artifacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
-    settings = {"draft": str(artifacts.draft), "lr": 5e-3, "batch_size": 4, "val_share": 0.25, "log": ("csv",)}
+    settings = {"draft": str(artifacts.draft), "lr": 5e-3, "batch_size": 4, "val_share": 0.25, "loggers": ("csv",)}
     return TrainAcceptanceConfig(data=rollouts, output=output, **{**settings, **changes})
 
 

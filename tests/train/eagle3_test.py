@@ -26,7 +26,7 @@ from draftsmith.train.config import drafter_config
 from draftsmith.train.prepare import make_head
 
 TARGET = "embedded:target"
-QUICK = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "val_every": 3, "log_every": 1, "log": ("csv",),
+QUICK = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "val_every": 3, "log_every": 1, "loggers": ("csv",),
          "ttt_steps": 3, "tau_prompts": 1, "tau_max_new_tokens": 8}  # fmt: skip
 
 

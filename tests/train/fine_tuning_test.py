@@ -145,7 +145,7 @@ def test_blocks_of_one_token_do_not_vary(artifacts, tmp_path):
     head = make_head(drafter_config("dspark")(block=1, layers=(0, 1), **settings), target)
     start = str(save_head(tmp_path / "head", head, {}, "card"))
     with pytest.raises(InputError, match="block: found 1, expected 2 or more"):
-        run(drafter_config("dspark")(init=start, vary_block=True, log=("csv",), **settings))
+        run(drafter_config("dspark")(init=start, vary_block=True, loggers=("csv",), **settings))
 
 
 def test_a_head_with_plain_positions_leaves_the_targets_scaling_out(artifacts, tmp_path):

@@ -30,7 +30,7 @@ from draftsmith.train.module import FeatureSource
 from draftsmith.train.prepare import make_head, prepare
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples" / "drafters"
-QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "log": ("csv",), "tau_prompts": 1}
+QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "loggers": ("csv",), "tau_prompts": 1}
 QUICK["tau_max_new_tokens"] = 8
 
 
@@ -93,7 +93,7 @@ def test_its_drafts_are_labeled_and_an_acceptance_head_learns_from_its_states(ar
     )
     identity = drafter_identity(trained, load_lm(str(artifacts.target)))
     assert set(identity) > {"bigram"} and Manifest.read(made).identity["draft"] == identity
-    quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "log": ("csv",)}
+    quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "loggers": ("csv",)}
     best = fit(*prepare(TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)))
     written = json.loads((best / "config.json").read_text())
     assert (written["drafter"], written["target"]) == ("bigram", identity)

@@ -175,7 +175,7 @@ def test_a_resumed_training_has_the_rest_of_the_time():
 def test_a_training_by_the_clock_is_validated_saved_and_finished(artifacts, tmp_path):
     config = drafter_config("medusa")(
         data=artifacts.features, target=str(artifacts.target), output=tmp_path / "head", minutes=0.02, batch_size=4,
-        tau_prompts=0, log=("csv",), val_share=0.3,
+        tau_prompts=0, loggers=("csv",), val_share=0.3,
     )  # fmt: skip
     best = run(config)
     finished = json.loads((tmp_path / "head" / "training.json").read_text())

@@ -25,7 +25,7 @@ from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory
 
 
 def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
-    settings = {"data": artifacts.responses, "epochs": 2, "batch_size": 6, "tau_prompts": 0, "log": ("csv",)}
+    settings = {"data": artifacts.responses, "epochs": 2, "batch_size": 6, "tau_prompts": 0, "loggers": ("csv",)}
     return drafter_config("eagle")(target=str(artifacts.target), output=output, **{**settings, **changes})
 
 
@@ -76,7 +76,7 @@ def test_frozen_parameters_equal_the_loaded_models(tmp_path, family, extra):
 
 def test_planned_checkpoints_are_as_large_as_written_ones(artifacts, tmp_path):
     """Files hold names, positions and settings beside their tensors: some kB."""
-    config = eagle_config(artifacts, tmp_path / "run", max_steps=3, save_every=1, keep=2, log=("csv",))
+    config = eagle_config(artifacts, tmp_path / "run", max_steps=3, save_every=1, keep=2, loggers=("csv",))
     plan = plan_of(config)
     run(config)
     kept = list((config.output / "checkpoints").glob("*/state.pt"))

@@ -54,7 +54,7 @@ class Runs:
     def job(self, name: str, head: str, strategy: str = "auto", **more: Any) -> dict[str, Any]:
         """more: keys of the job that rank_jobs.py explains; everything else is configuration."""
         config = {"lr": 2e-3, "batch_size": 8, "val_share": 0.25, "val_every": 10, "save_every": 7, "keep": 99}
-        config |= {"log_every": 1, "log": ("csv",), "num_threads": 1, "max_steps": STEPS, "accelerator": "cpu"}
+        config |= {"log_every": 1, "loggers": ("csv",), "num_threads": 1, "max_steps": STEPS, "accelerator": "cpu"}
         made = self.artifacts
         if head == "acceptance":
             config |= {"data": str(made.acceptance), "draft": str(made.draft)}

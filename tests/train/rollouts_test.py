@@ -34,7 +34,7 @@ from draftsmith.train.data import MicroBatch, SampleKey, Samples
 
 # Of the labels: conftest.py.
 DEPTH = 4
-QUICK = {"lr": 5e-3, "max_steps": 8, "batch_size": 6, "val_share": 0.25, "log": ("csv",)}
+QUICK = {"lr": 5e-3, "max_steps": 8, "batch_size": 6, "val_share": 0.25, "loggers": ("csv",)}
 
 
 @pytest.fixture(scope="module")

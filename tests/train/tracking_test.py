@@ -110,12 +110,12 @@ def test_a_name_that_the_client_refuses_is_a_line_before_anything_is_loaded(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("draftsmith.train.command.prepare", None)
     with pytest.raises(InputError, match=f"{name}: found .* that Weights & Biases takes") as caught:
-        run(config(artifacts, tmp_path / "run", log=("wandb-offline",), **options))
+        run(config(artifacts, tmp_path / "run", loggers=("wandb-offline",), **options))
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_offline_run_prints_the_upload_command(no_key, tmp_path):
-    settings, said = TrainConfig(data=tmp_path, output=tmp_path / "out", log=("wandb-offline",)), []
+    settings, said = TrainConfig(data=tmp_path, output=tmp_path / "out", loggers=("wandb-offline",)), []
     loggers = make_loggers(settings, "eagle", 0, said.append)
     for logger in loggers:
         logger.log_metrics({"train/loss": 0.5}, 7)
@@ -132,7 +132,7 @@ def test_log_chooses_the_loggers(no_key, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
     def names(*track: str) -> list[str]:
-        config = TrainConfig(data=tmp_path, output=tmp_path / "-".join(track or ("none",)), log=track)
+        config = TrainConfig(data=tmp_path, output=tmp_path / "-".join(track or ("none",)), loggers=track)
         loggers = make_loggers(config, "eagle", 0, lambda text: None)
         for logger in loggers:
             logger.finalize("success")
@@ -146,7 +146,7 @@ def test_log_chooses_the_loggers(no_key, tmp_path, monkeypatch):
 def test_tensorboard_hides_events_after_the_checkpoint(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = TrainConfig(data=tmp_path, output=tmp_path, log=("tensorboard",))
+    config = TrainConfig(data=tmp_path, output=tmp_path, loggers=("tensorboard",))
     for resumed, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}), (2, {3: 30.0})):
         _, board = make_loggers(config, "eagle", resumed, print)
         for step, value in values.items():
@@ -286,7 +286,7 @@ def tracked(artifacts, tmp_path_factory) -> Tracked:
     shared = {"data": artifacts.features, "target": str(artifacts.target), "output": output, "accelerator": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
-    shared |= {"log": ("wandb-offline", "tensorboard"), "group": "study 1"}
+    shared |= {"loggers": ("wandb-offline", "tensorboard"), "group": "study 1"}
     learn = LitHead.training_step
 
     def interrupted(module: LitHead, batch, batch_idx):

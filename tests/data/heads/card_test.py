@@ -38,7 +38,7 @@ def eagle_manifest(**config: Any) -> dict[str, Any]:
     return {
         **TRAINED,
         "head": head,
-        "config": {"target": "owner/model", "output": "/home/me", "log": ("csv",), **config},
+        "config": {"target": "owner/model", "output": "/home/me", "loggers": ("csv",), **config},
     }
 
 
