@@ -27,5 +27,5 @@ if __name__ == "__main__":
         return read(self, part)
 
     # In this process only, which is made to die: a real step has no place to do so.
-    LitHead.train_step = train_step  # type: ignore[method-assign]
+    LitHead.train_step = train_step
     sys.exit(main(sys.argv[3:]))

@@ -1,4 +1,4 @@
-"""Stop rules: when a drafted chain is long enough. The policies, what they see of a draft, and what they learn.
+"""Stop rules: policies that end a drafted chain, their view of it, and their state that is learned while decoding.
 
 No rule can bias the output: the token that a policy is shown stays in the draft, whatever its value.
 """

@@ -86,7 +86,7 @@ class DraftHead(nn.Module, ABC):
         of keyword fields with defaults. `Attributes` of its docstring become help; `__post_init__` checks values; a
         field with metadata {"volatile": True} has no effect on the weights. An option that shapes the head (`shape`)
         defaults to None.
-    drafts: what it drafts, each a method (`methods.OF_HEADS`).
+    drafts: shapes of its drafts, each a method (`methods.OF_HEADS`).
     default_k: drafted tokens of its chains, if the user says nothing; 0 takes as many as it can.
     defaults: values of the common options in place of their own defaults.
     num_lost_rows: tokens at the end of a sequence that give no training row; pieces of a long one overlap by so many.

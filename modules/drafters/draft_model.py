@@ -22,12 +22,12 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.low_precision import Precision
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel
 from draftsmith.modules.losses import Divergence, distances
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.transfer import true_places
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
 
 class DraftModelNet(DraftNet):
@@ -115,31 +115,17 @@ class DraftModelNet(DraftNet):
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(LlamaHeadConfig):
     """Config of a draft model.
 
     llama: its sizes. kept: the layers that it began as, counted from 0 in the model it was made from. source: directory
     of that model, whose config.json and tokenizer it takes.
     """
 
-    llama: LlamaConfig
+    windowed: ClassVar[bool] = True
+
     kept: tuple[int, ...]
     source: str = ""
-
-    def __post_init__(self) -> None:
-        check_config(self)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.llama.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.llama.vocab_size
-
-    @property
-    def max_position(self) -> int:
-        return self.llama.max_position
 
 
 @dataclass(frozen=True, kw_only=True)

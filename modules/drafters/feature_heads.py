@@ -5,6 +5,7 @@ A head derives from `FeatureHead` and defines `fuse` and its loss; `PairNet` dra
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,9 +37,9 @@ class FeatureHead(DraftHead):
         """Map the target's features [.., F] to states [.., H]."""
         return features
 
+    @abstractmethod
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layers' input [.., H'] for pairs of embeddings and states [.., H]."""
-        raise NotImplementedError(f"{self.kind} fuses no pairs")
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the head's states for the layers' outputs [.., H]."""

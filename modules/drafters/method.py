@@ -1,4 +1,4 @@
-"""What a decoding method is, and the models and times that it is built from."""
+"""Interface of decoding methods, and the models and times that they are built from."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Method:
 
     @property
     def lossless(self) -> bool:
-        """Whether its output follows the target. A lossy method is never chosen for the user."""
+        """Return whether its output follows the target. A lossy method is never chosen for the user."""
         return True
 
     @property
@@ -106,7 +106,7 @@ class Method:
 
     @property
     def timed(self) -> bool:
-        """Whether it depends on times of this machine (`Models.times`), so that its drafts are not reproducible."""
+        """Return whether it reads times of this machine (`Models.times`), so that its drafts are not reproducible."""
         return "auto" in vars(self).values()
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:

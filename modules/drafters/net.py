@@ -155,7 +155,7 @@ class RowDrafter(ABC):
     @property
     @abstractmethod
     def learners(self) -> Sequence[Learner]:
-        """What learns from the results of rounds."""
+        """Parts that learn from the results of rounds."""
 
     @abstractmethod
     def _draft(

@@ -142,7 +142,7 @@ def test_validation_sees_each_sample_once_over_the_ranks(budget):
     module = HeadDataModule(samples, samples, config(**budget), collate, count)
     seen = []
     for rank in range(3):
-        module.trainer = SimpleNamespace(global_rank=rank, world_size=3)  # type: ignore[assignment]
+        module.trainer = SimpleNamespace(global_rank=rank, world_size=3)
         seen += [key.index for part in module.val_dataloader() for key in part.keys]
     assert sorted(seen) == list(range(103))
 

@@ -252,7 +252,7 @@ def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced
         head.use_draft_vocabulary(D2T)
     text, drafted, target = [3, 1, 4, 1, 5, 9], [2, 6, 5], Linear()
     features = torch.randn(len(text), 3 * H, dtype=torch.float64)
-    branches: Any = BranchDrafter(head.net(target), len(drafted))  # type: ignore[arg-type]  # what is there is all it needs
+    branches: Any = BranchDrafter(head.net(target), len(drafted))
     branches.open(text, features)
     found = branches.states([len(text)], torch.tensor([drafted]))[0]
     embeds = target.embed(torch.tensor([*text, *drafted]))[None, 1:]
