@@ -26,7 +26,7 @@ from draftsmith.launch.cli import main_of
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
-from draftsmith.modules.types import SamplingParams, at_least
+from draftsmith.modules.types import SamplingParams, check_range
 
 GENERATION = "generation.json"
 
@@ -58,9 +58,9 @@ class GenerationConfig(PromptChoice):
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        at_least("limit", self.limit, 0)
+        check_range("limit", self.limit, 0)
         for name in ("max_new_tokens", "batch_size", "num_threads", "repeats"):
-            at_least(name, getattr(self, name), 1)
+            check_range(name, getattr(self, name), 1)
 
 
 @sole_writer()

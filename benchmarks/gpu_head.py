@@ -32,7 +32,7 @@ from draftsmith.modules.pretrained.files import make_directory, write_json, writ
 from draftsmith.modules.pretrained.heads import load_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 # Shares of the time: answers at most, then what is kept for measuring; training has the rest, half for each head.
 ANSWERS_SHARE, BENCH_SHARE = 0.35, 0.14
@@ -86,7 +86,7 @@ class GpuHeadConfig:
 
     def __post_init__(self) -> None:
         for name in ("prompts", "batch_size", "max_new_tokens", "tokens_per_batch", "limit"):
-            at_least(name, getattr(self, name), 1)
+            check_range(name, getattr(self, name), 1)
         if not self.minutes > 0:
             raise InputError("minutes", self.minutes, "a positive number", "Change it.")
 

@@ -39,7 +39,7 @@ from draftsmith.modules.pretrained.files import make_directory, write_json, writ
 from draftsmith.modules.pretrained.models import check_device
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data import HeadDataModule, Samples
 from draftsmith.train.fit import fit
@@ -86,9 +86,9 @@ class GpuReportConfig:
 
     def __post_init__(self) -> None:
         for name, least in {"prompt": 1, "new_tokens": 8, "repeats": 1, "ttt_steps": 1, "num_workers": 0}.items():
-            at_least(name, getattr(self, name), least)
-        at_least("document", self.document, 16)
-        at_least("tokens", self.tokens, self.document)
+            check_range(name, getattr(self, name), least)
+        check_range("document", self.document, 16)
+        check_range("tokens", self.tokens, self.document)
         if not all(part.isdigit() and int(part) for part in self.batches.split(",")):
             raise InputError("batches", self.batches, "numbers above 0 with commas between them", "Correct it.")
         longest = SHAPES[self.shape]["max_position_embeddings"]

@@ -32,7 +32,7 @@ from draftsmith.launch.cli import main_of
 from draftsmith.modules.pretrained.files import write_json, write_text
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.types import at_least
+from draftsmith.modules.types import check_range
 
 HEADS = ("base", "eagle1", "medusa", "hydra")  # EAGLE-3 is recipes.py's base
 METHODS = (
@@ -68,7 +68,7 @@ class HeadTableConfig:
 
     def __post_init__(self) -> None:
         for name in ("seeds", "answers", "limit", "max_new_tokens"):
-            at_least(name, getattr(self, name), 1)
+            check_range(name, getattr(self, name), 1)
 
     @property
     def training(self) -> RecipesConfig:

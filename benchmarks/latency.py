@@ -42,7 +42,7 @@ from draftsmith.modules.pretrained.models import DTYPES, check_device, load_lm
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 HEADINGS = ("what", "models", "value", "aim")
 K = 5
@@ -78,7 +78,7 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         for name, smallest in (("new_tokens", 4 * K), ("repeats", 1), ("long_context", 0)):
-            at_least(name, getattr(self, name), smallest)
+            check_range(name, getattr(self, name), smallest)
         for dtype in self.dtypes.split(","):
             if dtype not in DTYPES:
                 raise InputError("dtypes", dtype, "float32, bfloat16 or both", "Correct it.")

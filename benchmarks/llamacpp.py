@@ -26,7 +26,7 @@ from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import at_least
+from draftsmith.modules.types import check_range
 
 # Our precision of bf16 models, by llama.cpp's type.
 PRECISIONS: dict[str, Precision] = {"BF16": "dtype", "Q4_0": "int4"}
@@ -52,9 +52,9 @@ class SpeedConfig:
     engine_path: Path | None = None
 
     def __post_init__(self) -> None:
-        at_least("repeats", self.repeats, 1)
+        check_range("repeats", self.repeats, 1)
         for count in self.tokens:
-            at_least("tokens", count, 1)
+            check_range("tokens", count, 1)
 
 
 def their_seconds(binary: Path, file: Path, tokens: int, calls: int) -> float:

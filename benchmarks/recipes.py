@@ -53,7 +53,7 @@ from draftsmith.modules.pretrained.files import make_directory, write_json, writ
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 from draftsmith.train.data import SampleKey
 from draftsmith.train.prepare import prepare
 
@@ -227,7 +227,7 @@ class RecipesConfig:
             "batches",
             "rounds",
         ):
-            at_least(name, getattr(self, name), 1)
+            check_range(name, getattr(self, name), 1)
         if not 0 < self.cpu_seconds < float("inf"):
             raise InputError("cpu_seconds", self.cpu_seconds, "a positive number", "Change it.")
         if unknown := sorted(set(self.names) - RECIPES.keys()):

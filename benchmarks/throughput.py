@@ -35,7 +35,7 @@ from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleConfig, EagleHead, eagle_loss, eagle_training, shift
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
-from draftsmith.modules.types import LossOutput, at_least
+from draftsmith.modules.types import LossOutput, check_range
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples
 from draftsmith.train.fit import fit
@@ -87,7 +87,7 @@ class ThroughputConfig:
         longest = math.ceil(DIALOGUE_LONGEST * self.scale)
         limits = {"hidden": 64, "vocab": 16, "layers": 1, "documents": 2, "steps": 0, "tokens": longest}
         for name, least in limits.items():
-            at_least(name, getattr(self, name), least)
+            check_range(name, getattr(self, name), least)
 
 
 class RandomDocuments:

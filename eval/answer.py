@@ -21,7 +21,7 @@ from draftsmith.modules.drafters.methods import LabeledMethod, chain_method, par
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
-from draftsmith.modules.types import InputError, SamplingParams, whole_number
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 MOST_SEED = 2**63 - 1  # as on the command line; torch takes as many
@@ -129,7 +129,7 @@ def generate(
     Raises:
         InputError: a prompt that the chat template or the context does not take.
     """
-    whole_number("seed", seed, 0, MOST_SEED)
+    check_range("seed", seed, 0, MOST_SEED)
     ids = encode(target, prompt)
     params = SamplingParams(temperature, top_k, top_p)
     tokenizer = load_tokenizer(target.info.path) if target.info.path else None

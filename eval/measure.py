@@ -16,7 +16,7 @@ from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 if TYPE_CHECKING:
     import pandas
@@ -77,8 +77,8 @@ def measure(
     """
     import pandas
 
-    at_least("repeats", repeats, 1)
-    at_least("max_new_tokens", max_new_tokens, 1)
+    check_range("repeats", repeats, 1)
+    check_range("max_new_tokens", max_new_tokens, 1)
     # A single prompt is a sequence as well, of characters, bytes or messages.
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError("prompts", repr(prompts)[:80], "a list of at least one prompt", "Pass [prompt] for one.")

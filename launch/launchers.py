@@ -19,7 +19,7 @@ from pathlib import Path
 
 from draftsmith.launch.commands import command_name, configure, unknown_command
 from draftsmith.launch.errors import UsageError
-from draftsmith.modules.types import InputError, at_least, at_most
+from draftsmith.modules.types import InputError, check_range
 
 # Groups whose commands divide their work among ranks, except commands that only print or run in one process.
 SHARED_GROUPS, SINGLE_PROCESS = ("data", "train"), ("data inspect",)
@@ -85,8 +85,8 @@ class TorchrunConfig(LaunchConfig):
 
     def __post_init__(self) -> None:
         for name, minimum in (("nproc_per_node", 1), ("nnodes", 1), ("max_restarts", 0)):
-            at_least(name, getattr(self, name), minimum)
-        at_most("nproc_per_node", self.nproc_per_node, MAX_PROCESSES)
+            check_range(name, getattr(self, name), minimum)
+        check_range("nproc_per_node", self.nproc_per_node, high=MAX_PROCESSES)
         if self.nnodes > 1 and self.rdzv_endpoint is None:
             raise InputError("rdzv_endpoint", "nothing", "HOST:PORT, with several machines", "Name one of them.")
         if self.rdzv_endpoint is not None:

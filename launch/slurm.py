@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from draftsmith.launch.launchers import LaunchConfig, check_command
-from draftsmith.modules.types import InputError, at_least
+from draftsmith.modules.types import InputError, check_range
 
 POLL_S = 2.0
 FINAL_STATES = (
@@ -76,9 +76,9 @@ class SlurmConfig(LaunchConfig):
     follow: bool = True
 
     def __post_init__(self) -> None:
-        at_least("nodes", self.nodes, 1)
+        check_range("nodes", self.nodes, 1)
         for name in ("gpus_per_node", "tasks_per_node", "cpus_per_task", "signal_before", "max_restarts"):
-            at_least(name, getattr(self, name), 0)
+            check_range(name, getattr(self, name), 0)
         patterns = {"partition": NAME, "account": NAME, "job_name": NAME, "mem": r"\d+[KMGT]?", "time": TIME}
         for name, pattern in patterns.items():
             value = getattr(self, name)

@@ -102,27 +102,24 @@ class LossOutput:
     counts: dict[str, Tensor] = field(default_factory=dict)
 
 
-def at_least(name: str, value: int | None, smallest: int) -> None:
-    """Raise InputError if an option is smaller; None, which stands for a default, is not."""
-    if value is not None and value < smallest:
-        raise InputError(name, value, f"{smallest} or more", "Raise it.")
+# Lowest value, or lowest and highest value and the brackets of their interval: "(" and ")" leave the end out.
+Range = float | tuple[float, float] | tuple[float, float, str]
 
 
-def at_most(name: str, value: int, largest: int) -> None:
-    if value > largest:
-        raise InputError(name, value, f"{largest} or less", "Lower it.")
+def check_range(name: str, value: object, low: float = -math.inf, high: float = math.inf, ends: str = "[]") -> None:
+    """Raise InputError unless a number is in this range, or None, which stands for a default.
 
-
-def between(name: str, value: float, low: float, high: float) -> None:
-    """Raise InputError unless low < value < high."""
-    if not low < value < high:
-        raise InputError(name, value, f"a number between {low} and {high}", "Correct it.")
-
-
-def whole_number(name: str, value: object, low: int, high: float = math.inf) -> None:
-    """Raise InputError unless `value` is an int from `low` to `high`. A bool is none, nor is 2.0."""
-    if expected := _expected(value, int, (low, high)):
+    It is a whole number if the ends that are given are. ends: brackets of the interval, as in `Range`.
+    """
+    kind = int if all(isinstance(end, int) for end in (low, high) if abs(end) != math.inf) else float
+    if value is not None and (expected := _expected(value, kind, (low, high, ends))):
         raise InputError(name, _shown(value), expected, "Correct it.")
+
+
+def check_ranges(config: Any, **ranges: Range) -> None:
+    """Apply `check_range` to some fields of a config."""
+    for name, span in ranges.items():
+        check_range(name, getattr(config, name), *(span if isinstance(span, tuple) else (span,)))
 
 
 def check_config(config: Any, **ranges: tuple[float, float]) -> None:
@@ -146,7 +143,7 @@ _hints: Any = functools.cache(get_type_hints)
 _NAMES: Mapping[Any, str] = {bool: "true or false", str: "text"}
 
 
-def _expected(value: object, kind: Any, span: tuple[float, float]) -> str:
+def _expected(value: object, kind: Any, span: tuple[Any, ...]) -> str:
     """Describe the values of this type and range; empty if `value` is one of them."""
     origin, args = get_origin(kind), get_args(kind)
     # Configs have a type or None.
@@ -161,16 +158,24 @@ def _expected(value: object, kind: Any, span: tuple[float, float]) -> str:
         wrong = (_expected(item, own, span) for item, own in zip(value, kinds, strict=False))
         return next((f"a list, each {words}" for words in wrong if words), "")
     if kind in (int, float):
-        low, high = span
-        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        # NaN is in no range; infinity would be in an open one.
-        if isinstance(value, int | float) and number and low <= value <= high and abs(value) != math.inf:
-            return ""
-        name = "a whole number" if kind is int else "a finite number"
-        if high == math.inf:
-            return name if low == -math.inf else f"{name}, {low:,} or more"
-        return f"{name} from {low:,} to {high:,}" if isinstance(high, int) else f"{name} from {low:g} to {high:g}"
+        return _expected_number(value, kind, *span)
     return "" if isinstance(value, kind) else _NAMES.get(kind, f"a {kind.__name__}")
+
+
+def _expected_number(value: Any, kind: type, low: float, high: float, ends: str = "[]") -> str:
+    # NaN is in no range; infinity would be in an open one.
+    if isinstance(value, int if kind is int else int | float) and not isinstance(value, bool) and abs(value) < math.inf:
+        at_end = (value == low and ends[0] == "(") or (value == high and ends[1] == ")")
+        if low <= value <= high and not at_end:
+            return ""
+    name = "a whole number" if kind is int else "a finite number"
+    if ends != "[]":
+        return f"a number in {ends[0]}{low:g}, {high:g}{ends[1]}"
+    if high == math.inf:
+        return name if low == -math.inf else f"{name}, {low:,} or more"
+    if low == -math.inf:
+        return f"{name}, {high:,} or less"
+    return f"{name} from {low:,} to {high:,}" if isinstance(high, int) else f"{name} from {low:g} to {high:g}"
 
 
 def _shown(value: object) -> str:

@@ -41,7 +41,7 @@ from draftsmith.modules.pretrained.heads import load_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 Row = Mapping[str, Any]
 # Completions loop at the size of the shipped models and would flatter every drafter: they are left out.
@@ -80,8 +80,8 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("repeats", "num_threads", "max_new_tokens"):
-            at_least(name, getattr(self, name), 1)
-        at_least("limit", self.limit, 0)
+            check_range(name, getattr(self, name), 1)
+        check_range("limit", self.limit, 0)
         _ = self.chosen_device, self.sampling
 
     @property

@@ -37,7 +37,7 @@ from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.methods import DynamicTreeMethod
 from draftsmith.modules.sampling import probabilities
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 COUNTS = ["num_target_calls", "num_draft_tokens", "draft_calls"]  # the counts that cost time
 NODE_COLUMNS = ["mode", "prompt", "task", "node", "confidence", "accepted"]
@@ -99,7 +99,7 @@ def run(config: Eagle2Config) -> Path:
     if "eagle" not in config.drafters:
         given = ", ".join(config.drafters.values()) or "nothing"
         raise InputError("draft", given, "an EAGLE head", "Pass --draft: a head of `draftsmith train eagle`.")
-    at_least("topk", config.topk, 1)
+    check_range("topk", config.topk, 1)
     config = common.quick(config, QUICK)
     replayed, timed = config.sizes("nodes", "depths"), config.sizes("measured_nodes", "measured_depths")
     if missing := [size for size in timed if size not in replayed]:

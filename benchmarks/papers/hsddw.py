@@ -34,7 +34,7 @@ from draftsmith.modules.decoding.stop import DraftView, RunningEntropy, StopPoli
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.methods import parse_methods
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 # Methods by their names in the paper's table 2, and its speed-ups on MT-Bench at T=1.
 METHODS = {
@@ -84,7 +84,7 @@ def run(config: HsddwConfig) -> Path:
         if not getattr(config, role):
             raise InputError(role, "nothing", f"--{role} DIR", f"Pass --{role}: M{1 if role == 'draft' else 2}.")
     for name in ("k", "max", "examples"):
-        at_least(name, getattr(config, name), 1)
+        check_range(name, getattr(config, name), 1)
     around = f"{max(2, config.k // 2)},{2 * config.k}"
     config = common.quick(config, {"limit": 5, "repeats": 1, "windows": around})
     windows = sorted({config.k, *comma_numbers("windows", config.windows, int)})

@@ -37,7 +37,7 @@ from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.provenance import differences
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.types import InputError, at_least, between
+from draftsmith.modules.types import InputError, check_range
 
 # The head and threshold of the paper's headline numbers (section 4).
 PUBLISHED_W_REJ, PUBLISHED_DEPTH, PUBLISHED_H = 6.0, 3, 0.7
@@ -103,10 +103,10 @@ class SpecDecPPConfig(common.PaperConfig):
         if len(self.sampling) != 1 or "draft" not in self.drafters:
             raise InputError("temperatures", self.temperatures, "one, and a --draft model", "Name one.")
         for h in self.thresholds:
-            between("thresholds", h, 0, 1)
-        at_least("ks", min(self.ks), 1)
-        at_least("min_drafted", self.min_drafted, 1)
-        at_least("max_drafted", self.max_drafted, self.min_drafted)
+            check_range("thresholds", h, 0.0, 1.0, "()")
+        check_range("ks", min(self.ks), 1)
+        check_range("min_drafted", self.min_drafted, 1)
+        check_range("max_drafted", self.max_drafted, self.min_drafted)
         splits = (self.train_split, self.dev_split, self.split)
         if None in splits or len(set(splits)) < len(splits):
             raise InputError("split", ", ".join(map(str, splits)), "three different splits", "Name three.")

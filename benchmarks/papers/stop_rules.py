@@ -57,7 +57,7 @@ from draftsmith.modules.decoding.confidence import log_odds
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.methods import chain_drafters, chain_method
 from draftsmith.modules.pretrained.heads import drafter_identity, head_config
-from draftsmith.modules.types import InputError, SamplingParams, at_least, between
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 FIXED = "fixed K"
 # Kinds of policies. `free` and `looking` need no training; the latter look for repetitions of the text too.
@@ -108,12 +108,12 @@ class StopRulesConfig(common.PaperConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("max_drafted", self.max_drafted, 1)
+        check_range("max_drafted", self.max_drafted, 1)
         for name in ("dev_limit", "bench_limit"):
-            at_least(name, getattr(self, name), 0)
+            check_range(name, getattr(self, name), 0)
         for name in ("hs", "ts", "cs"):
             for value in comma_numbers(name, getattr(self, name), float):
-                between(name, value, 0, 10 if name == "cs" else 1)
+                check_range(name, value, 0.0, 10.0 if name == "cs" else 1.0, "()")
         if not self.chain_drafters:
             raise InputError("draft", "nothing", "a drafter of chains", "Pass --draft.")
         if self.dev_split == self.split:

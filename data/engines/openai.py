@@ -31,7 +31,7 @@ from draftsmith.modules.pretrained.identity import config_hash, template_hash
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
-from draftsmith.modules.types import InputError, at_least
+from draftsmith.modules.types import InputError, check_range
 
 if TYPE_CHECKING:
     import httpx
@@ -85,7 +85,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, least in {"concurrency": 1, "retries": 0, "max_failed": 0}.items():
-            at_least(f"server.{name}", getattr(self, name), least)
+            check_range(f"server.{name}", getattr(self, name), least)
         if not 0 < self.timeout_s < math.inf:
             raise InputError("server.timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
         # An address with a password or a key is neither shown nor stored in a manifest.

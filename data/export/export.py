@@ -47,7 +47,7 @@ from draftsmith.modules.pretrained.hub import check_push, loadable, model_direct
 from draftsmith.modules.pretrained.models import DTYPES, load_lm, vocabulary_size
 from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
-from draftsmith.modules.types import InputError, whole_number
+from draftsmith.modules.types import InputError, check_range
 
 if TYPE_CHECKING:
     FormatName = str
@@ -97,7 +97,7 @@ class ExportConfig(Loading):
     push: str | None = None
 
     def __post_init__(self) -> None:
-        whole_number("num_drafted", self.num_drafted, 0, MAX_NODES)
+        check_range("num_drafted", self.num_drafted, 0, MAX_NODES)
         if self.format != GGUF and (self.weights == "q8_0" or self.target_gguf is not None):
             found, remedy = f"--format {self.format}", "Pass it, or leave out --weights q8_0 and --target-gguf."
             raise InputError("format", found, f"{GGUF}, which writes GGUF", remedy)

@@ -35,7 +35,7 @@ from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams, at_least, at_most
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 # Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
 DRAFT_ROOM = 130
@@ -96,7 +96,7 @@ class HFAssisted(Method):
     batchable = False
 
     def __post_init__(self) -> None:
-        at_least("k", self.k, 1)
+        check_range("k", self.k, 1)
         if not 0 <= self.t < 1:
             raise InputError("t", self.t, "0 (off) or a probability below 1", "Correct it.")
 
@@ -395,5 +395,5 @@ def read_tree(name: str) -> StaticTree:
         tree = StaticTree.from_paths(paths)
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise InputError("tree", f"{name}: {error}", "a list of paths such as [0, 1]", "Correct it.") from error
-    at_most("tree, nodes", len(tree.parents), MAX_NODES)
+    check_range("tree, nodes", len(tree.parents), high=MAX_NODES)
     return tree

@@ -38,7 +38,7 @@ from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, text_identity
 from draftsmith.modules.sampling import best_tokens, probabilities
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams, between
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 RESULTS = "certificate.json"
 CONTROL, SERVER = "control", "server"
@@ -74,7 +74,7 @@ class CertifyConfig(Loading):
 
     def __post_init__(self) -> None:
         check_not_negative(self, "limit")
-        between("alpha", self.alpha, 0, 1)
+        check_range("alpha", self.alpha, 0.0, 1.0, "()")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams, at_least, between
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 RESULTS = "lossless.json"
 SAMPLED_PROMPTS = 4  # fewer than a batch, so that rows which share their random numbers repeat an answer
@@ -79,8 +79,8 @@ class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Runnin
         super().__post_init__()
         check_positive(self, "limit", "batch_size", "num_threads")
         check_not_negative(self, "sampled_tokens")
-        at_least("max_new_tokens", self.max_new_tokens, 2)  # the first one is the prefill's
-        between("alpha", self.alpha, 0, 1)
+        check_range("max_new_tokens", self.max_new_tokens, 2)  # the first one is the prefill's
+        check_range("alpha", self.alpha, 0.0, 1.0, "()")
         if self.sampling.greedy:
             raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import best_tokens, draw_rows, row_probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
-from draftsmith.modules.types import SamplingParams, at_most
+from draftsmith.modules.types import SamplingParams, check_range
 
 # Tokens of drafts that are read together. A draft's tokens are computed against the slots of its whole group and masked
 # there: a larger group wastes arithmetic, a smaller one calls.
@@ -155,7 +155,7 @@ class BranchDrafter:
 
     def __init__(self, net: BranchNet, depth: int):
         """depth: most tokens of a draft."""
-        at_most("depth", depth, net.longest_draft)
+        check_range("depth", depth, high=net.longest_draft)
         self._net, self._depth, self._group = net, depth, group_of(depth)
         self.min_start, self.device = net.first_start, net.device
 

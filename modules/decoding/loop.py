@@ -22,7 +22,7 @@ from draftsmith.modules.decoding.verify import Verdict, verify
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, TorchSource, choose_ahead, choose_each
 from draftsmith.modules.targets.base import CausalLM, ModelInfo, Session, check_ids
-from draftsmith.modules.types import InputError, SamplingParams, whole_number
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int
         expected = f"1 to {limit - 1}, the target's context"
         raise InputError("prompt", f"{len(prompt)} tokens", expected, "Shorten the prompt.")
     check_ids(prompt, info.vocab_size)
-    whole_number("max_new_tokens", max_new_tokens, 1)
+    check_range("max_new_tokens", max_new_tokens, 1)
     return min(max_new_tokens, limit - len(prompt))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.modules.types import InputError, between
+from draftsmith.modules.types import check_ranges
 
 # Most drafted tokens of a row that the target scores in one call.
 MAX_NODES = 128
@@ -28,9 +28,7 @@ class Typical:
     delta: float = 0.3
 
     def __post_init__(self) -> None:
-        between("eps", self.eps, 0, 1)
-        if not 0 < self.delta < math.inf:
-            raise InputError("delta", self.delta, "a number above 0", "Correct it.")
+        check_ranges(self, eps=(0.0, 1.0, "()"), delta=(0.0, math.inf, "()"))
 
     def accepts(self, prob: Tensor) -> Tensor:
         """Return which tokens of a distribution [V] are accepted, bool [V]."""

@@ -26,7 +26,7 @@ from draftsmith.modules.layers import (
 from draftsmith.modules.losses import LmHead, TokenLoss, soft_cross_entropy
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least, whole_number
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_range, check_ranges
 
 Rope = Literal["target", "plain"]
 
@@ -39,7 +39,7 @@ class EagleConfig(LlamaHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_number("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
+        check_range("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
 
     @classmethod
     def for_target(
@@ -108,14 +108,9 @@ class EagleSettings:
         if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
             weights = f"{self.feature_weight}, {self.token_weight}"
             raise InputError("feature_weight, token_weight", weights, "not negative, not both 0", "Change them.")
-        if not 0 <= self.unroll_after < 1:
-            raise InputError("unroll_after", self.unroll_after, "a share in [0, 1)", "Change it.")
-        if not 0 < self.unroll_decay <= 1:
-            raise InputError("unroll_decay", self.unroll_decay, "a weight in (0, 1]", "Change it.")
-        if not self.noise >= 0:
-            raise InputError("noise", self.noise, "0 or more", "Change it.")
-        at_least("unroll", self.unroll, 1)
-        at_least("num_layers", self.num_layers, 1)
+        check_ranges(
+            self, unroll_after=(0.0, 1.0, "[)"), unroll_decay=(0.0, 1.0, "(]"), noise=0.0, unroll=1, num_layers=1
+        )
 
     def num_ttt_steps(self, step: TrainStep) -> int:
         """Return the draft steps that a training step learns from."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from draftsmith.modules.layers import (
 from draftsmith.modules.losses import Divergence, along_drafts, distances
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least, check_config, whole_number
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_range, check_ranges
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Eagle3Config(CaptureConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_config(self, draft_vocab_size=(1, self.vocab_size))
-        whole_number("num_layers", self.llama.num_layers, 1, 1)
+        check_range("num_layers", self.llama.num_layers, 1, 1)
         if self.fc_norm and self.norm_before_fc:
             raise InputError("norm_before_fc", "true with fc_norm", "one norm of the states", "Correct it.")
 
@@ -163,14 +164,8 @@ class Eagle3Settings:
     loss: str | None = None  # in training the function itself (train/own_loss.py)
 
     def __post_init__(self) -> None:
-        at_least("ttt_steps", self.ttt_steps, 1)
-        at_least("draft_vocab", self.draft_vocab, 0)
-        if not 0 <= self.ttt_steps_after < 1:
-            raise InputError("ttt_steps_after", self.ttt_steps_after, "a share in [0, 1)", "Change it.")
-        if not 0 < self.ttt_step_decay <= 1:
-            raise InputError("ttt_step_decay", self.ttt_step_decay, "a weight in (0, 1]", "Change it.")
-        if self.rope_theta is not None and not self.rope_theta > 0:
-            raise InputError("rope_theta", self.rope_theta, "a rotary base above 0", "Change it.")
+        check_ranges(self, ttt_steps=1, ttt_steps_after=(0.0, 1.0, "[)"), ttt_step_decay=(0.0, 1.0, "(]"))
+        check_ranges(self, draft_vocab=0, rope_theta=(0.0, math.inf, "()"))
 
     def num_ttt_steps(self, step: TrainStep | None) -> int:
         """Return the passes that a training step learns from; validation measures all."""

@@ -19,7 +19,7 @@ from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, best_token, entropies, probabilities
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams, at_least, at_most
+from draftsmith.modules.types import SamplingParams
 
 
 class HierarchicalDrafter:
@@ -128,11 +128,8 @@ class PreVerifyMethod(Method):
 
     k: int = 10
     uses = ("mid", "draft")
+    ranges: ClassVar = {"k": (1, MAX_HANDED_OVER - 1)}
     stop: ClassVar[type[FixedLengthStop] | type[SelfVerifyStop]] = FixedLengthStop
-
-    def __post_init__(self) -> None:
-        at_least("k", self.k, 1)
-        at_most("k", self.k, MAX_HANDED_OVER - 1)
 
     def drafter_of(self, models: Models) -> HierarchicalDrafter:
         """Build the drafter of one row."""
@@ -162,13 +159,16 @@ class HsddwMethod(PreAndSelfVerifyMethod):
     """
 
     max: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("max", self.max, 1)
-        at_most("max", self.max, MAX_HANDED_OVER)
+    ranges: ClassVar = PreVerifyMethod.ranges | {"max": (1, MAX_HANDED_OVER)}
 
     def drafter_of(self, models: Models) -> HierarchicalDrafter:
         drafter = super().drafter_of(models)
         drafter.max_drafted, drafter.dynamic = self.max, True
         return drafter
+
+
+METHODS = {
+    "pre-verify": PreVerifyMethod(),
+    "pre+self-verify": PreAndSelfVerifyMethod(),
+    "hsddw": HsddwMethod(),
+}

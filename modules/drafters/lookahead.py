@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.finite import checked
 from draftsmith.modules.sampling import Source, best_tokens
-from draftsmith.modules.types import SamplingParams, at_least, at_most
+from draftsmith.modules.types import SamplingParams, check_range
 
 
 class LookaheadDrafter:
@@ -93,12 +94,14 @@ class LookaheadMethod(Method):
     w: int = 15
     n: int = 5
     g: int = 15
+    ranges: ClassVar = {"w": 1, "n": 2, "g": 1}
 
     def __post_init__(self) -> None:
-        at_least("w", self.w, 1)
-        at_least("n", self.n, 2)
-        at_least("g", self.g, 1)
-        at_most("(w + g) * (n - 1), nodes a round", (self.w + self.g) * (self.n - 1), MAX_NODES)
+        super().__post_init__()
+        check_range("(w + g) * (n - 1), nodes a round", (self.w + self.g) * (self.n - 1), high=MAX_NODES)
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         return EachRow([LookaheadDrafter(self.w, self.n, self.g) for _ in range(rows)])
+
+
+METHODS = {"lookahead": LookaheadMethod()}

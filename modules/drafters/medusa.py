@@ -20,13 +20,7 @@ from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, token_loss
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import (
-    FeatureBatch,
-    InputError,
-    LossOutput,
-    at_least,
-    check_config,
-)
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_ranges
 
 # Head i, counted from 0, reads state t and guesses token t + AHEAD + i; token t + 1 comes from the target's lm_head.
 AHEAD = 2
@@ -81,10 +75,7 @@ class MedusaSettings:
     loss: Literal["hard", "soft"] = "hard"
 
     def __post_init__(self) -> None:
-        at_least("num_heads", self.num_heads, 1)
-        at_least("num_layers", self.num_layers, 1)
-        if not 0 < self.head_decay <= 1:
-            raise InputError("head_decay", self.head_decay, "a weight in (0, 1]", "Change it.")
+        check_ranges(self, num_heads=1, num_layers=1, head_decay=(0.0, 1.0, "(]"))
 
 
 class MedusaHead(DraftHead):
@@ -92,7 +83,7 @@ class MedusaHead(DraftHead):
     2024). They have an lm_head each, or read the target's, which is not in this directory."""
 
     kind = "medusa"
-    drafts = ("chain", "typical")
+    drafts = ("chain", "static")
     default_k = 0  # a token of each head
     Config: ClassVar[type] = MedusaConfig
     Settings: ClassVar[type] = MedusaSettings

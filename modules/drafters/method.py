@@ -11,7 +11,13 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeTimes
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, Range, check_ranges
+
+# The drafter of methods that draft with a language model; others are the kinds of trained drafters.
+MODEL = "draft"
 
 
 class CostModel:
@@ -22,11 +28,14 @@ class CostModel:
 
         It is the time of one more drafted token, and of verifying it, by the time of a round without a draft.
         """
-        raise NotImplementedError("no times of this machine were handed in")
+        raise self._nothing("c")
 
     def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
         """Return the times of a round's parts. trees: a name for these trees. probe(levels): their drafter."""
-        raise NotImplementedError("no times of this machine were handed in")
+        raise self._nothing("nodes")
+
+    def _nothing(self, setting: str) -> InputError:
+        return InputError(setting, "auto where nothing is timed", "a number", "Give one, or use `eval bench`.")
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return all measured times, as JSON values."""
@@ -73,9 +82,13 @@ class Models:
 
     def embedder(self, drafter: str) -> CausalLM:
         """Return the model whose token embeddings a drafter of chains reads."""
-        model = self.draft if drafter == "draft" else self.target
+        model = self.draft if drafter == MODEL else self.target
         assert model is not None
         return model
+
+    def net(self, drafter: str) -> DraftNet:
+        """Return the network of the draft model, or of a trained drafter of this kind."""
+        return DraftModelNet(self.embedder(drafter)) if drafter == MODEL else self.heads[drafter].net(self.target)
 
 
 @dataclass(frozen=True)
@@ -83,11 +96,16 @@ class Method:
     """A way to decode.
 
     uses: models that it needs whatever its settings: `draft`, `mid`, or `acceptance`.
+    ranges: of its numeric settings; `auto` is in each.
     batchable: several prompts can be decoded together.
     """
 
     batchable: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ()
+    ranges: ClassVar[Mapping[str, Range]] = {}
+
+    def __post_init__(self) -> None:
+        check_ranges(self, **{name: span for name, span in self.ranges.items() if getattr(self, name) != "auto"})
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -112,11 +130,3 @@ class Method:
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         """Build the drafter for this many rows of our decoder; None decodes without one."""
         raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
-
-
-@dataclass(frozen=True)
-class AutoregressiveMethod(Method):
-    """One token a target call: the baseline of every speed-up."""
-
-    def build(self, models: Models, rows: int = 1) -> Drafter | None:
-        return None

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.online import OnlinePredictor
@@ -37,18 +37,12 @@ from draftsmith.modules.decoding.stop import (
 )
 from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, Typical, num_candidates
 from draftsmith.modules.decoding.tree_rule import TreeRule
+from draftsmith.modules.drafters import hierarchical, lookahead, pearl, prompt_lookup
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.draft_model import DraftModelNet
-from draftsmith.modules.drafters.hierarchical import HsddwMethod, PreAndSelfVerifyMethod, PreVerifyMethod
-from draftsmith.modules.drafters.lookahead import LookaheadMethod
-from draftsmith.modules.drafters.method import AutoregressiveMethod, Method, Models
-from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
-from draftsmith.modules.drafters.pearl import PearlMethod
-from draftsmith.modules.drafters.prompt_lookup import PromptLookupMethod
-from draftsmith.modules.types import InputError, at_least, at_most, between
+from draftsmith.modules.drafters.method import MODEL, Method, Models
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
+from draftsmith.modules.types import InputError, Range, check_range
 
-# The drafter of methods that draft with a language model; others are the kinds of trained drafters.
-MODEL = "draft"
 # Follows the name of a method that does not keep the target's distribution, wherever it is shown.
 LOSSY = " (not lossless)"
 SWITCH = {"on": True, "off": False}
@@ -58,6 +52,14 @@ MOST_LEVELS = 8
 RENAMED = {"eagle2": "eagle-tree", "medusa-chain": "medusa", "hydra-chain": "hydra"}
 
 # -- chains
+
+
+@dataclass(frozen=True)
+class AutoregressiveMethod(Method):
+    """One token a target call: the baseline of every speed-up."""
+
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class ChainMethod(DraftingMethod, ABC):
     def __post_init__(self) -> None:
         if self.drafter not in chain_drafters():
             raise InputError("drafter", repr(self.drafter), f"one of {', '.join(chain_drafters())}", "Choose one.")
+        super().__post_init__()
 
     @abstractmethod
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
@@ -111,12 +114,7 @@ def by_drafter(name: str) -> str:
 
 def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> ChainDrafter:
     """Build a drafter of chains for as many rows as there are policies. drafter: see `chain_drafters`."""
-    if drafter == MODEL:
-        assert models.draft is not None
-        net: DraftNet = DraftModelNet(models.draft)
-    else:
-        net = models.heads[drafter].net(models.target)
-    return ChainDrafter(net, stops, models.capacity, frozenset(models.ends))
+    return ChainDrafter(models.net(drafter), stops, models.capacity, frozenset(models.ends))
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class FixedLengthMethod(ChainMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("k", self.k, min(self.default_k, 1))
+        check_range("k", self.k, min(self.default_k, 1))
 
     @property
     def default_k(self) -> int:
@@ -145,7 +143,7 @@ class FixedLengthMethod(ChainMethod):
         length = self.length
         if self.drafter != MODEL:
             longest = models.heads[self.drafter].longest_draft
-            at_most("k", length, longest)
+            check_range("k", length, high=longest)
             length = length or longest
         return [FixedLengthStop(length) for _ in range(rows)]
 
@@ -159,8 +157,8 @@ class BoundedMethod(ChainMethod, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("min", self.min, 1)
-        at_least("max", self.max, self.min)
+        check_range("min", self.min, 1)
+        check_range("max", self.max, self.min)
 
 
 def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) -> Sequence[HeadPredictor]:
@@ -183,25 +181,20 @@ class SpecDecPlusPlusMethod(BoundedMethod):
     min: int = 2
     calibrated: bool = False
     uses = ("acceptance",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("h", self.h, 0, 1)
+    ranges: ClassVar = {"h": (0.0, 1.0, "()")}
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         predictors = head_predictors(models, self.drafter, rows, self.calibrated)
         return [PredictorStop(predictor, ThresholdRule(self.h), self.min, self.max) for predictor in predictors]
 
 
-def check_cost(c: float | str) -> None:
-    """Raise InputError unless c is a cost, or auto."""
-    if not isinstance(c, str) and not c > 0:
-        raise InputError("c", c, "a number above 0, or auto", "Correct it.")
+# Of the time of one more drafted token, and of verifying it, by the time of a round without a draft; auto measures it
+# on this machine, once a run.
+COST: dict[str, Range] = {"c": (0.0, math.inf, "()")}
 
 
 def cost_rules(c: float | str, models: Models, drafter: str, rows: int) -> list[CostRule]:
-    """Make a rule for each row. c: time of one more drafted token, and of verifying it, by the time of a round without
-    a draft; auto measures it on this machine, once a run."""
+    """Make a rule with this cost (`COST`) for each row."""
     cost = models.times.step_cost(models, drafter, rows) if isinstance(c, str) else c
     return [CostRule(cost) for _ in range(rows)]
 
@@ -211,16 +204,13 @@ class CostMethod(BoundedMethod):
     """Stopped once one more token is worth less than its time (`stop.CostRule`), by the acceptance head's calibrated
     probabilities: no threshold to choose.
 
-    c: see `cost_rules`.
+    c: see `COST`.
     """
 
     c: float | Literal["auto"] = "auto"
     max: int = 16
     uses = ("acceptance",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_cost(self.c)
+    ranges: ClassVar = COST
 
     def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
         """Make a predictor of acceptance for each row."""
@@ -256,10 +246,7 @@ class ConfidenceMethod(BoundedMethod):
     """Stopped once the drafted token's probability q falls below t, as in transformers' assisted generation."""
 
     t: float = 0.4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("t", self.t, 0, 1)
+    ranges: ClassVar = {"t": (0.0, 1.0, "()")}
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         return [ConfidenceStop(self.t, self.min, self.max) for _ in range(rows)]
@@ -270,65 +257,50 @@ class SelfVerifyMethod(ChainMethod):
     """HSDDW's self-verification: stopped once the draft's entropy exceeds its mean at rejected tokens; at most k."""
 
     k: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("k", self.k, 1)
+    ranges: ClassVar = {"k": 1}
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         return [SelfVerifyStop(self.k) for _ in range(rows)]
 
 
 @dataclass(frozen=True)
-class SlotMethod(ChainMethod, ABC):
-    """A block drafter's chain of at most k tokens, cut by its own confidence head."""
-
-    k: int = 7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("k", self.k, 1)
-
-    def check(self, models: Models) -> None:
-        """Raise InputError if the drafter has no confidence head, or drafts fewer than k tokens."""
-        config = models.heads[self.drafter].config
-        at_most("k", self.k, config.drafts)
-        if not config.confidence:
-            raise InputError("methods", "a DSpark head without confidences", "one with", "Train it with --confidence.")
-
-
-@dataclass(frozen=True)
-class SlotConfidenceMethod(SlotMethod):
-    """Cut before the first token whose confidence is below t, as servers do.
+class SlotConfidenceMethod(ChainMethod):
+    """A block drafter's chain of at most k tokens, cut before the first one whose confidence is below t, as servers do.
 
     rule: token, its own confidence, as in llama.cpp; draft, the product of the confidences so far.
     """
 
+    k: int = 7
     t: float = 0.5
     rule: Literal["token", "draft"] = "token"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("t", self.t, 0, 1)
+    ranges: ClassVar = {"k": 1, "t": (0.0, 1.0, "()")}
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        self.check(models)
+        check_slots(models.heads[self.drafter].config, self.k)
         return [SlotConfidenceStop(self.t, self.rule == "draft", self.k) for _ in range(rows)]
 
 
 @dataclass(frozen=True)
-class SlotCostMethod(SlotMethod):
-    """Cut where one more token is worth less than its time, by its confidences. c: see `cost_rules`."""
+class SlotCostMethod(ChainMethod):
+    """A block drafter's chain of at most k tokens, cut where one more is worth less than its time, by its confidences.
 
+    c: see `COST`.
+    """
+
+    k: int = 7
     c: float | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_cost(self.c)
+    ranges: ClassVar = COST | {"k": 1}
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        self.check(models)
+        check_slots(models.heads[self.drafter].config, self.k)
         return [SlotConfidenceStop(rule, True, self.k) for rule in cost_rules(self.c, models, self.drafter, rows)]
+
+
+def check_slots(config: Any, k: int) -> None:
+    """Raise InputError if a block drafter has no confidence head, or drafts fewer than k tokens."""
+    check_range("k", k, high=config.drafts)
+    if not config.confidence:
+        raise InputError("methods", "a DSpark head without confidences", "one with", "Train it with --confidence.")
 
 
 # -- trees of a trained drafter
@@ -339,29 +311,12 @@ class StaticTreeMethod(DraftingMethod):
     """The same tree of ranks in every round: 25 nodes of EAGLE-1, or any tree from a YAML list of paths of ranks.
 
     drawn: when sampling, draw a node's children without replacement, in place of the likeliest ones.
-    """
-
-    tree: str = "eagle-1"
-    drawn: bool = False
-
-    @property
-    def trees(self) -> tuple[str, ...]:
-        return (self.tree,)
-
-    def build(self, models: Models, rows: int = 1) -> Drafter:
-        shape = replace(models.trees[self.tree], drawn=self.drawn)
-        at_most(f"tree {self.tree}, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
-        return TreeDrafter(models.heads[self.drafter].net(models.target), shape, models.capacity, rows)
-
-
-@dataclass(frozen=True)
-class TypicalTreeMethod(StaticTreeMethod):
-    """A static tree that may be accepted by another rule than the exact one.
-
     accept: exact, or typical, which accepts what the target finds probable enough: p(x) > min(eps, delta exp(-H(p))).
         That changes the output, but for greedy decoding.
     """
 
+    tree: str = "eagle-1"
+    drawn: bool = False
     accept: Literal["exact", "typical"] = "exact"
     eps: float = Typical.eps
     delta: float = Typical.delta
@@ -380,11 +335,15 @@ class TypicalTreeMethod(StaticTreeMethod):
     def lossless(self) -> bool:
         return self.accept == "exact"
 
+    @property
+    def trees(self) -> tuple[str, ...]:
+        return (self.tree,)
+
     def build(self, models: Models, rows: int = 1) -> Drafter:
-        drafter = super().build(models, rows)
-        assert isinstance(drafter, TreeDrafter)
-        drafter.typical = None if self.lossless else self.rule
-        return drafter
+        shape = replace(models.trees[self.tree], drawn=self.drawn)
+        check_range(f"tree {self.tree}, ranks", max(shape.ranks) + 1, high=models.target.info.vocab_size)
+        typical = None if self.lossless else self.rule
+        return TreeDrafter(models.net(self.drafter), shape, models.capacity, rows, typical=typical)
 
 
 @dataclass(frozen=True)
@@ -400,15 +359,14 @@ class DynamicTreeMethod(DraftingMethod):
     nodes: int | Literal["auto"] = 60
     depth: int | Literal["auto"] = 6
     topk: int = 10
+    ranges: ClassVar = {"depth": 1, "topk": 1}
 
     def __post_init__(self) -> None:
-        at_least("depth", self.most_depth, 1)
-        at_least("topk", self.topk, 1)
-        if self.depth == "auto" and self.nodes != "auto":
-            raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
+        super().__post_init__()
         if self.nodes != "auto":
-            at_least("nodes", self.nodes, 1)
-            at_most("nodes", self.nodes, self.most_nodes)
+            check_range("nodes", self.nodes, 1, self.most_nodes)
+            if self.depth == "auto":
+                raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
 
     @property
     def most_depth(self) -> int:
@@ -432,9 +390,9 @@ class DynamicTreeMethod(DraftingMethod):
         self, models: Models, nodes: int, depth: int, rows: int = 1, rules: Sequence[TreeRule] | None = None
     ) -> Drafter:
         """Build the drafter of trees of at most this size, whatever `nodes` and `depth` are."""
-        at_most("topk", self.topk, models.target.info.vocab_size)
+        check_range("topk", self.topk, high=models.target.info.vocab_size)
         shape = DynamicTree(nodes, depth, self.topk)
-        return TreeDrafter(models.heads[self.drafter].net(models.target), shape, models.capacity, rows, rules)
+        return TreeDrafter(models.net(self.drafter), shape, models.capacity, rows, rules)
 
 
 # -- names
@@ -478,19 +436,16 @@ METHODS: dict[str, Method] = {
     "online": OnlineMethod(),
     "confidence": ConfidenceMethod(),
     "self-verify": SelfVerifyMethod(),
-    "pre-verify": PreVerifyMethod(),
-    "pre+self-verify": PreAndSelfVerifyMethod(),
-    "hsddw": HsddwMethod(),
-    "pld": PromptLookupMethod(),
-    "lookahead": LookaheadMethod(),
-    "pearl": PearlMethod(),
+    **hierarchical.METHODS,
+    **prompt_lookup.METHODS,
+    **lookahead.METHODS,
+    **pearl.METHODS,
 }
 # What a trained drafter may draft (`DraftHead.drafts`): the end of the method's name behind its kind, and the method.
 OF_HEADS: dict[str, tuple[str, type[DraftingMethod]]] = {
     "chain": ("", FixedLengthMethod),
     "tree": ("-tree", DynamicTreeMethod),
     "static": ("-static", StaticTreeMethod),
-    "typical": ("-static", TypicalTreeMethod),
     "confidence": ("-confidence", SlotConfidenceMethod),
     "cost": ("-cost", SlotCostMethod),
 }

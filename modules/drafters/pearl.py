@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import Sampler, Source
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams, at_least, at_most
+from draftsmith.modules.types import SamplingParams
 
 
 class PearlDrafter:
@@ -90,11 +91,11 @@ class PearlMethod(Method):
 
     k: int = 5
     uses = ("draft",)
-
-    def __post_init__(self) -> None:
-        at_least("k", self.k, 1)
-        at_most("k", self.k, MAX_NODES // 2)
+    ranges: ClassVar = {"k": (1, MAX_NODES // 2)}
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         assert models.draft is not None
         return EachRow([PearlDrafter(models.draft, self.k, models.capacity) for _ in range(rows)])
+
+
+METHODS = {"pearl": PearlMethod()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.sampling import Source
-from draftsmith.modules.types import SamplingParams, at_least, at_most
+from draftsmith.modules.types import SamplingParams
 
 
 class PromptLookupDrafter:
@@ -56,11 +57,10 @@ class PromptLookupMethod(Method):
 
     k: int = 10
     ngram: int = 3
-
-    def __post_init__(self) -> None:
-        at_least("k", self.k, 1)
-        at_most("k", self.k, MAX_NODES)
-        at_least("ngram", self.ngram, 1)
+    ranges: ClassVar = {"k": (1, MAX_NODES), "ngram": 1}
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         return EachRow([PromptLookupDrafter(self.k, self.ngram) for _ in range(rows)])
+
+
+METHODS = {"pld": PromptLookupMethod()}

@@ -56,8 +56,8 @@ WRONG = [
     ("spec", {}, "--draft"),
     ("hsddw", DRAFT, "--mid"),
     # Settings out of range.
-    ("spec:k=0", DRAFT, "k: found 0, expected 1 or more"),
-    ("eagle-tree:nodes=40:depth=1:topk=5", EAGLE, "nodes: found 40, expected 30 or less"),
+    ("spec:k=0", DRAFT, "k: found 0, expected a whole number, 1 or more"),
+    ("eagle-tree:nodes=40:depth=1:topk=5", EAGLE, "nodes: found 40, expected a whole number from 1 to 30"),
     # Models that speak other tokens than the target.
     ("spec", {"draft": "foreign"}, "draft: found .*foreign with tokenizer"),
     # Heads of other models.

@@ -144,7 +144,7 @@ def test_blocks_of_one_token_do_not_vary(artifacts, tmp_path):
     target = load_lm(str(artifacts.target))
     head = make_head(drafter_config("dspark")(block=1, layers=(0, 1), **settings), target)
     start = str(save_head(tmp_path / "head", head, {}, "card"))
-    with pytest.raises(InputError, match="block: found 1, expected 2 or more"):
+    with pytest.raises(InputError, match="block: found 1, expected a whole number, 2 or more"):
         run(drafter_config("dspark")(init=start, vary_block=True, loggers=("csv",), **settings))
 
 

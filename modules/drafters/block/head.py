@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from draftsmith.modules.layers import LlamaConfig, captured_layers
 from draftsmith.modules.losses import TokenLoss, along_drafts, compare_blocks, reach_weights, sampled_columns
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_ranges
 
 # Layers of the target that are read by default, as in every published head; fewer of a target of fewer than eight.
 NUM_STATES = 5
@@ -110,16 +111,11 @@ class BlockSettings:
     loss: str | None = None  # in training the function itself (train/own_loss.py)
 
     def __post_init__(self) -> None:
-        at_least("block", self.block, 1 + self.vary_block)
-        for name, smallest in {"anchors": 1, "markov_rank": 0, "loss_vocab": 0, "num_layers": 1}.items():
-            at_least(name, getattr(self, name), smallest)
+        check_ranges(self, block=1 + self.vary_block, anchors=1, markov_rank=0, loss_vocab=0, num_layers=1)
+        check_ranges(self, confidence_weight=0.0, decay=(0.0, math.inf, "()"))
         if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
             weights = f"{self.ce_weight}, {self.l1_weight}"
             raise InputError("ce_weight, l1_weight", weights, "not negative, not both 0", "Change them.")
-        if not self.confidence_weight >= 0:
-            raise InputError("confidence_weight", self.confidence_weight, "0 or more", "Change it.")
-        if not self.decay > 0:
-            raise InputError("decay", self.decay, "a number above 0", "Change it.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from draftsmith.modules.layers import (
     add_rope_table,
     rotate,
 )
-from draftsmith.modules.types import check_config, whole_number
+from draftsmith.modules.types import check_config, check_range
 
 Layout = Literal["anchor-first", "fill-in"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
@@ -69,7 +69,7 @@ class BlockConfig(CaptureConfig):
             mask_token=(0, self.vocab_size - 1),
             markov_rank=(0, MOST_SIZE),
         )
-        whole_number("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
+        check_range("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
 
     @property
     def first_slot(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.tree import DraftTree, Typical
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import TypicalTreeMethod
+from draftsmith.modules.drafters.methods import StaticTreeMethod
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Three levels, siblings, an equal sibling, and nodes in an order of their own.
@@ -85,13 +85,13 @@ def test_the_papers_numbers_are_the_defaults_and_the_bound_itself_is_not_enough(
 def test_the_method_changes_the_distribution_and_says_so():
     """By no little; the exact one beside it does not (exactness_test.py)."""
     target, params = TableLM(1), SamplingParams(temperature=1.0)
-    asked = TypicalTreeMethod(tree="six", accept="typical", drafter="medusa")
+    asked = StaticTreeMethod(tree="six", accept="typical", drafter="medusa")
     models = Models(
         target, heads={"medusa": random_medusa_heads(7)}, capacity=CAPACITY, trees={"six": EAGLE_TREES["eagle-static"]}
     )
     found = decoded_distribution(target, lambda: asked.build(models), params, length=3, max_new_tokens=8)
     assert sum(found.values()) == pytest.approx(1)
-    assert not asked.lossless and TypicalTreeMethod().lossless
+    assert not asked.lossless and StaticTreeMethod().lossless
     assert total_variation(found, target_distribution(target, params, 3)) > 0.01
     same = decoded_distribution(target, method("medusa-static", target), params, length=3, max_new_tokens=8)
     assert total_variation(found, same) > 0.01
@@ -100,4 +100,4 @@ def test_the_method_changes_the_distribution_and_says_so():
 @pytest.mark.parametrize(("settings", "field"), [({"eps": 0}, "eps"), ({"eps": 1}, "eps"), ({"delta": 0}, "delta")])
 def test_bad_settings_are_refused(settings, field):
     with pytest.raises(InputError, match=field):
-        TypicalTreeMethod(accept="typical", **settings)
+        StaticTreeMethod(accept="typical", **settings)

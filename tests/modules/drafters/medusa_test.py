@@ -129,6 +129,6 @@ def test_a_node_is_what_the_head_of_its_depth_ranks(own: bool, rows: int) -> Non
 def test_a_chain_has_a_token_a_head_at_most(kind: str) -> None:
     heads = {"medusa": random_medusa_heads, "hydra": random_hydra_heads}[kind](1)
     models = Models(TableLM(1), heads={kind: heads}, capacity=32)
-    with pytest.raises(InputError, match=r"k: found 4, expected 3 or less"):
+    with pytest.raises(InputError, match=r"k: found 4, expected a whole number, 3 or less"):
         parse_method(f"{kind}:k=4").build(models)
     assert [parse_method(f"{kind}{k}").policies(models, 1)[0].max_drafted for k in ("", ":k=2")] == [3, 2]
