@@ -29,7 +29,7 @@ ENGINE_ENVS := .engines
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
-	@echo "make laptop   a head for SmolLM2-135M from nothing, measured and checked in llama.cpp: 37 minutes (LAPTOP_ARGS='--target MODEL.gguf')"
+	@echo "make laptop   a head for SmolLM2-135M from nothing, measured and checked in llama.cpp (LAPTOP_ARGS='--set target=MODEL.gguf')"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make test-gpu, make gpu-report  on a machine with a GPU, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR)"
@@ -62,12 +62,12 @@ $(VENV)/.setup-docs.stamp: $(VENV)/.setup.stamp
 	@touch $@
 
 demo: setup
-	$(BIN)/draftsmith demo
+	$(BIN)/draftsmith run demo
 
 # llama.cpp is built first, on all cores, unless it is on the PATH: beside the answers it would take as much from them.
 laptop: setup
 	command -v llama-server || $(MAKE) engines ENGINES=llamacpp || echo "No llama.cpp: the head will not be checked there"
-	$(BIN)/draftsmith laptop $(LAPTOP_ARGS)
+	$(BIN)/draftsmith run laptop $(LAPTOP_ARGS)
 
 test: setup-dev
 	$(PYTEST) $(PYTEST_ARGS)

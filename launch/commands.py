@@ -68,9 +68,8 @@ def of_drafters(verb: str, settings: str, runner: str | None = None, about: str 
 # Commands by sections of the overview, in the order in which a newcomer needs them.
 SECTIONS: dict[str, dict[str, Command]] = {
     "Start here": {
-        "demo": Command("launch.demo:DemoConfig", "Run the whole pipeline on the embedded models (8 minutes)"),
-        "laptop": Command(
-            "launch.laptop:LaptopConfig", "A head for SmolLM2-135M or your GGUF, on a CPU (about 40 minutes)"
+        "run": Command(
+            "launch.pipeline:RunConfig", "Run a pipeline: demo, laptop, refresh, or a YAML file", ("pipeline",)
         ),
         "decode": Command(
             "eval.decode:DecodeConfig", "Answer a prompt and show which tokens were drafted", ("prompt",)

@@ -1,6 +1,6 @@
 """Repeat the experiments of EAGLE-2 (Li et al. 2024) with an EAGLE head.
 
-    draftsmith demo
+    draftsmith run demo
     python benchmarks/papers/eagle2.py --draft runs/demo/quick/eagle-head/best --output runs/eagle2
 
 Acceptance by position in a static tree (figure 5) and by confidence (figure 6), and the speed-up by nodes and depth:
