@@ -28,6 +28,7 @@ from draftsmith.launch.commands import (
 )
 from draftsmith.launch.errors import UsageError, user_message
 
+CONTINUED = ("run", "data", "train")  # groups whose finished work is kept
 # Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
@@ -89,7 +90,8 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
         sys.stdout.flush()  # a closed pipe is caught here, and not while Python shuts down
         return code
     except KeyboardInterrupt:
-        print("draftsmith: interrupted", file=sys.stderr)
+        again = ". The same command continues." if before[:1] and before[0] in CONTINUED else ""
+        print(f"draftsmith: interrupted{again}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has closed it. The final flush must not fail either.
