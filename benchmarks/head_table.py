@@ -1,4 +1,4 @@
-"""Make EAGLE-2's table 1 on the shipped models: `python benchmarks/head_table.py --output DIR` (docs/results.md).
+"""Make EAGLE-2's table 1 on the shipped models: `python benchmarks/head_table.py --output DIR` (benchmarks/README.md).
 
 Heads of every kind are trained on the same answers for the same CPU seconds with several seeds, as in recipes.py. Then
 each seed's heads, and the methods without a head, decode the same test prompts, greedy and at T=1, beside `ar`.

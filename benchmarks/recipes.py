@@ -1,6 +1,6 @@
 """Compare recipes of draft heads on equal data and compute: `python benchmarks/recipes.py --output DIR`.
 
-One setting is changed at a time (docs/recipes.md). All heads learn from the same answers of the target for the same CPU
+One setting is changed at a time (README.md). All heads learn from the same answers of the target for the same CPU
 seconds: the cost of a step is measured first and steps are counted by it, so that the load of the machine decides
 nothing and a run can be repeated. Heads are measured by decoding held-out prompts in chains.
 """

@@ -29,7 +29,7 @@ author = "The Draftsmith developers"
 release = draftsmith.__version__
 root_doc = "README"
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "data/**/MODEL_CARD.md"]
+include_patterns = ["*.md", "docs/**", "benchmarks/**/README.md", "data/**/MODEL_CARD.md"]
 exclude_patterns = [".*", "**/.*", "site", "build", "runs", "**/__pycache__"]  # not even looked into
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 if REPOSITORY:
@@ -57,25 +57,21 @@ html_theme_options = (
     {"source_repository": f"{REPOSITORY}/", "source_branch": BRANCH, "source_directory": ""} if REPOSITORY else {}
 )
 
-# What stands first, and what last; every other page is found by itself, and stands between.
+# The order of pages; every other page is found by itself, and stands between.
 FIRST = {
-    "Start": ["docs/getting-started", "docs/tutorial", "docs/python"],
+    "Start": ["docs/getting-started", "docs/tutorial", "docs/python", "docs/results"],
+    "Make a head": ["docs/data", "docs/heads", "docs/training"],
+    "Use it": ["docs/decoding", "docs/evaluation", "docs/serve"],
     "Guides": [
-        "docs/guides/which-drafter",
         "docs/guides/llamacpp",
-        "docs/guides/train-eagle3-8b",
-        "docs/guides/serve",
-        "docs/guides/low-acceptance",
-        "docs/guides/choose-k",
-        "docs/guides/prove-your-server",
-        "docs/guides/refresh",
         "docs/guides/large-targets",
+        "docs/guides/low-acceptance",
         "docs/guides/",
     ],
 }
 LAST = {
-    "Reference": ["docs/reference", "docs/command-line", "docs/formats", "docs/models"],
-    "Project": ["CONTRIBUTING", "CHANGELOG", "data/"],
+    "Reference": ["docs/command-line", "docs/formats", "docs/models"],
+    "Project": ["CONTRIBUTING", "CHANGELOG", "benchmarks/", "data/"],
 }
 
 

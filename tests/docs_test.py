@@ -17,7 +17,8 @@ from draftsmith.launch.arguments import parse
 from draftsmith.launch.commands import COMMANDS, configure
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RECORDS = sorted((ROOT / "benchmarks").rglob("README.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *RECORDS]
 NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
 
 
@@ -74,7 +75,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 # Programs of a reader's machine, which need not be on this one.
-OTHERS = ("vllm", "llama-server", "python", "pip", "git", "jq", "cd", ".")
+OTHERS = ("vllm", "llama-server", "python", "pip", "git", "jq", "head", "tail", "cd", ".")
 # What stands for a value of the reader's.
 STANDING = {"T": "0.7", "N": "3", "SEED": "0"}
 

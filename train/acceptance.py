@@ -65,7 +65,7 @@ MIXED: dict[str, Any] = {
     "w_rej": 6.0,
     "mix": 0.15,
 }
-# Defaults for labels of real rounds, chosen by measurement (docs/acceptance.md).
+# Defaults for labels of real rounds, chosen by measurement (docs/heads.md).
 ROLLOUTS: dict[str, Any] = {
     "num_blocks": 0,
     "tied": False,

@@ -55,7 +55,7 @@ MOST_TOKENS = 2048  # of a text, whose logits are computed at once
 # of 19 sound heads of the embedded pair, stopped after 5 to 840 steps, the lowest of about 170 single chances was 0.03.
 CHANCE = 0.01
 # Share of right first tokens from which every misreading that costs tokens showed on 1,815 positions (EAGLE and EAGLE-3
-# of the embedded pair, docs/guides/low-acceptance.md); at 0.40 a wrong rotary base did not.
+# of the embedded pair, benchmarks/README.md); at 0.40 a wrong rotary base did not.
 STRONG = 0.5
 COMPARED = 2  # tokens of a variant's draft: the second shows what a head learned on its own states
 LONGEST = ("num_heads", "drafts")  # fields of a config that limit its drafts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # An EAGLE head trained on fewer answer tokens drafts too badly to pay for its time. One trained on answers with a
-# shorter median knows how answers begin, and little else (docs/training.md has the curve).
+# shorter median knows how answers begin, and little else (docs/data.md has the curve).
 FEWEST_ANSWER_TOKENS = 60_000
 SHORTEST_MEDIAN = 16
 
@@ -51,4 +51,4 @@ class Supervision:
         if not facts:
             return None
         risk = "a head that learns from this may slow decoding down, whatever its own validation says"
-        return f"warning: {' and '.join(facts)}: {risk}. Use {', '.join(remedies)} (docs/training.md)."
+        return f"warning: {' and '.join(facts)}: {risk}. Use {', '.join(remedies)} (docs/data.md)."

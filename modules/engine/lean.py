@@ -5,7 +5,7 @@ small model's time. Targets, draft models and EAGLE heads share these layers.
 
 Weights lie in the layout that the CPU's matrix kernels read fastest. A decoder multiplies few rows (1 to some dozens)
 with large weights, over and over: oneDNN lays a weight out for that once, where `F.linear` reads the plain layout,
-which is slower for a few rows (docs/performance.md). Its operators are private to torch, so they are compared with
+which is slower for a few rows (benchmarks/README.md). Its operators are private to torch, so they are compared with
 `F.linear` before use, and `F.linear` is used where they fail. For small weights oneDNN's call overhead costs more than
 it gains; in float32 they lie [in, out] in memory, which BLAS reads faster.
 

@@ -284,7 +284,7 @@ def test_help_lists_the_files_of_settings_that_ship_for_a_command(name, capsys):
 def test_every_method_that_help_and_documents_name_is_one():
     """Labels such as spec:k=5; settings in capitals stand for a value."""
     texts = [command.config_class().__doc__ or "" for command in COMMANDS.values()]
-    texts += [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    texts += [path.read_text() for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md")]
     label = re.compile(r"(?<![\w/:.=-])[a-z][\w+-]*(?:@\w+)?(?::\w+=[\w.-]+)+")
     labels = {found for text in texts for found in label.findall(text) if not re.search(r"=[A-Z]", found)}
     assert len(labels) > 50

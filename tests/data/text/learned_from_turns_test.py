@@ -99,7 +99,7 @@ def test_what_will_be_learned_is_counted_by_answers():
     assert learned.warning() == (
         "warning: 13 answer tokens (fewer than 60,000) and a median answer of 2 tokens (fewer than 16): a head that "
         "learns from this may slow decoding down, whatever its own validation says. Use more prompts, prompts with "
-        "longer answers like those that will be served (docs/training.md)."
+        "longer answers like those that will be served (docs/data.md)."
     )
     assert Supervision.of(np.full(1000, 100)).warning() is None
     assert "a median answer" not in str(Supervision.of(np.full(10, 100)).warning())
