@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import hashlib
 import json
+import os
+import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from draftsmith.data.console import Advance
+from draftsmith.data.engines.process import end_with_parent
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.manifest import MANIFEST, STARTED, Field, volatile
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
@@ -28,7 +35,7 @@ from draftsmith.data.text.conversations import (
     well_formed,
 )
 from draftsmith.data.text.self_prompts import SELF, open_prompt, opening_rows, written_turns
-from draftsmith.data.text.sources import JoinedSource, Row, RowSource, named_split, open_source
+from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import (
     RowError,
     TemplateInputs,
@@ -72,9 +79,12 @@ class PromptsConfig(RemoteCode):
         output: Directory to write.
         columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key; also
             of messages, task, split, system, history, tools and chat_template_kwargs.
-        split: Only this split: of a `datasets` source, or by the rows' column `split`.
+        split: Only this split: of a `datasets` source, or by the rows' column `split`. A slice
+            such as train[:1%] or train[100:200] is one of a split, or of a file, which is `train`.
         task: Only rows whose column `task` (or `category`) has this value, or one of several separated by commas.
         limit: Only the first so many rows that pass the filters; 0 takes all.
+        streaming: Read the source row by row up to --limit, instead of fetching all of it.
+        num_proc: Processes that apply the template and tokenize.
         subset: Configuration name of a `datasets` source.
         revision: Revision of a hub data set.
         turns: User turns that the target answers: all, each after its own answers to those before; the first; or the
@@ -96,6 +106,8 @@ class PromptsConfig(RemoteCode):
     split: str | None = None
     task: str | None = None
     limit: int = 0
+    streaming: bool = volatile(False)
+    num_proc: int = volatile(1)
     subset: str | None = None
     revision: str | None = None
     turns: Turns = "all"
@@ -108,8 +120,10 @@ class PromptsConfig(RemoteCode):
     trust_remote_code: bool = volatile(False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_positive(self, "rows_per_shard")
+        check_positive(self, "rows_per_shard", "num_proc")
         check_not_negative(self, "limit", "max_length")
+        if self.streaming and not self.limit:
+            raise InputError("limit", "0 with --streaming", "a number of rows", "Pass --limit, for example 20000.")
         if self.supervised and self.turns != "all":
             expected = "all with --supervised: the mask is on every answer"
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
@@ -117,16 +131,30 @@ class PromptsConfig(RemoteCode):
             raise InputError("source", f"{SELF} with --supervised", "prompts with answers", "Leave --supervised out.")
 
 
+class Place(NamedTuple):
+    """A selected row: the number of its source, its number there, and its id, or the error for which it is dropped."""
+
+    source: int
+    row: int
+    id: str | RowError
+
+
+# A row and what it adds to the counts, or the error for which it is dropped.
+Encoded = tuple[dict[str, Any], Counter[str]] | RowError
+
+
 @sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artifact `prompts` and return its directory."""
     tokenizer = load_chat_tokenizer(config.target, config.chat_template)
-    # Open the source, and select rows by split, task and limit.
+    # Open the sources, and select rows by split, task and limit.
     names = [config.source] if Path(config.source).exists() else config.source.split(",")
-    parts = [one_source(name.strip(), config, tokenizer) for name in names]
-    source = parts[0] if len(parts) == 1 else JoinedSource(parts)
+    sources = [one_source(name.strip(), config, tokenizer) for name in names]
     mapping = parse_columns(config.columns)
-    selected = select_rows(source, mapping, config)
+    selected = select_rows(sources, mapping, config)
+    digest = sources[0].digest
+    if len(sources) > 1:
+        digest = hashlib.sha256("".join(source.digest for source in sources).encode()).hexdigest()
     date = template_date(config.output) if shows_date(tokenizer) else None
     dated = {"date": date} if date else {}
     if config.supervised:
@@ -139,7 +167,7 @@ def run(config: PromptsConfig) -> Path:
         config=config,
         num_rows=len(selected),
         fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
-        inputs={"source": source.digest},
+        inputs={"source": digest},
         identity={
             **text_identity(config.target),
             "chat_template": template_hash(tokenizer),
@@ -149,22 +177,23 @@ def run(config: PromptsConfig) -> Path:
 
     def make_shard(shard: Shard, advance: Advance) -> ShardContent:
         rows, counts = [], Counter[str]()
-        for index, row_id in selected[shard.start : shard.stop]:
-            try:
-                if isinstance(row_id, RowError):
-                    raise row_id
-                row = prompt_row(row_id, source.row(index), mapping, tokenizer, config, context, dated, counts)
-            except RowError as error:
-                drop_row(source.where(index), error, config, counts)
+        places = selected[shard.start : shard.stop]
+        for place, encoded in zip(places, encode(places), strict=True):
+            if isinstance(encoded, RowError):
+                check_dropped(sources[place.source].where(place.row), encoded, config)
+                counts[f"{encoded.reason}_dropped"] += 1
             else:
-                check_ids(row.get("input_ids", row["prompt_ids"]), vocab_size or sys.maxsize)
+                row, row_counts = encoded
+                check_ids(row["input_ids" if config.supervised else "prompt_ids"], vocab_size or sys.maxsize)
                 rows.append(row)
+                counts.update(row_counts)
                 counts["prompt_tokens"] += len(row["prompt_ids"])
                 counts["tokens"] += len(row.get("input_ids", ()))
             advance(1)
         return ShardContent(rows, dict(counts))
 
-    run_stage(plan, make_shard)
+    with in_processes(RowEncoder(sources, mapping, tokenizer, config, context, dated), config.num_proc) as encode:
+        run_stage(plan, make_shard)
     return config.output
 
 
@@ -177,7 +206,7 @@ def one_source(name: str, config: PromptsConfig, tokenizer: Any) -> RowSource:
         return opening_rows(config.limit)
     if (Path(name) / MANIFEST).exists():
         return written_turns(Path(name), config.target, tokenizer)
-    return open_source(name, config.split, config.subset, config.revision)
+    return open_source(name, config.split, config.subset, config.revision, config.streaming)
 
 
 def template_date(output: Path) -> str:
@@ -189,46 +218,50 @@ def template_date(output: Path) -> str:
     return state.get("identity.template_date") or datetime.date.today().isoformat()
 
 
-def select_rows(
-    source: RowSource, mapping: Mapping[str, str], config: PromptsConfig
-) -> list[tuple[int, str | RowError]]:
-    """Return the numbers of the rows that pass split, task and limit, each with its id, or the error for which it is
-    dropped. An id that two sources have is prefixed by the source.
+def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config: PromptsConfig) -> list[Place]:
+    """Select rows by split, task and limit. An id that two sources have is prefixed by the source.
 
     Raises:
         InputError: a mapping of, or a filter on, a column that no row has; nothing left; or an invalid row that may not
             be dropped.
     """
+    stems = [Path(source.name).stem for source in sources]
+    prefixes = [f"{stem}/" if stems.count(stem) == 1 else f"{i}/" for i, stem in enumerate(stems, 1)]
+    prefixes = [
+        "" if len(sources) == 1 or source.content_ids else prefix
+        for source, prefix in zip(sources, prefixes, strict=True)
+    ]
+    filters = {"task": config.task, "split": named_split(config.split)}
+    allowed = {name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value}
     # A data set of one split has no rows to leave out.
-    filters = {"task": config.task, "split": None if source.split_taken else named_split(config.split)}
-    allowed = {
-        name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value is not None
-    }
-    selected: list[tuple[int, str | RowError]] = []
-    first_index: dict[tuple[str, str], int] = {}
+    labeled = {"split"} if any(source.split_taken for source in sources) else set()
+    selected: list[Place] = []
+    first_place: dict[tuple[str, str], tuple[int, int]] = {}
     first_prefix: dict[str, str] = {}
     shared: set[str] = set()
-    labeled: set[str] = set()
     absent = set(mapping.values())
-    for index in range(len(source)):
+    places = ((number, index) for number, source in enumerate(sources) for index in source.numbers())
+    for position, (number, index) in enumerate(places):
+        source, prefix = sources[number], prefixes[number]
         try:
             row = source.row(index)
             absent -= row.keys()
             labeled |= {name for name in allowed if named_column(row, mapping, name)}
-            if not all(row_label(row, mapping, name) in values for name, values in allowed.items()):
+            names = allowed.keys() - ({"split"} if source.split_taken else set())
+            if not all(row_label(row, mapping, name) in allowed[name] for name in names):
                 continue
-            row_id = row_label(row, mapping, "id", f"{index:07d}")
-            key = source.prefix(index), row_id
-            shared |= {row_id} if first_prefix.setdefault(row_id, key[0]) != key[0] else set()
-            if first_index.setdefault(key, index) != index:
-                found = f"the id {row_id[:80]!r}, which {source.where(first_index[key])} has too"
+            row_id = row_label(row, mapping, "id", f"{position:07d}")
+            shared |= {row_id} if first_prefix.setdefault(row_id, prefix) != prefix else set()
+            first = first_place.setdefault((prefix, row_id), (number, index))
+            if first != (number, index):
+                found = f"the id {row_id[:80]!r}, which {sources[first[0]].where(first[1])} has too"
                 remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
                 raise RowError(found, remedy, "duplicate")
-            selected.append((index, row_id))
+            selected.append(Place(number, index, row_id))
         except RowError as error:
-            drop_row(source.where(index), error, config, Counter())
+            check_dropped(source.where(index), error, config)
             # A copy, without the frames that a traceback would keep in memory.
-            selected.append((index, RowError(str(error), error.remedy, error.reason)))
+            selected.append(Place(number, index, RowError(str(error), error.remedy, error.reason)))
         if len(selected) == config.limit:
             break
 
@@ -241,62 +274,101 @@ def select_rows(
     if not selected:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"
         raise InputError("source", found, "at least one row", "Correct the filters.")
-    return [(i, source.prefix(i) + row_id if row_id in shared else row_id) for i, row_id in selected]
+    return [
+        place._replace(id=f"{prefixes[place.source]}{place.id}") if place.id in shared else place for place in selected
+    ]
 
 
-def drop_row(where: str, error: RowError, config: PromptsConfig, counts: Counter[str]) -> None:
-    """Count a row as dropped, or raise InputError if the options make it an error."""
+def check_dropped(where: str, error: RowError, config: PromptsConfig) -> None:
+    """Raise InputError for a row that the options do not allow to be dropped."""
     if (config.overlong if error.reason == "overlong" else config.invalid) == "error":
         remedy = error.remedy or "Correct it, or pass --invalid drop."
         raise InputError(where, error, "a usable row", remedy) from error
-    counts[f"{error.reason}_dropped"] += 1
 
 
-def prompt_row(
-    row_id: str,
-    row: Row,
-    mapping: Mapping[str, str],
-    tokenizer: Any,
-    config: PromptsConfig,
-    context: int | None,
-    dated: TemplateInputs,
-    counts: Counter[str],
-) -> dict[str, Any]:
-    """Return the artifact's row for a row of the source. dated: the date, for a template that shows it.
+@dataclass(frozen=True)
+class RowEncoder:
+    """Makes rows of the artifact. dated: the date, for a template that shows it."""
 
-    Raises:
-        RowError: the row cannot be used.
-    """
-    if config.source == SELF:
-        return open_prompt(row, tokenizer, dated)
-    chat = read_chat(row, mapping)
-    inputs = {**chat.inputs, **dated}
-    # The recorded answers to these turns are left out: the target's own take their place.
-    asked = open_turns(chat, config.turns)
-    encoded: dict[str, Any] = {
-        "id": row_id,
-        "prompt_ids": prompt_ids(tokenizer, asked.opening, inputs),
-        "messages": to_json(asked.opening, "a message"),
-        "task": row_label(row, mapping, "task"),
-        "later": to_json(asked.later, "a later turn"),
-        "template_inputs": to_json(inputs, "tools or chat_template_kwargs"),
-    }
-    # Leave room for one token of an answer.
-    length, used = len(encoded["prompt_ids"]) + 1, asked.opening
-    if config.supervised:
-        # What follows the last answer has nothing to learn from.
-        used = up_to_last("assistant", chat.messages)
-        check_answers(used)
-        encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, used, inputs, chat.not_learned)
-        length = len(encoded["input_ids"])
-    if context is not None and length > context:
-        found = f"{length} tokens (one for an answer included), more than {context}"
-        raise RowError(found, "Raise --max-length within the target's context, or pass --overlong drop.", "overlong")
-    counts["later_turns"] += len(asked.later)
-    counts["turns_not_asked"] += asked.not_asked
-    counts.update(f"{name}_ignored" for name in chat.ignored)
-    counts.update(f"{name}_not_shown" for name in not_shown(tokenizer, used, inputs))
-    return encoded
+    sources: Sequence[RowSource]
+    mapping: Mapping[str, str]
+    tokenizer: Any
+    config: PromptsConfig
+    context: int | None
+    dated: TemplateInputs
+
+    def __call__(self, place: Place) -> Encoded:
+        try:
+            if isinstance(place.id, RowError):
+                raise place.id
+            return self.encode(place.id, self.sources[place.source].row(place.row))
+        except RowError as error:
+            return error
+
+    def encode(self, row_id: str, row: Row) -> tuple[dict[str, Any], Counter[str]]:
+        """Return the artifact's row for a row of a source, and what it adds to the counts.
+
+        Raises:
+            RowError: the row cannot be used.
+        """
+        tokenizer, config, counts = self.tokenizer, self.config, Counter[str]()
+        if config.source == SELF:
+            return open_prompt(row, tokenizer, self.dated), counts
+        chat = read_chat(row, self.mapping)
+        inputs = {**chat.inputs, **self.dated}
+        # The recorded answers to these turns are left out: the target's own take their place.
+        asked = open_turns(chat, config.turns)
+        encoded: dict[str, Any] = {
+            "id": row_id,
+            "prompt_ids": prompt_ids(tokenizer, asked.opening, inputs),
+            "messages": to_json(asked.opening, "a message"),
+            "task": row_label(row, self.mapping, "task"),
+            "later": to_json(asked.later, "a later turn"),
+            "template_inputs": to_json(inputs, "tools or chat_template_kwargs"),
+        }
+        # Leave room for one token of an answer.
+        length, used = len(encoded["prompt_ids"]) + 1, asked.opening
+        if config.supervised:
+            # What follows the last answer has nothing to learn from.
+            used = up_to_last("assistant", chat.messages)
+            check_answers(used)
+            encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, used, inputs, chat.not_learned)
+            length = len(encoded["input_ids"])
+        if self.context is not None and length > self.context:
+            found = f"{length} tokens (one for an answer included), more than {self.context}"
+            remedy = "Raise --max-length within the target's context, or pass --overlong drop."
+            raise RowError(found, remedy, "overlong")
+        counts["later_turns"] += len(asked.later)
+        counts["turns_not_asked"] += asked.not_asked
+        counts.update(f"{name}_ignored" for name in chat.ignored)
+        counts.update(f"{name}_not_shown" for name in not_shown(tokenizer, used, inputs))
+        return encoded, counts
+
+
+@contextmanager
+def in_processes(encoder: RowEncoder, num_proc: int) -> Iterator[Callable[[Sequence[Place]], Iterable[Encoded]]]:
+    """Yield what encodes rows, in their order, by this process or by `num_proc` others."""
+    if num_proc == 1:
+        yield functools.partial(map, encoder)
+        return
+    with ProcessPoolExecutor(num_proc, initializer=begin_worker, initargs=(encoder,)) as pool:
+        yield functools.partial(pool.map, encode_row, chunksize=32)
+
+
+def begin_worker(encoder: RowEncoder) -> None:
+    """Keep the encoder in a worker, which ends with the process that started it, and not by its Ctrl-C."""
+    global _encoder
+    _encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def encode_row(place: Place) -> Encoded:
+    return _encoder(place)
+
+
+_encoder: RowEncoder
 
 
 def to_json(value: Any, what: str) -> str:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 import torch
+
+# Copies of sources that last as long as the tests; read when `datasets` is imported.
+_cache = tempfile.TemporaryDirectory(prefix="draftsmith-tests-")
+os.environ["HF_DATASETS_CACHE"] = _cache.name
 
 # The models of the tests are so small that a second thread costs more than it gives, and starves other processes.
 torch.set_num_threads(1)

@@ -24,11 +24,19 @@ from draftsmith.modules.types import InputError
 START_S, END_S = 1800.0, 20.0
 LOG_LINES = 12  # of a server that did not start
 PR_SET_PDEATHSIG = 1  # prctl(2)
+# Loaded here: the child of a process with threads must not load anything.
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def leave(number: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal by leaving all contexts, so that the processes that they started end too."""
     raise SystemExit(128 + number)
+
+
+def end_with_parent() -> None:
+    """End this process, a child, with the one that started it, also where that is killed. On Linux only."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
@@ -45,9 +53,6 @@ def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # The child of a process that is killed gets SIGTERM. The library is loaded here: the child of a process with
-    # threads must not load anything.
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     handle, name = tempfile.mkstemp(prefix="draftsmith-engine-", suffix=".log")
     log_note(f"starting the engine; its log: {name}")
     previous = signal.signal(signal.SIGTERM, leave)
@@ -61,7 +66,7 @@ def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
                 stderr=subprocess.STDOUT,
                 env={**settings, **os.environ},
                 start_new_session=True,  # Ctrl-C reaches us alone, and all its processes are one group
-                preexec_fn=None if libc is None else lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+                preexec_fn=end_with_parent,
             )
         until = time.monotonic() + START_S
         while not answers_health(port):

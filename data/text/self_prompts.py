@@ -60,7 +60,7 @@ def opening_rows(limit: int) -> RowSource:
 
     # A filter on the task still finds `limit` rows.
     digest = hashlib.sha256(repr(openings).encode()).hexdigest()
-    return RowSource(SELF, digest, limit * len(openings), read)
+    return RowSource(SELF, range(limit * len(openings)), read, lambda: digest)
 
 
 def open_prompt(row: Row, tokenizer: Any, inputs: TemplateInputs) -> dict[str, Any]:
@@ -102,4 +102,4 @@ def written_turns(directory: Path, target: str, tokenizer: Any) -> RowSource:
             raise RowError("a turn without a whole sentence", reason="unfinished")
         return {"id": hashlib.sha256(text.encode()).hexdigest()[:16], "task": row["task"], "prompt": text}
 
-    return RowSource(directory, manifest.digest, len(rows), read, content_ids=True)
+    return RowSource(directory, range(len(rows)), read, lambda: manifest.digest, content_ids=True)

@@ -1,16 +1,23 @@
-"""Rows of a JSONL, JSON or Parquet file, or of a `datasets` directory or hub id, by number.
+"""Rows of files, directories and hub ids, by number, as `datasets` reads them.
 
-JSON files are UTF-8, with or without a byte-order mark.
+Lines of JSON stay text until a row is asked for, so that rows may have different columns, and a damaged line is one bad
+row. JSON is UTF-8, with or without a byte-order mark.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
 
 from draftsmith.data.console import log_note
 from draftsmith.data.store.manifest import MANIFEST
@@ -23,6 +30,7 @@ Row = Mapping[str, Any]
 BOM = b"\xef\xbb\xbf"
 # The value of --split that turns its filter off.
 NO_FILTER = "none"
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
 
 
@@ -30,37 +38,69 @@ A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datase
 class RowSource:
     """Rows of a file or data set, by number.
 
-    name: of the file or data set. digest: identifies the content. read: returns a row, or raises RowError.
-    line_numbers: of each row in its file, from 1, if rows are lines. split_taken: the rows are one split already.
-    content_ids: ids are hashes of the content, so that equal ones are duplicates in any source.
+    name: of the file or data set. stored: the rows as they are stored. parse: makes a row of a stored one, or raises
+    RowError. hash_content: identifies the content. split_taken: the rows are one split already. content_ids: ids are
+    hashes of the content, so that equal ones are duplicates in any source.
     """
 
     name: str | Path
-    digest: str
-    num_rows: int
-    read: Callable[[int], Any]
-    line_numbers: Sequence[int] | None = None
+    stored: Sequence[Any] | StreamedRows
+    parse: Callable[[Any], Any]
+    hash_content: Callable[[], str]
     split_taken: bool = False
     content_ids: bool = False
 
     def __len__(self) -> int:
-        return self.num_rows
+        return len(self.stored)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return self.hash_content()
+
+    def numbers(self) -> Iterable[int]:
+        """Return the numbers of the rows. A stream is read as they are taken."""
+        return self.stored.numbers() if isinstance(self.stored, StreamedRows) else range(len(self))
 
     def row(self, index: int) -> Row:
         """Return a row; raise RowError if it cannot be read or is no object."""
-        value = self.read(index)
+        try:
+            stored = self.stored[index]
+        except Exception as error:
+            # Text that is not UTF-8; and decoders of pictures and sound raise many kinds.
+            raise RowError(f"unreadable ({type(error).__name__}: {error})") from error
+        value = self.parse(stored)
         if not isinstance(value, dict):
             raise RowError(f"a JSON {type(value).__name__}, not an object")
         return value
 
-    def prefix(self, index: int) -> str:
-        """Return what tells a row's id from the same id in another source; empty if there is one source."""
-        return ""
-
     def where(self, index: int) -> str:
         """Return the row's file and place, for errors."""
-        place = f"row {index}" if self.line_numbers is None else f"line {self.line_numbers[index]}"
-        return f"{self.name}, {place}"
+        line = self.stored[index].get("line") if self.parse is parse_line else None
+        return f"{self.name}, {f'line {line}' if line else f'row {index}'}"
+
+
+class StreamedRows:
+    """Rows of a stream, which are read when their numbers are taken, and kept."""
+
+    def __init__(self, name: str, rows: Iterable[Any]):
+        self._name, self._rest, self._read = name, iter(rows), list[Any]()
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._read[index]
+
+    def numbers(self) -> Iterator[int]:
+        """Read the rows one by one, and yield their numbers."""
+        with loading(self._name):
+            for row in self._rest:
+                self._read.append(row)
+                yield len(self) - 1
+
+    def digest(self) -> str:
+        """Hash the rows that were read."""
+        return hashlib.sha256(json.dumps(self._read, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -86,7 +126,6 @@ PRESETS = {
     "magpie": Preset("Magpie-Align/Magpie-Pro-300K-Filtered", "train", "llama3"),
     "gsm8k": Preset("openai/gsm8k", "train", "mit", "main", {"question": "prompt"}),
 }
-
 
 EAGLE_DATA = "https://raw.githubusercontent.com/SafeAILab/EAGLE/main/eagle/data"
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -128,63 +167,36 @@ def named_presets() -> dict[str, Preset]:
     return PRESETS | tasks
 
 
-class JoinedSource(RowSource):
-    """Rows of several sources, one source after the other."""
-
-    def __init__(self, parts: Sequence[RowSource]):
-        digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
-        name, taken = ", ".join(str(part.name) for part in parts), all(part.split_taken for part in parts)
-        super().__init__(name, digest, sum(map(len, parts)), self._read, split_taken=taken)
-        self._parts = parts
-        stems = [Path(part.name).stem for part in parts]
-        self._prefixes = [f"{stem}/" if stems.count(stem) == 1 else f"{i}/" for i, stem in enumerate(stems, 1)]
-
-    def prefix(self, index: int) -> str:
-        number = self._place(index)[0]
-        return "" if self._parts[number].content_ids else self._prefixes[number]
-
-    def where(self, index: int) -> str:
-        number, own = self._place(index)
-        return self._parts[number].where(own)
-
-    def _read(self, index: int) -> Any:
-        number, own = self._place(index)
-        return self._parts[number].read(own)
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """Return the number of a row's source, and of the row in it."""
-        for number, part in enumerate(self._parts):
-            if index < len(part):
-                return number, index
-            index -= len(part)
-        raise IndexError(index)
-
-
 def open_source(
-    path: str, split: str | None = None, subset: str | None = None, revision: str | None = None
+    path: str, split: str | None = None, subset: str | None = None, revision: str | None = None, streaming: bool = False
 ) -> RowSource:
     """Open a file or data set of prompts.
 
-    split, subset, revision: of a `datasets` source; rows of a file are filtered by their own column `split`.
+    split: of a data set, or a slice such as train[:1%], which takes a file as `train`; rows of a file are filtered by
+    their own column `split`. subset, revision: of a data set. streaming: read rows when they are asked for, without a
+    copy in the cache of `datasets`.
 
     Raises:
         InputError: nothing there, another kind of file, an empty one, or a split that must be named.
     """
     resolved = resolve_model(path) if path.startswith(EMBEDDED) else path
-    file = Path(resolved)
+    file, split = Path(resolved), named_split(split)
     preset = named_presets().get(path)
     if preset is not None and not file.exists():
-        source = _open_preset(path, preset, named_split(split), subset, revision)
+        split, subset = split or preset.split, subset or preset.subset
+        if preset.file:
+            source = _open_file(preset.file, split, streaming)
+            source.split_taken = True
+        else:
+            source = _open_data_set(preset.hub, split, subset, revision, streaming)
+            source.parse = functools.partial(table_row, renamed=preset.renamed)
+        log_note(f"{path}: {preset.file or preset.hub}, license {preset.license}")
     elif file.is_file():
-        opener = OPENERS.get(file.suffix.lower())
-        if opener is None:
+        if file.suffix.lower() not in SUFFIXES:
             raise InputError("source", path, A_SOURCE, "Convert or unpack it.")
-        try:
-            source = opener(file)
-        except OSError as error:
-            raise InputError(str(file), f"unreadable ({error})", "a whole file", "Fetch it again.") from error
+        source = _open_file(resolved, split, streaming)
     # A hub id has one slash at most; anything else is a path.
-    elif file.suffix.lower() in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
+    elif file.suffix.lower() in SUFFIXES or (not file.is_dir() and resolved.count("/") > 1):
         raise InputError("source", f"{path}, which does not exist", A_SOURCE, "Check the path.")
     elif not file.is_dir() and revision is None and looks_local(resolved):
         remedy = f"Check the path ({file.parts[0]}/ is here; with --revision main it is the hub's)."
@@ -193,24 +205,10 @@ def open_source(
         remedy = "Pass the data that it was made from."
         raise InputError("source", f"{path}, an artifact of this program", "chats as they were written", remedy)
     else:
-        source = _open_datasets(path, file, named_split(split), subset, revision)
-    if not len(source):
+        source = _open_data_set(path, split, subset, revision, streaming)
+    if not streaming and not len(source):
         raise InputError("source", f"{path}, which is empty", "at least one row", "Check the data.")
     return source
-
-
-def _open_preset(name: str, preset: Preset, split: str | None, subset: str | None, revision: str | None) -> RowSource:
-    """Open a data set by its short name."""
-    split, subset = split or preset.split, subset or preset.subset
-    source = _open_datasets(preset.hub, Path(preset.hub), split, subset, revision, preset.file)
-    log_note(f"{name}: {preset.file or preset.hub}, license {preset.license}")
-    if not preset.renamed:
-        return source
-
-    def read(index: int) -> Row:
-        return {preset.renamed.get(column, column): value for column, value in source.row(index).items()}
-
-    return RowSource(source.name, source.digest, len(source), read, split_taken=True)
 
 
 def named_split(split: str | None) -> str | None:
@@ -225,7 +223,7 @@ def parse_json(text: bytes) -> Any:
         RowError: it is something else, or nested too deeply.
     """
     try:
-        return json.loads(text.decode())
+        return json.loads(text.removeprefix(BOM).decode())
     except UnicodeDecodeError as error:
         raise RowError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
     except RecursionError as error:
@@ -234,46 +232,76 @@ def parse_json(text: bytes) -> Any:
         raise RowError(f"not JSON ({error})") from error
 
 
-def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the null fields inside a table's row: its columns have the fields of all rows' objects."""
+def parse_line(stored: Mapping[str, Any]) -> Any:
+    """Parse a line of a file."""
+    return parse_json(stored["text"].encode("latin-1"))
+
+
+def table_row(stored: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Drop the null fields inside a table's row: its columns have the fields of all rows' objects.
+
+    renamed: other names of columns.
+    """
 
     def dropped(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: dropped(inner) for key, inner in value.items() if inner is not None}
         return [dropped(inner) for inner in value] if isinstance(value, list) else value
 
-    return {name: dropped(value) for name, value in row.items()}
+    return {(renamed or {}).get(name, name): dropped(value) for name, value in stored.items()}
 
 
-def _open_lines(path: Path) -> RowSource:
-    """Open a file with one JSON object per line; blank lines are skipped."""
-    file = path.open("rb")
-    # Only the offsets are in memory: files of prompts may be larger than it.
-    offsets: list[int] = []
-    numbers: list[int] = []
-    offset = 0
-    for number, line in enumerate(file, start=1):
-        start = len(BOM) if number == 1 and line.startswith(BOM) else 0
-        if line[start:].strip():
-            offsets.append(offset + start)
-            numbers.append(number)
-        offset += len(line)
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Raise InputError for what `datasets` cannot read, and keep it from printing."""
+    import datasets
 
-    def read(index: int) -> Any:
-        file.seek(offsets[index])
-        return parse_json(file.readline())
-
-    return RowSource(path, file_sha256(path), len(offsets), read, numbers)
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        # Datasets and the hub client raise many kinds: no such id, no network, no access, a damaged file.
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
+        remedy = "Check it; log in for a private data set, fetch a damaged file again."
+        raise InputError("source", f"{name}, unreadable ({reason})", A_SOURCE, remedy) from error
 
 
-def _open_json(path: Path) -> RowSource:
-    """Open a .json file: a list of objects, an object that holds one such list, or JSON lines under this name."""
+def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSource:
+    """Open a file, or JSON lines at an address."""
+    import datasets
+
+    file, suffix = Path(path), Path(path).suffix.lower()
+    is_table, is_local = suffix == ".parquet", file.is_file()
+    with loading(path):
+        if is_local and not file.stat().st_size:
+            rows = datasets.Dataset.from_dict({"text": []})
+        elif suffix == ".json" and is_local and (listed := _read_list(file)) is not None:
+            rows = datasets.Dataset.from_dict({"text": [json.dumps(row) for row in listed]})
+        else:
+            # The content's hash names the copy in the cache: a file may change and keep its time.
+            content = file_sha256(file) if is_local and not streaming else None
+            # Bytes pass through latin-1 unchanged, so that a line that is not UTF-8 is its row's fault.
+            kind, options = ("parquet", {}) if is_table else ("text", {"encoding": "latin-1"})
+            rows = datasets.load_dataset(kind, content, data_files=path, split="train", streaming=streaming, **options)
+            rows = rows if is_table else _number_lines(rows)
+    source = _of_table(path, rows, split)
+    source.parse = table_row if is_table else parse_line
+    source.hash_content = functools.partial(file_sha256, file) if is_local else source.hash_content
+    return source
+
+
+def _read_list(path: Path) -> list[Any] | None:
+    """Read a .json file: a list of objects, or an object that holds one such list; None for lines under this name."""
     raw = path.read_bytes().removeprefix(BOM)
     try:
         rows = parse_json(raw) if raw.strip() else []
     except RowError as error:
         if raw.lstrip().startswith(b"{"):
-            return _open_lines(path)
+            return None
         raise InputError(str(path), error, "a list of objects", "Check the file.") from error
     if isinstance(rows, dict):
         # A wrapper such as {"data": [...]} is common.
@@ -281,68 +309,70 @@ def _open_json(path: Path) -> RowSource:
         rows = lists[0] if len(lists) == 1 else [rows]
     if not isinstance(rows, list):
         raise InputError(str(path), type(rows).__name__, "a list of objects", "Check the file.")
-    return RowSource(path, hashlib.sha256(raw).hexdigest(), len(rows), rows.__getitem__)
+    return rows
 
 
-def _open_parquet(path: Path) -> RowSource:
-    """Open a Parquet file, memory-mapped."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path, memory_map=True, partitioning=None)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(str(path), f"unreadable ({error})", "a whole Parquet file", "Fetch it again.") from error
-
-    def read(index: int) -> Any:
-        try:
-            return without_nulls(table.slice(index, 1).to_pylist()[0])
-        except (ValueError, OverflowError) as error:
-            # Text that is not UTF-8, a date outside of Python's range.
-            raise RowError(f"unreadable ({error})") from error
-
-    return RowSource(path, file_sha256(path), table.num_rows, read)
-
-
-OPENERS: dict[str, Callable[[Path], RowSource]] = {
-    ".jsonl": _open_lines,
-    ".ndjson": _open_lines,
-    ".json": _open_json,
-    ".parquet": _open_parquet,
-}
-
-
-def _open_datasets(
-    name: str, path: Path, split: str | None, subset: str | None, revision: str | None, file: str | None = None
-) -> RowSource:
-    """Open a `datasets` directory or hub id. file: the data, where the id names a kind of files, such as json."""
+def _number_lines(rows: Any) -> Any:
+    """Add the numbers of lines, from 1, and leave out blank ones."""
     import datasets
 
-    try:
+    if isinstance(rows, datasets.IterableDataset):
+        return ({**row, "line": n} for n, row in enumerate(rows, 1) if row["text"].strip(string.whitespace))
+    trimmed = (pc.utf8_trim(chunk, characters=string.whitespace) for chunk in rows.data["text"].chunks)
+    filled = np.concatenate([np.asarray(pc.not_equal(chunk, "")) for chunk in trimmed])
+    # A byte-order mark alone is no row.
+    filled[0] &= bool(rows[0]["text"].encode("latin-1").removeprefix(BOM).strip())
+    return rows.add_column("line", np.arange(1, len(rows) + 1)).select(np.flatnonzero(filled))
+
+
+def _open_data_set(
+    name: str, split: str | None, subset: str | None, revision: str | None, streaming: bool
+) -> RowSource:
+    """Open a `datasets` directory or hub id."""
+    import datasets
+
+    path = Path(name)
+    with loading(name):
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
-            loaded = datasets.load_from_disk(str(path))
+            splits = datasets.load_from_disk(name)
         else:
-            loaded = datasets.load_dataset(str(path), subset, data_files=file, revision=revision)
-    except Exception as error:
-        # Datasets and the hub client raise many kinds: no such id, no network, no access.
-        cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
-        raise InputError("source", f"{name} ({reason})", A_SOURCE, "Check it, or log in.") from error
-    # Several splits: one must be named.
-    if isinstance(loaded, datasets.DatasetDict):
-        names = list(loaded)
-        chosen = split or (names[0] if len(names) == 1 else None)
-        if chosen not in names:
-            raise InputError("split", split, f"one of {', '.join(names)}", "Pass --split NAME.")
-        loaded = loaded[chosen]
+            splits = datasets.load_dataset(name, subset, revision=revision, streaming=streaming)
+    return (_of_table if isinstance(splits, datasets.Dataset) else _of_splits)(name, splits, split)
 
-    def read(index: int) -> Any:
-        try:
-            return without_nulls(loaded[index])
-        except Exception as error:
-            # Decoders of pictures, sound and text raise many kinds.
-            raise RowError(f"unreadable ({type(error).__name__}: {error})") from error
 
-    # The fingerprint covers a hub data set's files and revision; the Arrow files stay in the cache.
-    digest = hashlib.sha256(f"{name} {subset} {revision} {split} {loaded._fingerprint}".encode()).hexdigest()
-    return RowSource(name, digest, len(loaded), read, split_taken=True)
+def _of_table(name: str, rows: Any, split: str | None) -> RowSource:
+    """Take a table without splits, or a slice of it as `train`; a split's name filters its rows later."""
+    slices = split if split and "[" in split else None
+    source = _of_splits(name, {"train": rows}, slices)
+    source.split_taken = slices is not None
+    return source
+
+
+def _of_splits(name: str, splits: Mapping[str, Any], split: str | None) -> RowSource:
+    """Take a split, or slices of splits such as train[:1%]+test[10:20]; the only one if none is named."""
+    import datasets
+
+    chosen = split or (next(iter(splits)) if len(splits) == 1 else "")
+    expected = f"one of {', '.join(splits)}"
+    if not all(isinstance(rows, datasets.Dataset) for rows in splits.values()):
+        if chosen not in splits:
+            raise InputError("split", split, expected, "Pass --split NAME; a stream has no slices, but --limit.")
+        stream = StreamedRows(name, splits[chosen])
+        return RowSource(name, stream, table_row, stream.digest, split_taken=True)
+    try:
+        parts = datasets.ReadInstruction.from_spec(chosen).to_absolute({own: len(splits[own]) for own in splits})
+    except (ValueError, AssertionError) as error:
+        remedy = "Pass --split NAME, or a slice such as train[:1%]."
+        raise InputError("split", split, expected, remedy) from error
+    slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    rows = slices[0] if len(slices) == 1 else datasets.concatenate_datasets(slices)
+    return RowSource(name, rows, table_row, functools.partial(_hash_rows, rows), split_taken=True)
+
+
+def _hash_rows(rows: Any) -> str:
+    """Hash the rows of a data set."""
+    digest = hashlib.sha256(repr(rows.features).encode())
+    for table in rows.with_format("arrow").iter(1000):
+        for batch in table.combine_chunks().to_batches():
+            digest.update(batch.serialize())
+    return digest.hexdigest()

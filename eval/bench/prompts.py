@@ -21,7 +21,7 @@ from draftsmith.data.text.conversations import (
     read_chat,
     row_label,
 )
-from draftsmith.data.text.sources import BENCHMARKS, OPENERS, named_split, open_source
+from draftsmith.data.text.sources import BENCHMARKS, SUFFIXES, named_split, open_source
 from draftsmith.data.text.template import (
     Messages,
     RowError,
@@ -224,10 +224,10 @@ def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]
             raise InputError("tasks", f"{part}, which does not exist", expected, "Check the path.")
         files = [path]
         if path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix.lower() in OPENERS and file.is_file())
+            files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
             files += sorted(path.glob(f"*/{FASTCHAT}"))
             if not files:
-                expected = f"a directory with files of {', '.join(OPENERS)}"
+                expected = f"a directory with files of {', '.join(SUFFIXES)}"
                 raise InputError("tasks", f"{part} without one", expected, "Check the path.")
         for file in files:
             name = file.absolute().parent.name if file.name == FASTCHAT else file.stem

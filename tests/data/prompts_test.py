@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -110,6 +111,53 @@ def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
     assert [source.row(i) for i in range(len(source))] == ROWS[:2]
     with pytest.raises(InputError, match=r"split: found None, expected one of train, test"):
         open_source(str(tmp_path / "folder"))
+
+
+SLICES = {"train[:50%]": ROWS[:3], "train[4:]": ROWS[4:], "train[:1]+train[-1:]": [ROWS[0], ROWS[-1]]}
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x"])
+def test_slices_and_streams(tmp_path, name):
+    path = str(write_source(tmp_path / name, ROWS))
+    for split, rows in SLICES.items():
+        source = open_source(path, split)
+        assert [source.row(i) for i in source.numbers()] == rows and source.split_taken
+    if "." in name:
+        stream = open_source(path, streaming=True)
+        assert [stream.row(i) for i in stream.numbers()] == ROWS
+    for split in ("train[:x]", "test[:1]"):
+        with pytest.raises(InputError, match=r"expected one of train\. Pass --split NAME, or a slice such as train\["):
+            open_source(path, split)
+
+
+def test_a_line_keeps_its_number_in_a_slice_and_a_stream(tmp_path):
+    path = str(write_source(tmp_path / "x.jsonl", ROWS))
+    assert open_source(path, "train[2:]").where(0) == f"{path}, line 5"
+    stream = open_source(path, streaming=True)
+    assert [stream.where(i) for i in stream.numbers()][-1] == f"{path}, line 11"
+
+
+def test_streams_and_processes_make_the_same_prompts(pair, tmp_path):
+    rows = [*ROWS, {"prompt": 7}, {"prompt": "x" * (2 * CONTEXT)}, *({"prompt": f"Ho {i}"} for i in range(40))]
+    path = str(write_source(tmp_path / "x.jsonl", rows))
+
+    def made(output: str, **settings) -> tuple[list[dict], dict[str, int]]:
+        config = PromptsConfig(path, str(pair[0]), tmp_path / output, invalid="drop", overlong="drop", **settings)
+        manifest = Manifest.read(run(config))
+        return Rows(config.output, manifest).read(0, 99), manifest.counts
+
+    kept, counts = made("one", limit=44)
+    assert len(kept) == 42 and counts["overlong_dropped"] == counts["invalid_dropped"] == 1
+    assert made("stream", limit=44, streaming=True) == made("two", limit=44, num_proc=2) == (kept, counts)
+    with pytest.raises(InputError, match="limit: found 0 with --streaming, expected a number of rows"):
+        made("all", streaming=True)
+
+
+def test_without_a_network_a_hub_id_is_one_line(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match=r"source: found someone/set, unreadable \(.*on the Hub.*log in") as error:
+        open_source("someone/set")
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_source_is_an_input_error(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -16,6 +18,7 @@ from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import account
+from draftsmith.data.text.sources import open_source
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import InputError
 
@@ -138,6 +141,24 @@ def test_a_table_of_several_shapes_is_read_by_what_each_row_fills(make):
     assert [json.loads(row["messages"])[0]["content"] for row in rows] == ["a", "b"]
 
 
+def test_values_stay_as_they_are_written(tmp_path):
+    """One type for a column, as a table has it, would change ids, dates, and the order and nulls of arguments."""
+    rows = [{"id": 7, "date": "2024-01-01"}, {"id": "7", "date": None}]
+    rows += [{"arguments": {"z": None, "a": [1, "x", 1e400, 2**70]}}, {"arguments": {"a": 1.0, "z": {"b": True}}}]
+    (tmp_path / "x.jsonl").write_bytes(lines(*(json.dumps(row).encode() for row in rows)))
+    source = open_source(str(tmp_path / "x.jsonl"))
+    assert [json.dumps(source.row(index)) for index in source.numbers()] == [json.dumps(row) for row in rows]
+
+
+def test_a_file_that_changed_within_its_time_is_read_again(tmp_path):
+    (path := tmp_path / "x.jsonl").write_bytes(b'{"prompt": "a"}')
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    assert open_source(str(path)).row(0) == {"prompt": "a"}
+    path.write_bytes(b'{"prompt": "b"}')
+    os.utime(path, ns=times)
+    assert open_source(str(path)).row(0) == {"prompt": "b"}
+
+
 UNREADABLE: dict[str, tuple[str, bytes, str]] = {
     "gz": ("x.jsonl.gz", GOOD, "Convert or unpack it"),
     "latin-1": ("x.json", b'[{"prompt": "caf\xe9"}]', r"x\.json: found not UTF-8"),
@@ -199,7 +220,7 @@ def test_whatever_is_in_a_file_nothing_is_lost_silently(make, rows, end, supervi
     except InputError as error:
         assert "\n" not in str(error).strip()
     else:
-        read = sum(1 for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip())
+        read = sum(1 for line in re.split(rb"[\r\n]", content.removeprefix(b"\xef\xbb\xbf")) if line.strip())
         lost = counts.get("invalid_dropped", 0) + counts.get("duplicate_dropped", 0) + counts.get("overlong_dropped", 0)
         assert (counts["read"], counts["rows"], len(kept)) == (read, read - lost, read - lost)
         assert len({row["id"] for row in kept}) == len(kept)
