@@ -27,7 +27,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, row_uniforms, run_stage
 from draftsmith.data.store.stored_target import StoredLM, load_stored
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.modules.decoding.branches import pieces
+from draftsmith.modules.drafters.branches import pieces
 from draftsmith.modules.finite import NO_TOKEN, NonFinite, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter, kind_at, load_drafter
 from draftsmith.modules.pretrained.models import load_lm, pick_device

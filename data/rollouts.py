@@ -23,8 +23,8 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
 from draftsmith.data.text.answers import spans
 from draftsmith.modules.acceptance.repeats import repeat_scores
-from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
+from draftsmith.modules.drafters.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.finite import NonFinite, first_broken, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.sampling import draw_coupled, draw_rows, row_probabilities

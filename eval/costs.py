@@ -25,7 +25,7 @@ from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.decoding.tree_rule import TreeTimes
 from draftsmith.modules.drafters.method import CostModel, Models
 from draftsmith.modules.drafters.methods import build_chains
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -185,7 +185,7 @@ def time_draft_steps(target: CausalLM, drafter: Drafter, prompt: Sequence[int], 
     for number in range(DRAFT_ROUNDS):
         steps = DRAFT_STEPS if number % 2 else 1
         started = clock()
-        (tree,) = drafter.propose([steps], GREEDY, [TorchSource(SEED)])
+        (tree,) = drafter.propose([steps], Sampler(GREEDY, [TorchSource(SEED)]))
         taken = clock() - started
         # The first draft reads the prompt as well.
         if number:

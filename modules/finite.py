@@ -1,7 +1,7 @@
 """Checks for NaN and infinity in what models return: a broken model raises an error instead of emitting tokens.
 
 Sampling marks a row without a usable distribution with NO_TOKEN, at no extra cost: it reads the chosen number anyway.
-Where tokens are used, NO_TOKEN raises `NonFinite`, and the decoder's loop adds the prompt and the position.
+Where tokens are used, NO_TOKEN raises `NonFinite`, and callers add what they know: the row, the model, the prompt.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ class NonFinite(InputError):
     """A model returned NaN or infinity. (A logit of -inf is allowed: that token has no probability. But one must have.)
 
     what: the numbers, such as logits. model: flag of the model: target, draft, mid, acceptance, or a head's kind.
-    position: of the token to be chosen or verified, counted from 0 at the beginning of the prompt; before it reaches
-    the
-        decoder's loop, from 0 at the first token that the round emits. None if unknown.
-    row: number of the prompt; before it reaches the loop, of the row in its batch.
+    position: of the token to be chosen or verified, from 0 at the beginning of the prompt; within a round, from 0 at
+        the first token that it emits. None if unknown.
+    row: number of the prompt; within a round, of the row in its batch.
     prompt: its id.
     """
 
@@ -70,6 +69,17 @@ def first_broken(rows: Tensor) -> int | None:
     """Return `broken_row`, or None if there is none. Waits for the rows' device."""
     place = int(broken_row(rows))
     return None if place < 0 else place
+
+
+@contextmanager
+def located(row: int | None = None, model: str | None = None, position: int = 0) -> Iterator[None]:
+    """Add the row, the model, unless it is known, and the block's position to a NonFinite that leaves the block."""
+    try:
+        yield
+    except NonFinite as error:
+        error.row, error.model = error.row if row is None else row, error.model or model
+        error.position = None if error.position is None else error.position + position
+        raise
 
 
 @contextmanager

@@ -292,28 +292,20 @@ def draw_each(probs: Sequence[Tensor] | Tensor, sources: Sequence[Source]) -> li
     return draw_rows(stacked, to_device(uniforms, stacked.device)).tolist()
 
 
-def choose_each(logits: Tensor, params: SamplingParams, sources: Sequence[Source]) -> list[int]:
-    """Choose each row's token, its argmax or a draw from its own source: logits [B, V]. On a GPU with one transfer."""
-    if params.greedy:
-        return best_each(logits, range(len(logits)))
-    together = max(1, CACHED // logits.shape[-1]) if logits.is_cpu else len(logits)
-    chosen: list[int] = []
-    for first in range(0, len(logits), together):
-        own = slice(first, first + together)
-        chosen += draw_each(probabilities(logits[own], params), sources[own])
-    return chosen
-
-
 class Sampler:
     """Choice of the next token of rows: sampling parameters, and the random numbers of each row."""
 
     def __init__(self, params: SamplingParams, sources: Sequence[Source]):
-        self.params, self.sources = params, sources
+        self.params, self.sources, self.greedy = params, sources, params.greedy
 
     @property
     def seeded(self) -> bool:
-        """True if every row's random numbers can be read ahead."""
-        return all(isinstance(source, TorchSource) for source in self.sources)
+        """True if every row's random numbers can be read ahead, or none are needed."""
+        return self.greedy or all(isinstance(source, TorchSource) for source in self.sources)
+
+    def row(self, row: int) -> Sampler:
+        """Return the sampler of a row alone."""
+        return Sampler(self.params, [self.sources[row]])
 
     def draw(self, logits: Tensor, rows: Sequence[int], position: int = 0) -> tuple[list[int], Tensor | None]:
         """Choose a token for R of the rows of logits [B, V]; on a GPU in one transfer.
@@ -326,48 +318,56 @@ class Sampler:
             NonFinite: a row's numbers choose no token.
         """
         distributions = None
-        if self.params.greedy:
+        if self.greedy:
             tokens = best_each(logits, rows)
         else:
-            own = logits if len(rows) == len(logits) else logits[rows]
-            distributions = probabilities(own, self.params)
+            distributions = probabilities(of_rows(logits, rows), self.params)
             tokens = draw_each(distributions, [self.sources[row] for row in rows])
         if NO_TOKEN in tokens:
             what = "logits" if distributions is None else "probabilities"
             raise NonFinite(what, position=position, row=rows[tokens.index(NO_TOKEN)])
         return tokens, distributions
 
+    def choose(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
+        """Choose as `draw` does, without keeping distributions: a CPU computes as many at a time as its caches hold."""
+        together = max(1, CACHED // logits.shape[-1]) if logits.is_cpu and not self.greedy else len(rows)
+        pieces = [rows[first : first + together] for first in range(0, len(rows), together)]
+        return [token for piece in pieces for token in self.draw(logits, piece)[0]]
 
-def choose_ahead(
-    logits: Tensor,
-    step: Callable[[Tensor], Tensor],
-    counts: Sequence[int],
-    params: SamplingParams,
-    sources: Sequence[Source],
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Choose counts[b] tokens of each row, one behind the other, without waiting for the device.
+    def ahead(
+        self, logits: Tensor, step: Callable[[Tensor], Tensor], counts: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Choose counts[b] tokens of each row, one behind the other, without waiting for the device.
 
-    logits: [B, V] for the first ones. step: reads tokens [B, 1] and returns the next logits. sources: `TorchSource`s,
-    whose next uniforms are not consumed: `skip` those of the tokens that are kept. Rows with fewer than others are
-    chosen for all the same.
+        The sampler is `seeded`. Uniforms are not consumed: `skip` those of the tokens that are kept. Rows with fewer
+        tokens than others are chosen for all the same.
 
-    Yields tokens, int64 [B], and the distributions [B, V] that they were drawn from, None if greedy.
-    """
-    uniforms = None if params.greedy else peek_uniforms(sources, counts, logits.device)  # [B, K]
-    for place in range(longest := max(counts)):
-        distributions = None if uniforms is None else probabilities(logits, params)
-        if distributions is None or uniforms is None:
-            tokens = best_tokens(logits)
-        else:
-            tokens = draw_rows(distributions, uniforms[:, place])
-        yield tokens, distributions
-        if place + 1 < longest:
-            # NO_TOKEN has no embedding.
-            logits = step(tokens.clamp_min(0)[:, None])
+        logits: [B, V] for the first ones. step: reads tokens [B, 1] and returns the next logits.
+
+        Yields tokens, int64 [B], and the distributions [B, V] that they were drawn from, None if greedy.
+        """
+        longest, uniforms, sources = max(counts), torch.empty(0), list[Any](self.sources)
+        if not self.greedy:
+            rows = [own.peek(count) + [0.0] * (longest - count) for own, count in zip(sources, counts, strict=True)]
+            uniforms = to_device(torch.tensor(rows, dtype=torch.float64), logits.device)  # [B, K]
+        for place in range(longest):
+            distributions = None if self.greedy else probabilities(logits, self.params)
+            tokens = best_tokens(logits) if distributions is None else draw_rows(distributions, uniforms[:, place])
+            yield tokens, distributions
+            if place + 1 < longest:
+                # NO_TOKEN has no embedding.
+                logits = step(tokens.clamp_min(0)[:, None])
+
+    def skip(self, counts: Sequence[int]) -> None:
+        """Consume the uniforms of each row's tokens that `ahead` has chosen."""
+        sources: Sequence[Any] = self.sources
+        if not self.greedy:
+            for source, count in zip(sources, counts, strict=True):
+                source.skip(count)
 
 
-def peek_uniforms(sources: Sequence[Any], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the next counts[b] uniforms of each `TorchSource`: float64 [B, K], with zeros behind them."""
-    widest = max(counts)
-    rows = [source.peek(count) + [0.0] * (widest - count) for source, count in zip(sources, counts, strict=True)]
-    return to_device(torch.tensor(rows, dtype=torch.float64), device)
+def of_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Select rows (ascending) of values [B, ..], without a copy if they lie side by side."""
+    if len(rows) == len(values):
+        return values
+    return values[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] == len(rows) - 1 else values[list(rows)]

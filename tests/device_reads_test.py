@@ -36,7 +36,7 @@ ALLOWED = {
     "modules/decoding/chain.py:draft_fixed_length": (1, "one transfer a draft"),
     "modules/decoding/growth.py:grow_static": (1, "one transfer a draft"),
     "modules/decoding/growth.py:_trees": (1, "one transfer a draft"),
-    "modules/decoding/growth.py:_draw_static": (1, "of a drawn tree: each level, and each draw"),
+    "modules/decoding/growth.py:_draw_level": (1, "of a drawn tree: each level, and each draw"),
     "modules/drafters/eagle3.py:loss_count": (1, HOST),
     "train/bad_steps.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
     "train/module.py:agree": (1, "between ranks only, at the step's begin: what they count together"),

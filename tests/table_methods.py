@@ -79,7 +79,7 @@ class TableTrees:
     def start(self, prompt, features, first_token):
         self._seen = [*prompt, first_token]
 
-    def propose(self, max_drafted, params, source):
+    def propose(self, max_drafted, sampler):
         # Node 5 may repeat a sibling's token; depth 3 is reached by node 6 where there is room for it.
         tokens = tuple((sum(self._seen) + 3 * len(self._seen) + shift) % V for shift in (0, 1, 2, 3, 1, 0, 2))
         depths = [1, 1, 2, 2, 2, 1, 3]

@@ -166,8 +166,8 @@ class Watcher:
         single = drafter.drafters[0] if isinstance(drafter, EachRow) else drafter
         self._hierarchy = single if isinstance(single, HierarchicalDrafter) else None
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
-        self._stop = WatchedStop(chain.stops[0])
-        chain.stops = [self._stop]
+        self._stop = WatchedStop(chain.policies[0])
+        chain.policies = [self._stop]
         self._prompt, self._emitted, self._number = "", 0, 0
         self.verified: list[dict[str, Any]] = []
         self.windows: list[dict[str, Any]] = []

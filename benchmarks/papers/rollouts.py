@@ -24,16 +24,16 @@ from torch import Tensor
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.repeats import repeat_scores
-from draftsmith.modules.decoding.branches import BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import TokenConfidence
 from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
 from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree, num_candidates
+from draftsmith.modules.drafters.branches import BranchedText, pieces, target_states
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import DynamicTreeMethod, build_chains
 from draftsmith.modules.finite import name_nonfinite
-from draftsmith.modules.sampling import Source, TorchSource, best_token, entropies, probabilities, residual
+from draftsmith.modules.sampling import Sampler, Source, TorchSource, best_token, entropies, probabilities, residual
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -243,7 +243,7 @@ def walk(
     drafter.begin(0, prompt, reading.features[:read], tokens[0])
     for start in range(1, len(tokens)):
         free = TorchSource(seed_of(how.seed, number, start))
-        (tree,) = drafter.propose([count], how.params, [CoupledSource(reading.text, start, free)])
+        (tree,) = drafter.propose([count], Sampler(how.params, [CoupledSource(reading.text, start, free)]))
         yield tree
         # The feature that predicts token t belongs to the token before it.
         row = slice(read + start - 1, read + start)

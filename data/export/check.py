@@ -28,9 +28,9 @@ from draftsmith.data.heads.diagnosis import (
 )
 from draftsmith.data.heads.diagnosis import measure as measure_texts
 from draftsmith.data.settings import Dtype, Loading
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.block.net import BlockConfig
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import format_names, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Problem, largest

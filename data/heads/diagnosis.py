@@ -21,9 +21,9 @@ from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.formats.readings import readings
 from draftsmith.modules.layers import RotarySettings
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, stored_tensors

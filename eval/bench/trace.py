@@ -26,6 +26,7 @@ from draftsmith.modules.drafters.methods import LabeledMethod
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.files import append, write_json, write_text
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.sampling import Sampler
 from draftsmith.modules.types import SamplingParams
 
 TRACE, TEXTS = "trace.jsonl", "texts.json"  # of a run of `eval bench`
@@ -104,7 +105,7 @@ def traced(runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, see
         # On a GPU logits are valid until the next call only.
         if done.logits is not None and done.logits.is_cuda:
             done = replace(done, logits=done.logits.clone())
-        of_head = () if chains is None else predicted(chains.stops[0], len(views))
+        of_head = () if chains is None else predicted(chains.policies[0], len(views))
         rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), tuple(views), tuple(of_head)))
         views.clear()
 
@@ -138,7 +139,7 @@ def node_accept_probs(
     else:
         assert logits is not None
         source = _Replay(tree, verdict)
-        verify([tree], logits[None], params, [source], ahead=False)
+        verify([tree], logits[None], Sampler(params, [source]), ahead=False)
         probs = source.probs
     return [probs.get(node) for node in range(len(probs) if tree.is_chain else len(tree.tokens))]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop, StepBatch, StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import Sampler, choose_ahead
+from draftsmith.modules.sampling import Sampler
 
 # Reads each row's next drafted token: a list with one or none for each row, or int64 [B, 1]. Returns the next logits
 # [B, V] and states [B, H], undefined for rows without a token.
@@ -44,7 +43,7 @@ def draft_chains(
     """
     lengths = [max(0, min(limit, stop.max_drafted)) for limit, stop in zip(limits, stops, strict=True)]
     fixed = on_token is None and set(map(type, stops)) == {FixedLengthStop}
-    if fixed and logits.is_cuda and (sampler.params.greedy or sampler.seeded):
+    if fixed and logits.is_cuda and sampler.seeded:
         return draft_fixed_length(logits, step, lengths, sampler, end_ids)
     rows = [row for row, length in enumerate(lengths) if length]  # still drafting
     for row in rows if not fixed else ():
@@ -104,11 +103,9 @@ def draft_fixed_length(
     """
     if max(lengths, default=0) < 1:
         return [NO_DRAFT] * len(lengths)
-    sources: Sequence[Any] = sampler.sources
-    ahead = choose_ahead(logits, lambda ids: step(ids)[0], lengths, sampler.params, sources)
-    drawn, drawn_from = zip(*ahead, strict=True)
+    drawn, drawn_from = zip(*sampler.ahead(logits, lambda ids: step(ids)[0], lengths), strict=True)
     tokens = torch.stack(drawn, 1).tolist()  # [B, K]
-    q = None if sampler.params.greedy else torch.stack(drawn_from, 1)  # [B, K, V]
+    q = None if sampler.greedy else torch.stack(drawn_from, 1)  # [B, K, V]
     trees = []
     for row, length in enumerate(lengths):
         ends = (place for place, token in enumerate(tokens[row][:length], 1) if token in end_ids)
@@ -117,8 +114,7 @@ def draft_fixed_length(
         if NO_TOKEN in own:
             raise NonFinite("logits" if q is None else "probabilities", position=own.index(NO_TOKEN), row=row)
         own_q = None if q is None else q[row, :count]
-        if q is not None:
-            # As many as drafting token by token takes.
-            sources[row].skip(count)
         trees.append(DraftTree(own, chain_parents(count), own_q, draft_calls=count) if count else NO_DRAFT)
+    # As many as drafting token by token takes.
+    sampler.skip([len(tree.tokens) for tree in trees])
     return trees

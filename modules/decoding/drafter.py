@@ -9,9 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree
-from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.sampling import Source
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.finite import located
+from draftsmith.modules.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Drafter(Protocol):
         prompt: T tokens, with the target's features [T, F]. first_token: emitted after it.
         """
 
-    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+    def propose(self, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
         """Draft for each row at most limits[b] tokens deep, after all emitted tokens; nothing for a limit below 1."""
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
@@ -59,8 +58,8 @@ class SequenceDrafter(Protocol):
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         """Begin a new sequence."""
 
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        """Draft at most `max_drafted` (1 or more) tokens deep."""
+    def propose(self, max_drafted: int, sampler: Sampler) -> DraftTree:
+        """Draft at most `max_drafted` (1 or more) tokens deep. sampler: of this sequence alone."""
 
     def advance(self, outcome: Outcome) -> None:
         """Take in the result of every round but the last."""
@@ -72,34 +71,26 @@ class EachRow:
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, drafters: Sequence[SequenceDrafter]):
-        self.drafters = list(drafters)
-        self._numbers: list[int] = []  # drafters of the rows in use
-        self._idle = list(range(len(self.drafters)))
+        self.drafters, self._used = list(drafters), list[SequenceDrafter]()
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        if row == len(self._numbers):
-            self._numbers.append(self._idle.pop(0))
-        self.drafters[self._numbers[row]].start(prompt, features, first_token)
+        if row == len(self._used):
+            self._used.append(next(own for own in self.drafters if own not in self._used))
+        self._used[row].start(prompt, features, first_token)
 
-    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        trees = []
-        for row, (number, limit) in enumerate(zip(self._numbers, limits, strict=True)):
-            try:
-                trees.append(self.drafters[number].propose(limit, params, sources[row]) if limit > 0 else NO_DRAFT)
-            except NonFinite as error:
-                error.row = row
-                raise
+    def propose(self, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
+        trees = [NO_DRAFT] * len(limits)
+        for row, (drafter, limit) in enumerate(zip(self._used, limits, strict=True)):
+            if limit > 0:
+                with located(row):
+                    trees[row] = drafter.propose(limit, sampler.row(row))
         return trees
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        for row, (number, outcome) in enumerate(zip(self._numbers, outcomes, strict=True)):
+        for row, (drafter, outcome) in enumerate(zip(self._used, outcomes, strict=True)):
             if outcome is not None:
-                try:
-                    self.drafters[number].advance(outcome)
-                except NonFinite as error:
-                    error.row = row
-                    raise
+                with located(row):
+                    drafter.advance(outcome)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._numbers = [self._numbers[row] for row in rows]
-        self._idle = sorted(set(range(len(self.drafters))).difference(self._numbers))
+        self._used = [self._used[row] for row in rows]

@@ -21,9 +21,8 @@ from torch import Tensor
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import Source, probabilities, top_values, wide, without
+from draftsmith.modules.sampling import Sampler, probabilities, top_values, wide, without
 from draftsmith.modules.transfer import to_device_together
-from draftsmith.modules.types import SamplingParams
 
 
 class Level(NamedTuple):
@@ -70,94 +69,81 @@ def _static_levels(shape: StaticTree, device: torch.device) -> tuple[_StaticLeve
 
 
 def grow_static(
-    shape: StaticTree,
-    root: Level,
-    expand: Expand,
-    depths: Sequence[int],
-    params: SamplingParams,
-    sources: Sequence[Source],
+    shape: StaticTree, root: Level, expand: Expand, depths: Sequence[int], sampler: Sampler
 ) -> list[DraftTree]:
-    """Grow a tree of ranks for each row, at most depths[b] deep (some 1 or more). One transfer brings all tokens.
+    """Grow a tree of ranks for each row, at most depths[b] deep (some 1 or more): levels deeper than that are left out.
+
+    Children are the likeliest tokens; if the shape says so, and not greedily, they are drawn one after the other,
+    without replacement. Where a distribution has fewer tokens than a node is to have drawn children, the others and
+    their descendants are left out.
 
     Raises:
-        NonFinite: logits of an expanded node.
+        NonFinite: a node's logits choose no token.
     """
-    if shape.drawn and not params.greedy:
-        return _draw_static(shape, root, expand, depths, params, sources)
-    level, reached, chosen = root, 0, list[Tensor]()
-    for depth, nodes in enumerate(_static_levels(shape, root.logits.device)[: max(depths)], 1):
-        reached = depth
-        best = level.logits.topk(min(nodes.width, level.logits.shape[-1]), dim=-1)  # [B, n, width]
-        tokens = torch.where(best.values[..., :1].isfinite(), best.indices, NO_TOKEN)
-        chosen.append(tokens[:, nodes.above, nodes.ranks])
-        if not len(nodes.inner) or depth == max(depths):
+    is_drawn, level, chosen = shape.drawn and not sampler.greedy, root, list[Tensor]()
+    by_row: list[list[int]] = [[] for _ in depths]
+    drawn: list[dict[int, Tensor]] = [{} for _ in depths]
+    levels = _static_levels(shape, root.logits.device)[: max(depths)]
+    for depth, nodes in enumerate(levels, 1):
+        if is_drawn:
+            tokens = _draw_level(shape, depth, level, by_row, drawn, depths, sampler)
+        else:
+            best = level.logits.topk(min(nodes.width, level.logits.shape[-1]), dim=-1)  # [B, m, width]
+            tokens = torch.where(best.values[..., :1].isfinite(), best.indices, NO_TOKEN)[:, nodes.above, nodes.ranks]
+        chosen.append(tokens)  # [B, n]
+        if not len(nodes.inner) or depth == len(levels):
             break
         # NO_TOKEN has no embedding.
-        read = chosen[-1].index_select(1, nodes.inner).clamp_min(0)
+        read = tokens.index_select(1, nodes.inner).clamp_min(0)
         level = expand(read, nodes.inner_above.expand(len(depths), -1), depth)
+    if not is_drawn:
+        by_row = torch.cat(chosen, 1).tolist()
     trees = []
-    for row, (tokens, most) in enumerate(zip(torch.cat(chosen, 1).tolist(), depths, strict=True)):
-        count = sum(depth <= most for depth in shape.depths)
-        if NO_TOKEN in tokens[:count]:
-            raise NonFinite(position=shape.depths[tokens.index(NO_TOKEN)] - 1, row=row)
-        calls = min(reached, most)
-        trees.append(DraftTree(tuple(tokens[:count]), shape.parents[:count], draft_calls=calls) if count else NO_DRAFT)
-    return trees
-
-
-def _draw_static(
-    shape: StaticTree,
-    root: Level,
-    expand: Expand,
-    depths: Sequence[int],
-    params: SamplingParams,
-    sources: Sequence[Source],
-) -> list[DraftTree]:
-    """Grow `grow_static`'s trees with children that are drawn one after the other, without replacement.
-
-    Where a distribution has fewer tokens than a node is to have children, the others and their descendants are left
-    out.
-    """
-    rows, device = range(len(depths)), root.logits.device
-    tokens = [[NO_TOKEN] * len(shape.parents) for _ in rows]
-    drawn: list[dict[int, Tensor]] = [{} for _ in rows]
-    # Row of the level that was read last -> node.
-    level, above, reached = root, [-1], 0
-    for depth, indices in enumerate(_static_levels(shape, device)[: max(depths)], 1):
-        reached = depth
-        distributions = probabilities(level.logits, params)  # [B, n, V]
-        support = (distributions > 0).sum(-1).tolist()
-        nodes = shape.level(depth)
-        for row in rows:
-            for place, parent in enumerate(above):
-                children = [node for node in nodes if shape.parents[node] == parent]
-                if depth > depths[row] or not children or (parent >= 0 and tokens[row][parent] == NO_TOKEN):
-                    continue
-                drawn[row][parent] = left = distributions[row, place]
-                token = NO_TOKEN
-                for node in children[: max(1, support[row][place])]:
-                    left = left if token == NO_TOKEN else without(left, token)
-                    tokens[row][node] = token = sources[row].draw(left)
-                    if token == NO_TOKEN:
-                        raise NonFinite(position=depth - 1, row=row)
-        above = [node for node in nodes if node in shape.parents]
-        if not above or depth == max(depths):
-            break
-        # NO_TOKEN has no embedding.
-        read = torch.tensor([[max(0, tokens[row][node]) for node in above] for row in rows], device=device)
-        level = expand(read, indices.inner_above.expand(len(depths), -1), depth)
-    trees = []
-    for row, most in enumerate(depths):
-        kept = [node for node, token in enumerate(tokens[row]) if token != NO_TOKEN]
+    for row, (own, most) in enumerate(zip(by_row, depths, strict=True)):
+        kept = [node for node, depth in enumerate(shape.depths) if depth <= most and own[node] != NO_TOKEN]
+        if not is_drawn and len(kept) < sum(depth <= most for depth in shape.depths):
+            raise NonFinite(position=shape.depths[own.index(NO_TOKEN)] - 1, row=row)
         places = {-1: -1} | {node: place for place, node in enumerate(kept)}
-        if not kept:
-            trees.append(NO_DRAFT)
-            continue
         parents = tuple([places[shape.parents[node]] for node in kept])
-        own = {places[parent]: prob for parent, prob in drawn[row].items()}
-        calls = min(reached, most)
-        trees.append(DraftTree(tuple([tokens[row][node] for node in kept]), parents, drawn=own, draft_calls=calls))
+        q = {places[parent]: prob for parent, prob in drawn[row].items()} if is_drawn else None
+        calls = min(len(chosen), most)
+        tree = DraftTree(tuple([own[node] for node in kept]), parents, drawn=q, draft_calls=calls)
+        trees.append(tree if kept else NO_DRAFT)
     return trees
+
+
+def _draw_level(
+    shape: StaticTree,
+    depth: int,
+    level: Level,
+    by_row: Sequence[list[int]],
+    drawn: Sequence[dict[int, Tensor]],
+    depths: Sequence[int],
+    sampler: Sampler,
+) -> Tensor:
+    """Draw the nodes [B, n] at `depth`, NO_TOKEN for those that are left out.
+
+    level: of the nodes above that have children. by_row, drawn: each row's nodes so far and the distributions that they
+    were drawn from, to which these are added.
+    """
+    nodes = shape.level(depth)
+    parents = sorted({shape.parents[node] for node in nodes})
+    distributions = probabilities(level.logits, sampler.params)  # [B, m, V]
+    support = (distributions > 0).sum(-1).tolist()
+    for row, most in enumerate(depths):
+        tokens = [NO_TOKEN] * len(nodes)
+        for place, parent in enumerate(parents):
+            if depth > most or (parent >= 0 and by_row[row][parent] == NO_TOKEN):
+                continue
+            drawn[row][parent] = left = distributions[row, place]
+            children, token = [i for i, node in enumerate(nodes) if shape.parents[node] == parent], NO_TOKEN
+            for child in children[: max(1, support[row][place])]:
+                left = left if token == NO_TOKEN else without(left, token)
+                tokens[child] = token = sampler.sources[row].draw(left)
+                if token == NO_TOKEN:
+                    raise NonFinite(position=depth - 1, row=row)
+        by_row[row] += tokens
+    return torch.tensor([own[-len(nodes) :] for own in by_row], device=distributions.device)
 
 
 def grow_dynamic(

@@ -8,9 +8,9 @@ Yu et al. 2022). Autoregressive decoding is the loop without a drafter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import MAX_NODES, NO_DRAFT, DraftTree
 from draftsmith.modules.decoding.verify import Verdict, verify
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import Source, TorchSource, choose_ahead, choose_each
+from draftsmith.modules.sampling import Sampler, Source
 from draftsmith.modules.targets.base import CausalLM, ModelInfo, Session, check_ids
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
@@ -245,9 +245,8 @@ class RowPool:
         free = [place for place, row in enumerate(self._rows) if row.done]
         places = [*free, *range(len(self._rows), len(self._rows) + len(fresh))][: len(fresh)]
         scores = self._session.prefill(places, [row.prompt for row in fresh])
-        chosen = choose_each(scores.logits[:, 0], self._params, [row.source for row in fresh])
-        if NO_TOKEN in chosen:
-            raise self._no_token(fresh, chosen.index(NO_TOKEN))
+        with _of_prompts(fresh):
+            chosen = self._sampler(fresh).choose(scores.logits[:, 0], range(len(fresh)))
         for place, row, token in zip(places, fresh, chosen, strict=True):
             self._rows[place : place + 1] = [row]
             row.trace.prefill_emitted = 1
@@ -257,10 +256,8 @@ class RowPool:
 
         if self._drafter is not None and self.num_active:
             for place, row, features in zip(places, fresh, scores.features, strict=True):
-                try:
+                with _of_prompts([row]):
                     self._drafter.begin(place, row.prompt, features[: len(row.prompt)], row.tokens[0])
-                except NonFinite as error:
-                    raise _located(error, [row]) from None
         finished = [row for row in fresh if row.done]
         self._finished = self._finished or bool(finished)
         return finished
@@ -279,16 +276,15 @@ class RowPool:
 
     def _one_round(self) -> list[RowAnswer]:
         """Draft, score, verify and commit, for all active rows."""
-        rows, session, drafter, params = self._rows, self._session, self._drafter, self._params
-        sources = [row.source for row in rows]
+        rows, session, drafter, sampler = self._rows, self._session, self._drafter, self._sampler(self._rows)
 
         # Draft, but not past the last token wanted, whose value the round's own token gives. (The context has room for
         # an answer, so no node outruns it.) Finished rows idle along.
         limits = [0 if row.done else min(row.room - len(row.tokens) - 1, self._max_nodes) for row in rows]
-        try:
+        with _of_prompts(rows):
             drafts = [NO_DRAFT] * len(rows)
             if drafter is not None and max(limits) > 0:
-                drafts = drafter.propose(limits, params, sources)
+                drafts = drafter.propose(limits, sampler)
             trees = [None if row.done else draft for row, draft in zip(rows, drafts, strict=True)]
 
             # Score every row's root and the nodes of its tree, in one call of the target.
@@ -299,9 +295,7 @@ class RowPool:
                 parents.append([] if tree is None else [-1, *[parent + 1 for parent in tree.parents[:read]]])
                 chains = chains and (tree is None or tree.is_chain)
             scores = session.extend(fed, None if chains else parents, logits_to_keep=max(map(len, fed)))
-            verdicts = verify(trees, scores.logits, params, sources)
-        except NonFinite as error:
-            raise _located(error, rows) from None
+            verdicts = verify(trees, scores.logits, sampler)
 
         # Commit: keep the root and the accepted nodes in the target's cache, emit, and tell the drafter.
         lengths = list(session.lengths)
@@ -343,39 +337,35 @@ class RowPool:
 
     def _rounds_alone(self) -> list[RowAnswer]:
         """Let the target choose the next token of every row, on a GPU the next few."""
-        rows, session, params = self._rows, self._session, self._params
-        sources: Sequence[Any] = [row.source for row in rows]
-        lengths = session.lengths
+        rows, session, sampler = self._rows, self._session, self._sampler(self._rows)
+        lengths, active = session.lengths, [place for place, row in enumerate(rows) if not row.done]
         logits = session.extend([[] if row.done else row.tokens[-1:] for row in rows]).logits[:, 0]  # [B, V]
-        if session.static and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
-            count = min(ROUNDS_TOGETHER, max(row.room - len(row.tokens) for row in rows if not row.done))
+        if session.static and sampler.seeded:
+            count = min(ROUNDS_TOGETHER, max(rows[place].room - len(rows[place].tokens) for place in active))
             counts = [count] * len(rows)
-            ahead = choose_ahead(logits, lambda ids: session.extend(ids).logits[:, 0], counts, params, sources)
-            chosen = torch.stack([tokens for tokens, _ in ahead], 1).tolist()  # [B, count]
-            if not params.greedy:
-                for source in sources:
-                    source.skip(count)
+            ahead = sampler.ahead(logits, lambda ids: session.extend(ids).logits[:, 0], counts)
+            chosen = torch.stack([tokens for tokens, _ in ahead], 1)[active].tolist()  # [active rows, count]
+            sampler.skip(counts)
             # Finished rows have read along.
             session.keep([0 if row.done else length + count for row, length in zip(rows, lengths, strict=True)])
         else:
-            chosen = [[token] for token in choose_each(logits, params, sources)]
+            with _of_prompts(rows):
+                chosen = [[token] for token in sampler.choose(logits, active)]
 
         finished: list[RowAnswer] = []
-        for place, (row, tokens) in enumerate(zip(rows, chosen, strict=True)):
-            if row.done:
-                continue
-            is_broken = NO_TOKEN in tokens
-            row.trace.steps += [ALONE] * len(row.emit(tokens[: tokens.index(NO_TOKEN)] if is_broken else tokens))
+        for place, tokens in zip(active, chosen, strict=True):
+            row, usable = rows[place], tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens
+            row.trace.steps += [ALONE] * len(row.emit(usable))
             if row.done:
                 finished.append(row)
-            elif is_broken:
-                raise self._no_token(rows, place)
+            elif len(usable) < len(tokens):
+                with _of_prompts([row]):
+                    raise NonFinite("logits" if sampler.greedy else "probabilities")
         self._finished = self._finished or bool(finished)
         return finished
 
-    def _no_token(self, rows: Sequence[RowAnswer], place: int) -> NonFinite:
-        """Return the error of a row for which the target's numbers choose no next token."""
-        return _located(NonFinite("logits" if self._params.greedy else "probabilities", row=place), rows)
+    def _sampler(self, rows: Sequence[RowAnswer]) -> Sampler:
+        return Sampler(self._params, [row.source for row in rows])
 
     def _drop_finished(self) -> None:
         """Drop finished rows. With static shapes they idle along until half of the rows are finished."""
@@ -401,10 +391,14 @@ def _of_path(features: Tensor, path: Sequence[int]) -> Tensor:
     return features[:count]  # a contiguous path is a slice, which costs nothing
 
 
-def _located(error: NonFinite, rows: Sequence[RowAnswer]) -> NonFinite:
-    """Add the prompt's number, the position in its text and the model (default: the target) to an error of a row."""
-    row = rows[error.row or 0]
-    error.row, error.model = row.number, error.model or "target"
-    if error.position is not None:
-        error.position += len(row.prompt) + len(row.tokens)
-    return error
+@contextmanager
+def _of_prompts(rows: Sequence[RowAnswer]) -> Iterator[None]:
+    """Add the prompt's number, the position in its text and the model (default: the target) to a row's NonFinite."""
+    try:
+        yield
+    except NonFinite as error:
+        row = rows[error.row or 0]
+        error.row, error.model = row.number, error.model or "target"
+        if error.position is not None:
+            error.position += len(row.prompt) + len(row.tokens)
+        raise

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.modules.decoding.tree import DraftTree, Typical
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
-    Source,
+    Sampler,
     TorchSource,
     best_token,
     best_tokens,
@@ -29,7 +29,6 @@ from draftsmith.modules.sampling import (
     without,
 )
 from draftsmith.modules.transfer import to_device
-from draftsmith.modules.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Verdict:
 def verify(
     trees: Sequence[DraftTree | None],
     logits: Tensor,
-    params: SamplingParams,
-    sources: Sequence[Source],
+    sampler: Sampler,
     ahead: bool | None = None,
 ) -> list[Verdict | None]:
     """Accept a path of every tree such that the emitted tokens follow the target exactly; None for a row without one.
@@ -66,32 +64,28 @@ def verify(
         NonFinite: the target's numbers at a node that the walk visits; the position is the node's depth.
     """
     ahead = logits.is_cuda if ahead is None else ahead
-    numbers = _AheadNumbers(trees, logits, params, sources) if ahead else _LazyNumbers(logits, params, sources)
+    numbers = _AheadNumbers(trees, logits, sampler) if ahead else _LazyNumbers(logits, sampler)
     verdicts: list[Verdict | None] = [None] * len(trees)
     # (row, accepted nodes, distribution of the target's own token).
     corrections: list[tuple[int, tuple[int, ...], Tensor]] = []
     for row, tree in enumerate(trees):
         if tree is None:
             continue
-        try:
-            if tree.typical is not None and not params.greedy:
-                corrections.append((row, *_accept_typical(tree, tree.typical, numbers, row)))
-            elif params.greedy or (tree.draft_prob is None and tree.drawn is None):
-                verdicts[row] = _walk(tree, numbers, row)
-            elif tree.drawn is not None:
-                corrections.append((row, *_descend_drawn(tree, numbers, row, sources[row])))
+        if tree.typical is not None and not sampler.greedy:
+            corrections.append((row, *_accept_typical(tree, tree.typical, numbers, row)))
+        elif sampler.greedy or (tree.draft_prob is None and tree.drawn is None):
+            verdicts[row] = _walk(tree, numbers, row)
+        elif tree.drawn is not None:
+            corrections.append((row, *_descend_drawn(tree, numbers, row)))
+        else:
+            accepted, distribution = _accept_drawn(tree, numbers, row)
+            if distribution is None:
+                verdicts[row] = Verdict(tuple(range(accepted)), None)
             else:
-                accepted, distribution = _accept_drawn(tree, numbers, row, sources[row])
-                if distribution is None:
-                    verdicts[row] = Verdict(tuple(range(accepted)), None)
-                else:
-                    corrections.append((row, tuple(range(accepted)), distribution))
-        except NonFinite as error:
-            error.row = row
-            raise
+                corrections.append((row, tuple(range(accepted)), distribution))
     if corrections:
         rows, paths, distributions = zip(*corrections, strict=True)
-        drawn = draw_each(distributions, [sources[row] for row in rows])
+        drawn = draw_each(distributions, [sampler.sources[row] for row in rows])
         for row, path, token in zip(rows, paths, drawn, strict=True):
             if token == NO_TOKEN:
                 raise NonFinite("probabilities", position=len(path), row=row)
@@ -110,7 +104,7 @@ def _walk(tree: DraftTree, numbers: _LazyNumbers, row: int) -> Verdict:
     while node < num_read:
         token = numbers.choice(row, node + 1)
         if token == NO_TOKEN:
-            raise NonFinite(numbers.what, position=len(path))
+            raise NonFinite(numbers.what, position=len(path), row=row)
         child = children.get((node, token))
         if child is None:
             return Verdict(tuple(path), token)
@@ -119,7 +113,7 @@ def _walk(tree: DraftTree, numbers: _LazyNumbers, row: int) -> Verdict:
     return Verdict(tuple(path), None)
 
 
-def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Source) -> tuple[int, Tensor | None]:
+def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[int, Tensor | None]:
     """Return how many tokens of a drawn chain are accepted, and the distribution of the target's own next token.
 
     The distribution is None if the target did not read the last token and all are accepted.
@@ -130,14 +124,14 @@ def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sour
         ratio = numbers.odds(row, place, token, target_prob, draft_prob)
         # Checked first, because min(1, NaN) is 1.
         if ratio != ratio:
-            raise NonFinite("probabilities", position=place)
-        if not source.accept(min(1.0, ratio)):
+            raise NonFinite("probabilities", position=place, row=row)
+        if not numbers.sources[row].accept(min(1.0, ratio)):
             return place, residual(target_prob, draft_prob)
     accepted = len(tree.tokens)
     return accepted, None if tree.last_unread else numbers.distribution(row, accepted)
 
 
-def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Source) -> tuple[tuple[int, ...], Tensor]:
+def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[tuple[int, ...], Tensor]:
     """Descend a tree that was drawn without replacement; return the path, and the target's own distribution behind it.
 
     Recursive rejection (SpecInfer, Miao et al. 2024; Sequoia, Chen et al. 2024): child y_i, drawn from q_i, is accepted
@@ -163,8 +157,8 @@ def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sou
             chance = (target_prob[token] / draft_prob[token]).item()
             # Checked first, because min(1, NaN) is 1.
             if chance != chance:
-                raise NonFinite("probabilities", position=len(path))
-            if source.accept(min(1.0, chance)):
+                raise NonFinite("probabilities", position=len(path), row=row)
+            if numbers.sources[row].accept(min(1.0, chance)):
                 path.append(child)
                 break
         else:
@@ -187,7 +181,7 @@ def _accept_typical(tree: DraftTree, rule: Typical, numbers: _LazyNumbers, row: 
         if parent not in behind:
             prob = numbers.distribution(row, parent + 1)
             if prob.sum().isnan():
-                raise NonFinite("probabilities", position=len(paths[parent]))
+                raise NonFinite("probabilities", position=len(paths[parent]), row=row)
             behind[parent] = prob, rule.accepts(prob)
         prob, accepted = behind[parent]
         if accepted[token]:
@@ -200,16 +194,16 @@ def _accept_typical(tree: DraftTree, rule: Typical, numbers: _LazyNumbers, row: 
 class _LazyNumbers:
     """Numbers of the target, computed when a walk needs them. Node 0 is the root, node i + 1 the tree's node i."""
 
-    def __init__(self, logits: Tensor, params: SamplingParams, sources: Sequence[Source]):
-        self._logits, self._params, self._sources = logits.unbind(), params, sources
-        self.what = "logits" if params.greedy else "probabilities"
+    def __init__(self, logits: Tensor, sampler: Sampler):
+        self._logits, self._params, self.sources = logits.unbind(), sampler.params, sampler.sources
+        self.what = "logits" if sampler.greedy else "probabilities"
 
     def choice(self, row: int, node: int) -> int:
         """Return the target's choice behind a node, its argmax or a draw; NO_TOKEN if there is none."""
         logits = self._logits[row][node]
         if self._params.greedy:
             return best_token(logits)
-        return self._sources[row].draw(probabilities(logits, self._params))
+        return self.sources[row].draw(probabilities(logits, self._params))
 
     def distribution(self, row: int, node: int) -> Tensor:
         """Return the distribution [V] behind a node."""
@@ -223,18 +217,12 @@ class _LazyNumbers:
 class _AheadNumbers(_LazyNumbers):
     """The same numbers, computed for all rows beforehand."""
 
-    def __init__(
-        self,
-        trees: Sequence[DraftTree | None],
-        logits: Tensor,
-        params: SamplingParams,
-        sources: Sequence[Source],
-    ):
-        super().__init__(logits, params, sources)
-        if params.greedy:
+    def __init__(self, trees: Sequence[DraftTree | None], logits: Tensor, sampler: Sampler):
+        super().__init__(logits, sampler)
+        if sampler.greedy:
             self._choices = best_tokens(logits).tolist()
             return
-        self._distributions = probabilities(logits, params)  # [B, n, V]
+        self._distributions = probabilities(logits, self._params)  # [B, n, V]
         drawn = {row: tree for row, tree in enumerate(trees) if tree is not None and tree.draft_prob is not None}
         if drawn:
             self._odds = dict(zip(drawn, self._chain_odds(drawn), strict=True))
@@ -257,7 +245,7 @@ class _AheadNumbers(_LazyNumbers):
         A walk draws once at each depth, so nodes of one depth share a uniform.
         """
         rows = []
-        for tree, source in zip(trees, self._sources, strict=True):
+        for tree, source in zip(trees, self.sources, strict=True):
             depths = [0]
             is_drawn = tree is not None and (tree.draft_prob is not None or tree.drawn is not None)
             for parent in () if tree is None or is_drawn else tree.parents[: tree.num_read]:
@@ -269,7 +257,7 @@ class _AheadNumbers(_LazyNumbers):
         return draw_rows(distributions.flatten(0, 1), uniforms.flatten()).view(uniforms.shape).tolist()
 
     def choice(self, row: int, node: int) -> int:
-        source = self._sources[row]
+        source = self.sources[row]
         if not self._params.greedy:
             if not isinstance(source, TorchSource):
                 return super().choice(row, node)

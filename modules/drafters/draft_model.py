@@ -17,9 +17,9 @@ from torch import Tensor
 
 from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents
-from draftsmith.modules.decoding.branches import BranchedText
 from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
+from draftsmith.modules.drafters.branches import BranchedText
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.branches import branch_mask, group_of
 from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.branches import branch_mask, group_of
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, as_bias
 from draftsmith.modules.engine.lean import LeanStack, Taps

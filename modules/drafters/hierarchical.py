@@ -16,8 +16,8 @@ from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter
-from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import Source, best_token, entropies, probabilities
+from draftsmith.modules.finite import NO_TOKEN, NonFinite, located
+from draftsmith.modules.sampling import Sampler, best_token, entropies, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -53,7 +53,7 @@ class HierarchicalDrafter:
         self.inner.begin(0, prompt, features, first_token)
         self._inner_length = len(self._tokens)
 
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+    def propose(self, max_drafted: int, sampler: Sampler) -> DraftTree:
         # M2's context may be shorter than the target's; one of its positions goes to the last token that it reads.
         limit = min(max_drafted, self.max_drafted, self._lm.info.max_position - len(self._tokens))
         self._calls = self._num_drafted = 0
@@ -64,32 +64,29 @@ class HierarchicalDrafter:
         start = len(self._tokens)
         distributions: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
-            try:
-                rows = self._round(room, params, source)
-            except NonFinite as error:
-                error.model, error.position = error.model or "mid", (error.position or 0) + len(self._tokens) - start
-                raise
+            with located(model="mid", position=len(self._tokens) - start):
+                rows = self._round(room, sampler)
             distributions += rows
             if not self.dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
                 break
         drafted = self._tokens[start:]
         del self._tokens[start:]
         self._num_drafted = len(drafted)
-        drawn_from = None if params.greedy else torch.stack(distributions)
+        drawn_from = None if sampler.greedy else torch.stack(distributions)
         return DraftTree(tuple(drafted), chain_parents(len(drafted)), drawn_from, draft_calls=self._calls)
 
-    def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
+    def _round(self, room: int, sampler: Sampler) -> list[Tensor]:
         """Let M1 draft and M2 verify. Appends at most `room` tokens and returns M2's distributions of them."""
         # The target's own tokens are new to M1.
         self.inner.commit(0, self._tokens[self._inner_length :], None)
-        tree = self.inner.propose([room - 1], params, [source])[0] if room > 1 else NO_DRAFT
+        tree = self.inner.propose([room - 1], sampler)[0] if room > 1 else NO_DRAFT
         assert tree.is_chain, "M1 drafts chains"
         self._calls += tree.draft_calls
         unread = [*self._tokens[self._read :], *tree.tokens]
         scores = self._session.extend([unread], logits_to_keep=len(tree.tokens) + 1)
         self._calls += 1
         self._read += len(unread)
-        (verdict,) = verify([tree], scores.logits, params, [source])
+        (verdict,) = verify([tree], scores.logits, sampler)
         assert verdict is not None and verdict.next_token is not None
         emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         self._keep(len(self._tokens) + len(verdict.path))
@@ -100,7 +97,7 @@ class HierarchicalDrafter:
             self.inner.commit(0, emitted, None)
         self._tokens += emitted
         self._inner_length = len(self._tokens)
-        drawn_from = SamplingParams(1.0) if params.greedy else params
+        drawn_from = SamplingParams(1.0) if sampler.greedy else sampler.params
         distributions = [probabilities(row, drawn_from) for row in logits[: len(emitted)]]
         self.rule.entropies += [entropies(distribution).item() for distribution in distributions]
         return distributions

@@ -13,8 +13,8 @@ from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.finite import checked
-from draftsmith.modules.sampling import Source, best_tokens
-from draftsmith.modules.types import SamplingParams, check_range
+from draftsmith.modules.sampling import Sampler, best_tokens
+from draftsmith.modules.types import check_range
 
 
 class LookaheadDrafter:
@@ -40,7 +40,7 @@ class LookaheadDrafter:
         ]
         self._pool: defaultdict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
 
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+    def propose(self, max_drafted: int, sampler: Sampler) -> DraftTree:
         tokens: list[int] = []
         parents: list[int] = []
         known: dict[tuple[int, int], int] = {}

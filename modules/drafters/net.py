@@ -2,7 +2,7 @@
 
 A draft grows level by level: `DraftNet.start` gives the logits of its first token, and `expand` those behind drafted
 tokens. A chain has one token a level. So every kind of head is one `DraftNet`, and drafts chains (`ChainDrafter`),
-trees (`TreeDrafter`), and from many places of a text for labels (`decoding.branches.BranchDrafter`).
+trees (`TreeDrafter`), and from many places of a text for labels (`branches.BranchDrafter`).
 
 B rows, n nodes of a level, H hidden size, F width of the target's features.
 """
@@ -23,21 +23,20 @@ from draftsmith.modules.decoding.growth import Level, grow_dynamic, grow_static
 from draftsmith.modules.decoding.stop import Learner, StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree, Typical
 from draftsmith.modules.decoding.tree_rule import TreeRule
-from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.finite import located
 from draftsmith.modules.layers import MOST_POSITIONS
-from draftsmith.modules.sampling import Sampler, Source
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.sampling import Sampler
 
 
 @dataclass
 class RowState:
     """A row that is drafted for.
 
-    number: of its policy or rule. tokens: all committed ones. features: [T, F] of the target that the network has not
+    policy: its own, or its rule. tokens: all committed ones. features: [T, F] of the target that the network has not
     read yet. tree: this round's draft, until its result.
     """
 
-    number: int
+    policy: Any
     tokens: list[int]
     features: Tensor
     tree: DraftTree = NO_DRAFT
@@ -87,7 +86,7 @@ class DraftNet(ABC):
     def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
         """Read what is new of each row with a limit above 0, and return the level that the first tokens follow."""
 
-    def open_round(self, rows: Sequence[RowState], stops: Sequence[StopPolicy], limits: Sequence[int]) -> Sequence[int]:
+    def open_round(self, rows: Sequence[RowState], limits: Sequence[int]) -> Sequence[int]:
         """Show the rows' policies what the network knows of this round; return limits of 0 for rows without a draft."""
         return limits
 
@@ -142,25 +141,33 @@ class DraftNet(ABC):
 
 
 class RowDrafter(ABC):
-    """A `Drafter` over a `DraftNet`: texts, limits, and results of rounds."""
+    """A `Drafter` over a `DraftNet`: texts, limits, and results of rounds.
 
-    def __init__(self, net: DraftNet, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None):
-        """rows: most rows at a time. The others: see `DraftNet.allocate`."""
-        net.allocate(rows, capacity, depth, slots, static)
-        self.net, self.aux_layers = net, net.aux_layers
+    policies: a stop policy or a rule of trees for each row that there may be, or None for each. A row that begins
+        behind those in use takes the first one that is free.
+    """
+
+    def __init__(
+        self,
+        net: DraftNet,
+        policies: Sequence[Any],
+        capacity: int,
+        depth: int,
+        slots: int = 0,
+        static: bool | None = None,
+    ):
+        """Allocate the network's rows (`DraftNet.allocate`)."""
+        net.allocate(len(policies), capacity, depth, slots, static)
+        self.net, self.policies, self.aux_layers = net, list(policies), net.aux_layers
         self._rows: list[RowState] = []  # in use
-        self._num_rows = rows
-        self._idle = list(range(rows))  # numbers without a row
 
     @property
-    @abstractmethod
     def learners(self) -> Sequence[Learner]:
         """Parts that learn from the results of rounds."""
+        return [learner for policy in self.policies if policy for learner in policy.learners]
 
     @abstractmethod
-    def _draft(
-        self, root: Level, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
-    ) -> list[DraftTree]:
+    def _draft(self, root: Level, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
         """Draft behind the rows' texts; nothing for a limit below 1."""
 
     @abstractmethod
@@ -168,12 +175,14 @@ class RowDrafter(ABC):
         """Show a row's policy or rule the result of its draft."""
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        number = self._idle.pop(0) if row == len(self._rows) else self._rows[row].number
+        used = [own.policy for own in self._rows]
+        free = (policy for policy in self.policies if policy not in used)
+        policy = used[row] if row < len(used) else next(free, None)
         features = features if self.net.reads_features else features.new_empty(0)
-        self._rows[row : row + 1] = [RowState(number, [*prompt, first_token], features)]
+        self._rows[row : row + 1] = [RowState(policy, [*prompt, first_token], features)]
         self.net.begin(row)
 
-    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+    def propose(self, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
         net, rows = self.net, self._rows
         limits = [
             min(limit, net.longest_draft, net.longest_text - len(row.tokens))
@@ -181,11 +190,8 @@ class RowDrafter(ABC):
         ]
         trees = [NO_DRAFT] * len(limits)
         if max(limits) > 0:
-            try:
-                trees = self._draft(net.start(rows, limits), limits, params, sources)
-            except NonFinite as error:
-                error.model = error.model or net.name
-                raise
+            with located(model=net.name):
+                trees = self._draft(net.start(rows, limits), limits, sampler)
             if net.one_pass:
                 trees = [replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
         for row, tree in zip(rows, trees, strict=True):
@@ -206,7 +212,6 @@ class RowDrafter(ABC):
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
-        self._idle = sorted(set(range(self._num_rows)).difference(row.number for row in self._rows))
         self.net.select(rows)
 
     def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
@@ -235,34 +240,28 @@ class ChainDrafter(RowDrafter):
         static: bool | None = None,
     ):
         """stops: a policy for each row."""
-        super().__init__(net, len(stops), capacity, max(stop.max_drafted for stop in stops), static=static)
-        self.stops, self.end_ids = list(stops), end_ids
-
-    @property
-    def learners(self) -> Sequence[Learner]:
-        return [learner for stop in self.stops for learner in stop.learners]
+        super().__init__(net, stops, capacity, max(stop.max_drafted for stop in stops), static=static)
+        self.end_ids = end_ids
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         super().begin(row, prompt, features, first_token)
-        self.stops[self._rows[row].number].reset()
+        self._rows[row].policy.reset()
 
-    def _draft(
-        self, root: Level, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
-    ) -> list[DraftTree]:
+    def _draft(self, root: Level, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
         net, depth = self.net, 0
-        stops, texts = [self.stops[row.number] for row in self._rows], [row.tokens for row in self._rows]
-        limits = net.open_round(self._rows, stops, limits)
+        stops, texts = [row.policy for row in self._rows], [row.tokens for row in self._rows]
+        limits = net.open_round(self._rows, limits)
 
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
             nonlocal depth
             depth += 1
             return net.step(tokens, depth)
 
-        logits, hidden, sampler = root.logits[:, 0], root.hidden[:, 0], Sampler(params, sources)
+        logits, hidden = root.logits[:, 0], root.hidden[:, 0]
         return draft_chains(logits, hidden, step, stops, limits, sampler, texts, self.end_ids, self.on_token)
 
     def _observe(self, row: RowState, num_accepted: int) -> None:
-        self.stops[row.number].observe(len(row.tree.tokens), num_accepted)
+        row.policy.observe(len(row.tree.tokens), num_accepted)
 
     def rewind(self, row: int, length: int) -> None:
         """Truncate a row to its first `length` tokens."""
@@ -288,26 +287,20 @@ class TreeDrafter(RowDrafter):
     ):
         if not net.drafts_trees:
             raise NotImplementedError(f"{net.name} drafts no trees")
-        super().__init__(net, rows, capacity, shape.levels, shape.slots, static)
-        self.shape, self.rules, self.typical = shape, rules, typical
+        super().__init__(net, rules or [None] * rows, capacity, shape.levels, shape.slots, static)
+        self.shape, self.typical = shape, typical
 
-    @property
-    def learners(self) -> Sequence[Learner]:
-        return [learner for rule in self.rules or () for learner in rule.learners]
-
-    def _draft(
-        self, root: Level, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
-    ) -> list[DraftTree]:
+    def _draft(self, root: Level, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
         if isinstance(self.shape, StaticTree):
-            trees = grow_static(self.shape, root, self.net.expand, limits, params, sources)
+            trees = grow_static(self.shape, root, self.net.expand, limits, sampler)
         else:
-            rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
-            trees = grow_dynamic(self.shape, root, self.net.expand, limits, rules)
+            rules = [row.policy for row in self._rows if row.policy]
+            trees = grow_dynamic(self.shape, root, self.net.expand, limits, rules or None)
         if self.typical is None:
             return trees
         return [replace(tree, typical=self.typical) if tree.tokens else tree for tree in trees]
 
     def _observe(self, row: RowState, num_accepted: int) -> None:
         # At the context's end a round may have no draft, which the rule learns nothing from.
-        if self.rules is not None and row.tree.tokens:
-            self.rules[row.number].observe(len(row.tree.tokens), row.tree.draft_calls, num_accepted)
+        if row.policy and row.tree.tokens:
+            row.policy.observe(len(row.tree.tokens), row.tree.draft_calls, num_accepted)

@@ -12,10 +12,9 @@ from torch import Tensor
 from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree, chain_parents
 from draftsmith.modules.drafters.method import Method, Models
-from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.sampling import Sampler, Source
+from draftsmith.modules.finite import located
+from draftsmith.modules.sampling import Sampler
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams
 
 
 class PearlDrafter:
@@ -45,16 +44,16 @@ class PearlDrafter:
         self._session.reset(1)
         self._tokens, self._waiting, self._distributions, self._read = [*prompt, first_token], [], [], 0
 
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+    def propose(self, max_drafted: int, sampler: Sampler) -> DraftTree:
         waiting = len(self._waiting)
         # Draft nothing that the end of the answer or of the draft's context would cut off.
         room = self._lm.info.max_position - len(self._tokens) - waiting + 1
         num_new = max(0, min(self.k, max_drafted - waiting, room))
         for _ in range(num_new):
-            self._draft_one(Sampler(params, [source]))
+            self._draft_one(sampler)
         self._offered = min(waiting + min(num_new, 1), max_drafted)
         offered = tuple(self._waiting[: self._offered])
-        distributions = None if params.greedy or not offered else torch.stack(self._distributions[: self._offered])
+        distributions = None if sampler.greedy or not offered else torch.stack(self._distributions[: self._offered])
         chain = chain_parents(self._offered)
         return DraftTree(
             offered, chain, distributions, last_unread=self._offered > 0, num_drafted=num_new, draft_calls=num_new
@@ -65,11 +64,8 @@ class PearlDrafter:
         unread = self._tokens[self._read :] + self._waiting[max(0, self._read - len(self._tokens)) :]
         logits = self._session.extend([unread]).logits[:, -1]  # [1, V]
         self._read += len(unread)
-        try:
+        with located(model="draft"):
             tokens, distributions = sampler.draw(logits, [0], len(self._waiting))
-        except NonFinite as error:
-            error.model = "draft"
-            raise
         self._waiting += tokens
         self._distributions += () if distributions is None else distributions.unbind()
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.drafters.method import Method, Models
-from draftsmith.modules.sampling import Source
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.sampling import Sampler
 
 
 class PromptLookupDrafter:
@@ -38,7 +37,7 @@ class PromptLookupDrafter:
                 self._places[tuple(self._tokens[end - n :])] = end
             self._tokens.append(token)
 
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+    def propose(self, max_drafted: int, sampler: Sampler) -> DraftTree:
         end = len(self._tokens)
         for n in range(min(self.ngram, end), 0, -1):
             place = self._places.get(tuple(self._tokens[end - n :]))

@@ -15,8 +15,8 @@ import torch
 
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.formats.base import check_tensors
 from draftsmith.modules.pretrained.files import copy_file, whole_directory, write_json, write_tensors, write_text

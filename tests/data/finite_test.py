@@ -9,7 +9,7 @@ from broken_models import CONTEXT, models, small_lm
 from draftsmith.data.acceptance import MixedTextLabels
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.rollouts import Rollouts
-from draftsmith.modules.decoding.branches import BranchedText
+from draftsmith.modules.drafters.branches import BranchedText
 from draftsmith.modules.finite import NonFinite, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.types import SamplingParams

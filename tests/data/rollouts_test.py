@@ -19,9 +19,9 @@ from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, row_uniforms
-from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, target_states
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.drafters.branches import BranchDrafter, BranchedText, target_states
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import ChainDrafter

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.confidence import sigmoid
 from draftsmith.modules.decoding.growth import Level
-from draftsmith.modules.decoding.stop import SlotConfidenceStop, StopPolicy
+from draftsmith.modules.decoding.stop import SlotConfidenceStop
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, RowsCache, as_bias
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack, swap_modules
 from draftsmith.modules.engine.low_precision import linear_of
-from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.finite import located
 from draftsmith.modules.targets.base import CausalLM
 
 
@@ -150,22 +150,19 @@ class SlotNet(DraftNet):
         x = self._block(anchors, slots)
         return self._slots_of(stack.run(x, stack.cos[at], stack.sin[at], self._cache, bias[:, None], False))
 
-    def open_round(self, rows: Sequence[RowState], stops: Sequence[StopPolicy], limits: Sequence[int]) -> Sequence[int]:
-        if not any(isinstance(stop, SlotConfidenceStop) for stop in stops):
+    def open_round(self, rows: Sequence[RowState], limits: Sequence[int]) -> Sequence[int]:
+        if not any(isinstance(row.policy, SlotConfidenceStop) for row in rows):
             return limits
         opened = list(limits)
         # The confidence head's log-odds, without the previous token's part.
         of_states = (self._hidden.float() @ self._of_state).tolist()
-        for place, (row, stop, logits) in enumerate(zip(rows, stops, of_states, strict=True)):
-            if isinstance(stop, SlotConfidenceStop):
-                stop.confidence_logits, stop.confidence = logits, self._confidence
+        for place, (row, logits) in enumerate(zip(rows, of_states, strict=True)):
+            if isinstance(row.policy, SlotConfidenceStop):
+                row.policy.confidence_logits, row.policy.confidence = logits, self._confidence
                 # Rows without a limit have read nothing new.
                 if limits[place] > 0:
-                    try:
-                        opened[place] = limits[place] if stop.drafts_first(row.tokens[-1]) else 0
-                    except NonFinite as error:
-                        error.row, error.position = place, 0
-                        raise
+                    with located(place):
+                        opened[place] = limits[place] if row.policy.drafts_first(row.tokens[-1]) else 0
         return opened
 
     def _confidence(self, logit: float, previous: int) -> float:

@@ -90,7 +90,7 @@ class FirstTokens(Method):
     def start(self, prompt, features, first_token):
         pass
 
-    def propose(self, max_drafted, params, source):
+    def propose(self, max_drafted, sampler):
         return DraftTree(tuple(range(60)), (-1,) * 60)
 
     def advance(self, outcome):

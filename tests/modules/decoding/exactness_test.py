@@ -26,7 +26,7 @@ from draftsmith.modules.decoding.stop import CostRule, FixedLengthStop, Predicto
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import ChainDrafter
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import SamplingParams
 
 EXACT = 1e-10
@@ -184,8 +184,8 @@ def test_at_temperature_zero_the_distribution_is_one_answer_the_argmax_of_every_
 class DropsByValue(ChainDrafter):
     """Wrong: the last sampled token leaves the draft when it is token 0."""
 
-    def propose(self, limits, params, sources):
-        (tree,) = super().propose(limits, params, sources)
+    def propose(self, limits, sampler):
+        (tree,) = super().propose(limits, sampler)
         if tree.tokens and tree.tokens[-1] == 0:
             return [DraftTree(tree.tokens[:-1], tree.parents[:-1], tree.draft_prob[:-1])]
         return [tree]
@@ -198,8 +198,8 @@ class CallsTopKSampled(ChainDrafter):
         def draw(self, probs):
             return int(probs.argmax())
 
-    def propose(self, limits, params, sources):
-        return super().propose(limits, params, [self._Most()])
+    def propose(self, limits, sampler):
+        return super().propose(limits, Sampler(sampler.params, [self._Most()]))
 
 
 class ForgetsToNormalize(ChainDrafter):
@@ -215,8 +215,9 @@ class ForgetsToNormalize(ChainDrafter):
             kept[int(probs.argmin())] = 0
             return self._source.draw(kept / kept.sum())
 
-    def propose(self, limits, params, sources):
-        return super().propose(limits, params, [self._Truncated(source) for source in sources])
+    def propose(self, limits, sampler):
+        sources = [self._Truncated(source) for source in sampler.sources]
+        return super().propose(limits, Sampler(sampler.params, sources))
 
 
 @pytest.mark.parametrize("wrong", [DropsByValue, CallsTopKSampled, ForgetsToNormalize])

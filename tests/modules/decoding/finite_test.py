@@ -29,7 +29,7 @@ from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
@@ -190,10 +190,10 @@ def test_a_row_without_a_distribution_ends_the_walk_there(logits, params):
     distribution = torch.tensor([[0.0, 1.0, 0.0]])
     for tree in (DraftTree((1,), (-1,)), DraftTree((1,), (-1,), distribution)):
         with pytest.raises(NonFinite) as caught:
-            verify([tree], rows[None], params, [TorchSource(0)])
+            verify([tree], rows[None], Sampler(params, [TorchSource(0)]))
         assert caught.value.position == 1
         with pytest.raises(NonFinite) as caught:
-            verify([tree], rows.flip(0)[None], params, [TorchSource(0)])
+            verify([tree], rows.flip(0)[None], Sampler(params, [TorchSource(0)]))
         assert caught.value.position == 0
 
 

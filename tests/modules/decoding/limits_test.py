@@ -141,16 +141,16 @@ class Even(TableLM):
 class Watched(HierarchicalDrafter):
     """Keeps, of every draft, the largest entropy in each of M2's rounds, the threshold, and whether it was full."""
 
-    def propose(self, max_drafted, params, source):
+    def propose(self, max_drafted, sampler):
         self.rounds = []
-        tree = super().propose(max_drafted, params, source)
+        tree = super().propose(max_drafted, sampler)
         if tree.tokens:
             full = len(tree.tokens) == min(max_drafted, self.max_drafted)
             self.drafts.append((self.rounds, self.rule.threshold, full))
         return tree
 
-    def _round(self, room, params, source):
-        distributions = super()._round(room, params, source)
+    def _round(self, room, sampler):
+        distributions = super()._round(room, sampler)
         self.rounds.append(
             [-sum(p * math.log(p) for p in distribution.tolist() if p > 0) for distribution in distributions]
         )

@@ -47,7 +47,11 @@ class Followed:
     def begin(self, row: int, prompt: Sequence[int], features: Any, first_token: int) -> None:
         self._drafter.begin(row, prompt, features, first_token)
         inner = self._drafter
-        numbers = inner._numbers if hasattr(inner, "_numbers") else [own.number for own in inner._rows]
+        each = hasattr(inner, "drafters")
+        parts, used = (inner.drafters, inner._used) if each else (inner.policies, [own.policy for own in inner._rows])
+        # Trees without a rule have nothing of their own.
+        places = [next(number for number, part in enumerate(parts) if part is own) for own in used]
+        numbers = list(range(len(used))) if used[0] is None else places
         assert len(set(numbers)) == len(numbers), "no two rows have the same policy"
         self.served[numbers[row]].append(self._prompts.index(list(prompt)))
 

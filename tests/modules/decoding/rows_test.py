@@ -74,14 +74,14 @@ def test_rows_are_verified_like_each_alone(setting, seed, ahead):
     logits = sparse_logits(rows, 5, V, rng=torch.Generator().manual_seed(seed))
     trees = drafts(logits, params, seed)
     sources = [TorchSource(row) for row in range(rows)]
-    verdicts = verify(trees, logits, params, sources, ahead)
+    verdicts = verify(trees, logits, Sampler(params, sources), ahead)
     seen = set()
     for row, (tree, verdict, source) in enumerate(zip(trees, verdicts, sources, strict=True)):
         alone = TorchSource(row)
         if tree is None:
             assert verdict is None
         else:
-            assert [verdict] == verify([tree], logits[row : row + 1, : tree.num_read + 1], params, [alone])
+            assert [verdict] == verify([tree], logits[row : row + 1, : tree.num_read + 1], Sampler(params, [alone]))
             seen.add((tree.draft_prob is None, len(tree.tokens), len(verdict.path)))
         assert source.uniform() == alone.uniform(), "it has been asked for as many numbers"
     kinds = {True} if params.greedy else {False, True}
@@ -187,7 +187,7 @@ def test_a_token_without_mass_is_never_emitted(uniform, ahead):
     chosen = [DraftTree(tree.tokens, tree.parents) for tree in drawn]
     target = probabilities(logits, params)
     for trees in (drawn, chosen):
-        verdicts = verify(trees, logits, params, [Given(uniform) for _ in trees], ahead)
+        verdicts = verify(trees, logits, Sampler(params, [Given(uniform) for _ in trees]), ahead)
         for row, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
             assert target[row, len(verdict.path), verdict.next_token] > 0
             assert all(target[row, i, tree.tokens[i]] > 0 for i in verdict.path)

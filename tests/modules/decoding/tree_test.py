@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.modules.decoding.tree import DraftTree, StaticTree
 from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.sampling import Sampler
 from draftsmith.modules.types import SamplingParams
 
 
@@ -75,7 +76,7 @@ def test_the_walk_follows_the_targets_choices_to_where_no_node_has_them(case, te
     # Certain distributions, so that sampling walks as greedy does; row 0 is what follows the root.
     logits = torch.full((len(choices), 2), -torch.inf)
     logits[range(len(choices)), choices] = 0.0
-    (verdict,) = verify([tree], logits[None], SamplingParams(temperature), [Chooses()])
+    (verdict,) = verify([tree], logits[None], Sampler(SamplingParams(temperature), [Chooses()]))
     # Oracle: from each node look for a child by going over all nodes.
     path, node = [], -1
     while True:

@@ -14,6 +14,7 @@ from draftsmith.modules.decoding.tree import DraftTree, Typical
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import StaticTreeMethod
+from draftsmith.modules.sampling import Sampler
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Three levels, siblings, an equal sibling, and nodes in an order of their own.
@@ -64,7 +65,7 @@ def test_the_longest_typical_path_is_accepted_by_the_formula_in_float64(ahead, e
         tree = DraftTree(tokens, PARENTS, typical=Typical(eps, delta))
         logits = 2 * torch.randn(1, len(PARENTS) + 1, V, generator=rng, dtype=torch.float64)
         source = Recorder()
-        (verdict,) = verify([tree], logits, params, [source], ahead)
+        (verdict,) = verify([tree], logits, Sampler(params, [source]), ahead)
         laws = [warped(row, params) for row in logits[0]]
         path = accepted_path(tree, laws, eps, delta)
         assert verdict.path == path

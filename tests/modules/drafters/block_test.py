@@ -12,7 +12,6 @@ from plain_block import PlainBlock
 from table_models import H, TableLM, V, decoded_distribution, target_distribution, total_variation
 from tiny_models import tiny_llama_dir
 
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
 from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
@@ -21,11 +20,12 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
 from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import sampled_columns
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
@@ -241,7 +241,7 @@ def test_every_node_of_a_drawn_tree_has_the_plain_distribution_of_its_path(head,
     states = target.features(torch.tensor([prompt]), aux_layers=head.config.aux_layers)[0]
     drafter = TreeDrafter(head.net(target), dataclasses.replace(shape, drawn=True), 64)
     drafter.begin(0, prompt, states, first)
-    (tree,) = drafter.propose([SLOTS], SamplingParams(1.0), [TorchSource(0)])
+    (tree,) = drafter.propose([SLOTS], Sampler(SamplingParams(1.0), [TorchSource(0)]))
     depth = max(shape.depths)
     skipped = int(head.config.layout == "fill-in")
     hidden = oracle.slots(first, states, depth + skipped)[skipped:]
@@ -275,7 +275,7 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
             wanted = tokens[: below[0]] if below else tokens
             drafter = ChainDrafter(head.net(target), [SlotConfidenceStop(threshold, product, SLOTS)], 64)
             drafter.begin(0, prompt, states, first)
-            (tree,) = drafter.propose([SLOTS], SamplingParams(), [TorchSource(0)])
+            (tree,) = drafter.propose([SLOTS], Sampler(SamplingParams(), [TorchSource(0)]))
             assert list(tree.tokens) == wanted
             lengths.add(len(wanted))
     assert {0, SLOTS} < lengths

@@ -8,13 +8,13 @@ from quick_heads import captured_head
 from table_models import TableLM, V
 from tiny_models import tiny_llama_dir
 
-from draftsmith.modules.decoding import branches
-from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, target_states
 from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.drafters import branches
+from draftsmith.modules.drafters.branches import BranchDrafter, BranchedText, target_states
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.sampling import pick
+from draftsmith.modules.sampling import Sampler, pick
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
@@ -53,7 +53,7 @@ def one_by_one(make_drafter, text, features, starts, params, uniforms):
         own = [*([] if uniforms is None else uniforms[number].tolist()), 0.5]
         read = torch.empty(0) if features is None else features[: start - 1]
         drafter.begin(0, text[: start - 1], read, text[start - 1])
-        (tree,) = drafter.propose([DEPTH + 1], params[number], [Given(own)])
+        (tree,) = drafter.propose([DEPTH + 1], Sampler(params[number], [Given(own)]))
         tokens.append(tree.tokens[:DEPTH])
         states.append(torch.stack(spy.hidden))
     return torch.tensor(tokens), torch.stack(states)

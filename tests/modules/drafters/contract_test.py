@@ -18,13 +18,13 @@ from table_models import H, TableLM, V, captured, decoded_distribution, target_d
 from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.drafters.hydra import HydraConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.eagle3 import (
     Eagle3Config,
     Eagle3Head,

@@ -15,7 +15,7 @@ from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import SamplingParams
 
 LLAMA = LlamaConfig(
@@ -95,7 +95,7 @@ def propose(
     drafter = TreeDrafter(head.net(lm), shape, 32, static=static, **how)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
     drafter.begin(0, tokens[:-1], features, tokens[-1])
-    return drafter.propose([max_drafted], SamplingParams(), [TorchSource(0)])[0], drafter
+    return drafter.propose([max_drafted], Sampler(SamplingParams(), [TorchSource(0)]))[0], drafter
 
 
 @pytest.mark.parametrize("static", [True, False])

@@ -11,13 +11,13 @@ from table_methods import random_hydra_heads
 from table_models import H, TableLM, V
 from torch import Tensor
 
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
 
 PLUS = pytest.mark.parametrize("plus", [False, True], ids=["hydra", "hydra++"])
@@ -147,7 +147,7 @@ def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_pat
     features = [torch.randn(len(text) - 1, H, generator=rng, dtype=torch.float64) for text in texts]
     for row, text in enumerate(texts):
         drafter.begin(row, text[:-1], features[row], text[-1])
-    for row, tree in enumerate(drafter.propose([8] * rows, SamplingParams(), [TorchSource(0)] * rows)):
+    for row, tree in enumerate(drafter.propose([8] * rows, Sampler(SamplingParams(), [TorchSource(0)] * rows))):
         state, found = states_of(head, features[row])[-1], {(): [texts[row][-1]]}
         for path in paths:
             above = found[tuple(path[:-1])]
@@ -165,7 +165,7 @@ def test_a_chain_reads_what_it_has_drafted(plus: bool) -> None:
     drafter.begin(0, text, features, 2)
     text = [*text, 2]
     for emitted in ([0], [1, 2, 3], [3, 0]):
-        (tree,) = drafter.propose([8], SamplingParams(), [TorchSource(0)])
+        (tree,) = drafter.propose([8], Sampler(SamplingParams(), [TorchSource(0)]))
         state, chain = states_of(head, features)[-1], text[-1:]
         for i in range(3):
             chain.append(int(logits_of(head, target, i, state, chain).argmax()))

@@ -8,13 +8,13 @@ from table_methods import random_hydra_heads, random_medusa_heads
 from table_models import H, TableLM, V
 
 from draftsmith.eval.bench.runner import read_tree
-from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.drafters.net import TreeDrafter
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
 OWN = pytest.mark.parametrize("own", [False, True], ids=["target", "own"])
@@ -116,7 +116,7 @@ def test_a_node_is_what_the_head_of_its_depth_ranks(own: bool, rows: int) -> Non
     features = torch.randn(rows, 3, H, generator=rng, dtype=torch.float64)
     for row in range(rows):
         drafter.begin(row, [1, 2, 0], features[row], 3)
-    for row, tree in enumerate(drafter.propose([8] * rows, SamplingParams(), [TorchSource(0)] * rows)):
+    for row, tree in enumerate(drafter.propose([8] * rows, Sampler(SamplingParams(), [TorchSource(0)] * rows))):
         ranked = []
         for i, block in enumerate(head.heads):
             logits = (head.lm_heads[i].weight if own else target._lm_head) @ block(features[row, -1])

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import SamplingParams
 
 NOTHING = torch.empty(0, 0)
@@ -25,7 +25,7 @@ def by_search(text: list[int], k: int, ngram: int) -> list[int]:
 
 
 def drafted(drafter: PromptLookupDrafter, most: int = 9) -> list[int]:
-    tree = drafter.propose(most, SamplingParams(), TorchSource(0))
+    tree = drafter.propose(most, Sampler(SamplingParams(), [TorchSource(0)]))
     assert tree.is_chain and tree.draft_prob is None
     return list(tree.tokens)
 

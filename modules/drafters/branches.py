@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import best_tokens, draw_rows, row_probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
@@ -130,30 +130,13 @@ def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Te
     return positions, torch.cat([of_text, branches.reshape(levels * len(lengths), -1)], 1)
 
 
-class BranchNet(Protocol):
-    """Part of `drafters.net.DraftNet` that drafts from many places of a text."""
-
-    name: str
-    device: torch.device
-    first_start: int
-    longest_draft: int
-
-    def embed(self, ids: Tensor) -> Tensor: ...
-    def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None: ...
-    def branch(self, starts: Tensor) -> Tensor: ...
-    def read(self, tokens: Tensor, parents: None, depth: int) -> Tensor: ...
-    def read_drafts(self, tokens: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor: ...
-    def drop(self) -> None: ...
-
-
 class BranchDrafter:
     """Drafter of chains from many places of one text: a group of them grows one token at a time. No gradients.
 
     min_start: the first place that it drafts from.
     """
 
-    def __init__(self, net: BranchNet, depth: int):
+    def __init__(self, net: DraftNet, depth: int):
         """depth: most tokens of a draft."""
         check_range("depth", depth, high=net.longest_draft)
         self._net, self._depth, self._group = net, depth, group_of(depth)
