@@ -97,6 +97,13 @@ class LlamaConfig:
             raise InputError("head_dim", self.head_dim, "an even number: rotary positions turn pairs", "Correct it.")
 
 
+# Switches of layers that every server has: no biases, no norms of queries and keys, attention to the whole text.
+PLAIN: dict[str, Any] = {
+    **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_embeddings"), False),
+    "sliding_window": None,
+}
+
+
 @dataclass(frozen=True)
 class LlamaHeadConfig:
     """Config of a head with decoder layers. llama: their sizes; vocabulary and width are the target's."""

@@ -19,6 +19,7 @@ from draftsmith.modules.drafters.base import TargetWeights, TrainStep
 from draftsmith.modules.drafters.eagle import Rope, rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.layers import (
+    PLAIN,
     CaptureConfig,
     LlamaConfig,
     PairLayer,
@@ -73,19 +74,9 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope: bool = False) -> LlamaConfig:
     """Return one layer like the target's, as far as servers support it: no biases, q/k norms or window."""
-    layer = dataclasses.replace(
-        target,
-        num_layers=1,
-        sliding_window=None,
-        qk_norm=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        tie_embeddings=False,
-    )
-    if plain_rope:
-        layer = dataclasses.replace(layer, rope_scaling=RopeScaling())
-    return layer if rope_theta is None else dataclasses.replace(layer, rope_theta=rope_theta)
+    theta = target.rope_theta if rope_theta is None else rope_theta
+    scaling = RopeScaling() if plain_rope else target.rope_scaling
+    return dataclasses.replace(target, num_layers=1, rope_theta=theta, rope_scaling=scaling, **PLAIN)
 
 
 def _check_d2t(net: Eagle3Head, _: Any) -> None:

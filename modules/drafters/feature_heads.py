@@ -17,8 +17,8 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.branches import branch_mask, group_of
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, as_bias
-from draftsmith.modules.engine.lean import LeanStack, Taps
-from draftsmith.modules.engine.rows import CachedRows, cached_rows, picked_of
+from draftsmith.modules.engine.lean import Captured, LeanStack
+from draftsmith.modules.engine.rows import CachedRows, cached_rows, select_outputs
 from draftsmith.modules.targets.base import CausalLM
 
 
@@ -71,8 +71,8 @@ class PairNetwork:
             ids = torch.tensor(ids, device=self.stack.device)
         return self.head.fuse(self.embed(ids), states)
 
-    def outputs(self, hidden: Tensor, picked: Tensor | slice | None, taps: Taps | None) -> tuple[Tensor, Tensor]:
-        hidden = self.head.normed(hidden if picked is None else picked_of(hidden, picked))
+    def outputs(self, hidden: Tensor, keep: Tensor | slice | None, captured: Captured | None) -> tuple[Tensor, Tensor]:
+        hidden = self.head.normed(hidden if keep is None else select_outputs(hidden, keep))
         return self.head.logits(hidden, self.lm_head), hidden
 
 

@@ -20,8 +20,8 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.medusa import MOST_BLOCKS, MedusaHead, MedusaNet, MedusaSettings, lm_head_passes
 from draftsmith.modules.drafters.net import DraftNet, RowState
-from draftsmith.modules.engine.lean import LeanStack, Taps
-from draftsmith.modules.engine.rows import cached_rows, picked_of
+from draftsmith.modules.engine.lean import Captured, LeanStack
+from draftsmith.modules.engine.rows import cached_rows, select_outputs
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, LlamaHeadConfig, RMSNorm, add_rope_table
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, check_config
@@ -172,9 +172,9 @@ class PrefixNetwork:
     def inputs(self, states: Tensor) -> Tensor:
         return states
 
-    def outputs(self, hidden: Tensor, picked: Tensor | slice | None, taps: Taps | None) -> tuple[Tensor, Tensor]:
-        """Return the states of the picked outputs, twice: logits come from the heads."""
-        hidden = picked_of(hidden, picked)
+    def outputs(self, hidden: Tensor, keep: Tensor | slice | None, captured: Captured | None) -> tuple[Tensor, Tensor]:
+        """Return the states of the outputs to keep, twice: logits come from the heads."""
+        hidden = select_outputs(hidden, keep)
         states = hidden if self._norm is None else self._norm(hidden)
         return states, states
 

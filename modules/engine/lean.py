@@ -28,7 +28,7 @@ from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, attend
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, PairLayer, RMSNorm, rope_table
 
 # States by layer: the caller gives the numbers, the forward fills in the states.
-Taps = dict[int, Tensor]
+Captured = dict[int, Tensor]
 # Smaller weights stay in the processor's caches, where the layout matters less than the cost of oneDNN's call. Products
 # in bf16 pay that call in any layout.
 MIN_WEIGHTS = 2**19
@@ -335,12 +335,12 @@ class LeanStack:
         cache: LayerCache,
         mask: Tensor | None,
         causal: bool,
-        taps: Taps | None = None,
+        captured: Captured | None = None,
     ) -> Tensor:
         """Run all layers on x [B, T, H], or [T, H] of a single sequence; no final norm. `cache.length` stays.
 
         mask: bool (true = may attend), or a bias of the stack's dtype.
-        taps: filled with the states [N, H] after the first k layers, for every number k in it.
+        captured: filled with the states [N, H] after the first k layers, for every number k in it.
         """
         if mask is not None:
             bias = as_bias(mask, self.dtype) if mask.dtype == torch.bool else mask
@@ -348,12 +348,12 @@ class LeanStack:
         single = x.dim() == 2
         rows, batch = (x, 1) if single else (x.reshape(-1, x.shape[-1]), x.shape[0])  # [N, H]
         for index, layer in enumerate(self.layers):
-            if taps and index in taps:
-                taps[index] = rows
+            if captured and index in captured:
+                captured[index] = rows
             rows = layer(rows, batch, cos, sin, cache, index, mask, causal)
         return rows if single else rows.view(*x.shape[:-1], -1)
 
-    def chain(self, x: Tensor, cache: LayerCache, taps: Taps | None = None) -> Tensor:
+    def chain(self, x: Tensor, cache: LayerCache, captured: Captured | None = None) -> Tensor:
         """Run chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""
         start, length = cache.length, x.shape[-2]
         end = start + length
@@ -368,7 +368,7 @@ class LeanStack:
         if self.config.sliding_window is not None and end > self.config.sliding_window:
             positions = torch.arange(end, device=self.device)
             mask = self._windowed(positions[start:, None] >= positions, positions)
-            return self.run(x, cos, sin, cache, mask, False, taps)
+            return self.run(x, cos, sin, cache, mask, False, captured)
         bias = None
         if length > 1 and start > 0:
             # Input i sees the first start + i + 1 slots. The strip's row i is 0 up to column `kept` + i: shifted left
@@ -379,16 +379,16 @@ class LeanStack:
                 visible = torch.ones(rows, kept + rows, dtype=torch.bool, device=self.device).tril(kept)
                 self._strip = as_bias(visible, self.dtype)
             bias = self._strip[:length, kept - start : kept + length]  # [T, start + T]
-        return self.run(x, cos, sin, cache, bias, start == 0 and length > 1, taps)
+        return self.run(x, cos, sin, cache, bias, start == 0 and length > 1, captured)
 
-    def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache, taps: Taps | None = None) -> Tensor:
+    def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache, captured: Captured | None = None) -> Tensor:
         """Run a tree of T inputs [T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
         depths, visible = tree_mask(parents, cache.length, x.device)
         kept = torch.arange(cache.length, device=self.device)
-        return self.read_masked(x, torch.cat([kept, depths + cache.length]), visible, cache, taps)
+        return self.read_masked(x, torch.cat([kept, depths + cache.length]), visible, cache, captured)
 
     def read_masked(
-        self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache, taps: Taps | None = None
+        self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache, captured: Captured | None = None
     ) -> Tensor:
         """Run any T inputs [T, H].
 
@@ -397,7 +397,7 @@ class LeanStack:
         if self.config.sliding_window is not None:
             visible = self._windowed(visible, positions)
         own = positions[-len(x) :]
-        return self.run(x, self.cos[own], self.sin[own], cache, visible, False, taps)
+        return self.run(x, self.cos[own], self.sin[own], cache, visible, False, captured)
 
     def _windowed(self, mask: Tensor, positions: Tensor) -> Tensor:
         """Add the sliding window (Mistral 7B, section 2) to mask [T, S]; positions [S] of all slots, the last T fed."""

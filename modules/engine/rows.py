@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.modules.attention import group_by_length
 from draftsmith.modules.engine.cache import ALIGNMENT, KVCache, RowsCache, any_shape, as_bias, tree_mask
 from draftsmith.modules.engine.graphs import Graphed
-from draftsmith.modules.engine.lean import LeanStack, Taps
+from draftsmith.modules.engine.lean import Captured, LeanStack
 from draftsmith.modules.transfer import to_device, to_device_together
 
 # With static shapes the slots that are read are this many times a power of two.
@@ -46,25 +46,25 @@ class Network(Protocol):
     def inputs(self, ids: Any, *others: Any) -> Tensor:
         """Return the layers' input: ids and others are a list or tensor [T, ..] of one row, or tensors [B, n, ..]."""
 
-    def outputs(self, hidden: Tensor, picked: Tensor | slice | None, taps: Taps | None) -> tuple[Tensor, Tensor]:
-        """Return logits of the picked outputs (`picked_of`) of the layers, and states of these or of all.
+    def outputs(self, hidden: Tensor, keep: Tensor | slice | None, captured: Captured | None) -> tuple[Tensor, Tensor]:
+        """Return logits of the outputs to keep (`select_outputs`) of the layers, and states of these or of all.
 
-        taps: the captured states; None if there are none.
+        captured: states by layer; None if there are none.
         """
 
 
-def taps_of(network: Network, x: Tensor) -> Taps | None:
+def to_capture(network: Network, x: Tensor) -> Captured | None:
     """Return where the layers leave the states that the network captures."""
     return dict.fromkeys(network.aux_layers, x) if network.aux_layers else None
 
 
-def picked_of(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
+def select_outputs(hidden: Tensor, keep: Tensor | slice | None) -> Tensor:
     """Select outputs: a slice of hidden [T, H], or places [B, m] of each row of [B, n, H]; None takes all."""
-    if picked is None:
+    if keep is None:
         return hidden
-    if isinstance(picked, slice):
-        return hidden[picked]
-    return hidden.gather(1, picked[..., None].expand(-1, -1, hidden.shape[-1]))
+    if isinstance(keep, slice):
+        return hidden[keep]
+    return hidden.gather(1, keep[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
 class OneRow:
@@ -95,15 +95,15 @@ class OneRow:
     ) -> tuple[Tensor, ...]:
         own = list(map(itemgetter(0), inputs))
         count = len(own[0])
-        picked = None if logits_to_keep >= count else slice(count - logits_to_keep, count)
+        keep = None if logits_to_keep >= count else slice(count - logits_to_keep, count)
         x = self._network.inputs(*own)
-        taps = taps_of(self._network, x)
+        captured = to_capture(self._network, x)
         if parents is None:
-            hidden = self.stack.chain(x, self.cache, taps)
+            hidden = self.stack.chain(x, self.cache, captured)
         else:
-            hidden = self.stack.tree(x, parents[0], self.cache, taps)
+            hidden = self.stack.tree(x, parents[0], self.cache, captured)
         self.cache.length += count
-        logits, states = self._network.outputs(hidden, picked, taps)
+        logits, states = self._network.outputs(hidden, keep, captured)
         return logits[None], states[None]
 
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -114,10 +114,10 @@ class OneRow:
         # For a single row [1, ..] is both its sequence of inputs and one input for each row.
         tokens, *others = inputs
         x = self._network.inputs(tokens[0], *others)
-        taps = taps_of(self._network, x)
-        hidden = self.stack.chain(x, self.cache, taps)
+        captured = to_capture(self._network, x)
+        hidden = self.stack.chain(x, self.cache, captured)
         self.cache.length += 1
-        return self._network.outputs(hidden, None, taps)
+        return self._network.outputs(hidden, None, captured)
 
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
         """Read n nodes of each row's tree, inputs [B, n, ..]. Returns logits [B, n, V] and states.
@@ -215,7 +215,7 @@ class ManyRows:
             seen = F.pad(seen, (0, -width % SEEN_BUCKET), value=-torch.inf)
         depths = torch.full((1, 1), depth - 1, device=self._slots.device)
         first, behind = to_device_together([starts, fresh], self._stack.device)
-        # All outputs are wanted, so `picked` is not used: any tensor will do.
+        # All outputs are wanted, so `keep` is not used: any tensor will do.
         return self._trees(first, behind, depths, seen, first, *inputs, static=(span, True))
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
@@ -250,8 +250,8 @@ class ManyRows:
             cache = self._cache.prompts([rows[i] for i in group])
             with any_shape(device):
                 x = self._network.inputs(*fed)
-                taps = taps_of(self._network, x)
-                read = self._network.outputs(self._stack.chain(x, cache, taps), last, taps)
+                captured = to_capture(self._network, x)
+                read = self._network.outputs(self._stack.chain(x, cache, captured), last, captured)
             outputs |= {i: (logits, states[: counts[i]]) for i, logits, states in zip(group, *read, strict=True)}
         return [outputs[i] for i in range(len(rows))]
 
@@ -290,15 +290,15 @@ class ManyRows:
                 visible &= depths[:, :, None] - depths[:, None] < window
             below, seen = depths.tolist(), to_device(as_bias(visible, self._stack.dtype), self._stack.device)
         on_host = [part for part in fed if not isinstance(part, Tensor)]
-        starts, picked, depths, *ids = to_device_together([lengths, places, below, *on_host], self._stack.device)
+        starts, keep, depths, *ids = to_device_together([lengths, places, below, *on_host], self._stack.device)
         fed = [part if isinstance(part, Tensor) else ids.pop(0) for part in fed]
 
         static = (self._span(max(lengths) + width), whole)
         if seen is None:
-            return self._chains(starts, picked, *fed, static=static)
-        return self._trees(starts, starts, depths, seen, picked, *fed, static=static)
+            return self._chains(starts, keep, *fed, static=static)
+        return self._trees(starts, starts, depths, seen, keep, *fed, static=static)
 
-    def _read_chains(self, starts: Tensor, picked: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def _read_chains(self, starts: Tensor, keep: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Read inputs at the positions from starts [B] on, which see all that precedes them."""
         *inputs, span, whole = rest
         x = self._network.inputs(*inputs)
@@ -306,10 +306,10 @@ class ManyRows:
         positions = positions.clamp_max(self._capacity)  # [B, n]
         visible = self._slots[:span] <= positions[..., None]  # [B, n, span]
         bias = as_bias(self._near(visible, positions), self._stack.dtype)
-        return self._run(x, positions, positions, bias, None if whole else picked)
+        return self._run(x, positions, positions, bias, None if whole else keep)
 
     def _read_trees(
-        self, starts: Tensor, fresh: Tensor, depths: Tensor, seen: Tensor, picked: Tensor, *rest: Any
+        self, starts: Tensor, fresh: Tensor, depths: Tensor, seen: Tensor, keep: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
         """Read inputs into the slots from fresh [B] on; trees begin at slots starts [B].
 
@@ -326,20 +326,20 @@ class ManyRows:
         own = own.masked_fill(place >= width, -torch.inf)
         kept = as_bias(self._near(place.expand(-1, count, -1) < 0, positions), seen.dtype)
         bias = torch.where(place < 0, kept, own)  # [B, n, span]
-        return self._run(x, positions, slots.clamp_max(self._capacity), bias, None if whole else picked)
+        return self._run(x, positions, slots.clamp_max(self._capacity), bias, None if whole else keep)
 
     def _run(
-        self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor, picked: Tensor | None
+        self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Run the layers on x [B, n, H] at positions [B, n], into slots [B, n], and return the network's outputs.
 
         bias: [B, n, span].
         """
-        stack, taps = self._stack, taps_of(self._network, x)
+        stack, captured = self._stack, to_capture(self._network, x)
         self._cache.place(slots, bias.shape[-1])
         rotated = positions.clamp_max(len(stack.cos) - 1)
-        hidden = stack.run(x, stack.cos[rotated], stack.sin[rotated], self._cache, bias[:, None], False, taps)
-        return self._network.outputs(hidden, picked, taps)
+        hidden = stack.run(x, stack.cos[rotated], stack.sin[rotated], self._cache, bias[:, None], False, captured)
+        return self._network.outputs(hidden, keep, captured)
 
     def _near(self, visible: Tensor, positions: Tensor) -> Tensor:
         """Apply the sliding window, if there is one, to visible [B, n, span]."""

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.engine.cache import NoCache, any_shape
-from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
+from draftsmith.modules.engine.lean import Captured, LeanNorm, LeanStack
 from draftsmith.modules.engine.low_precision import Precision, linear_of
-from draftsmith.modules.engine.rows import OneRow, cached_rows, picked_of
+from draftsmith.modules.engine.rows import OneRow, cached_rows, select_outputs
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, llama_sizes, rope_table
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, Session, check_aux_layers, fit_logits
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
 from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -127,9 +127,9 @@ class LlamaLM:
             raise ValueError("position_ids: the lean Llama counts from 0 in every row")
         # Computed as decoding does, whatever precision a surrounding training uses for its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False), any_shape(self.device):
-            taps: Taps = dict.fromkeys(aux_layers, self.embeddings)
-            final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), taps))
-            return _captured(taps, final, self.info.num_layers) if aux_layers else final
+            captured: Captured = dict.fromkeys(aux_layers, self.embeddings)
+            final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), captured))
+            return _joined(captured, final, self.info.num_layers) if aux_layers else final
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embeddings)
@@ -204,19 +204,19 @@ class _Capturing:
             return lm.embeddings[ids[0] : ids[0] + 1]
         return lm.embed(torch.tensor(ids, device=lm.device))
 
-    def outputs(self, hidden: Tensor, picked: Tensor | slice | None, taps: Taps | None) -> tuple[Tensor, Tensor]:
-        """Return logits of the picked outputs, and all features."""
+    def outputs(self, hidden: Tensor, keep: Tensor | slice | None, captured: Captured | None) -> tuple[Tensor, Tensor]:
+        """Return logits of the outputs to keep, and all features."""
         lm = self._lm
         hidden = lm.norm(hidden)  # [T, H] or [B, n, H]
-        logits = lm.lm_head(hidden if picked is None else picked_of(hidden, picked))
-        return logits, hidden if taps is None else _captured(taps, hidden, lm.info.num_layers)
+        logits = lm.lm_head(hidden if keep is None else select_outputs(hidden, keep))
+        return logits, hidden if captured is None else _joined(captured, hidden, lm.info.num_layers)
 
 
-def _captured(taps: Taps, final: Tensor, num_layers: int) -> Tensor:
+def _joined(captured: Captured, final: Tensor, num_layers: int) -> Tensor:
     """Join captured states, [.., L*H]; behind the last layer it is the state after the final norm, [.., H]."""
-    if num_layers in taps:
-        taps[num_layers] = final.reshape(-1, final.shape[-1])
-    return torch.cat([*taps.values()], -1).view(*final.shape[:-1], -1)
+    if num_layers in captured:
+        captured[num_layers] = final.reshape(-1, final.shape[-1])
+    return torch.cat([*captured.values()], -1).view(*final.shape[:-1], -1)
 
 
 class OuterLM:
@@ -240,19 +240,9 @@ class OuterLM:
     def lm_head_weight(self) -> Tensor:
         return self.output
 
-    def session(
-        self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
-    ) -> Session:
-        self._refuse()
-
-    def features(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
-    ) -> Tensor:
-        self._refuse()
-
-    def fit_vocabulary(self, vocab_size: int) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def session(self, *_: Any, **__: Any) -> NoReturn:
         found = "a target of which only the embeddings are loaded"
         raise InputError("target", found, "the whole model", "Load the whole model.")
+
+    features: Any = session
+    fit_vocabulary: Any = session

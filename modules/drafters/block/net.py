@@ -27,6 +27,7 @@ from draftsmith.modules.engine.cache import takes_shared
 from draftsmith.modules.layers import (
     MOST_LAYERS,
     MOST_SIZE,
+    PLAIN,
     CaptureConfig,
     DecoderLayer,
     LlamaConfig,
@@ -274,17 +275,5 @@ def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def layers_like(target: LlamaConfig, num_layers: int) -> LlamaConfig:
-    """Return layers as block drafters have them in every server: like the target's, of Qwen3's form.
-
-    They have norms of queries and keys, no biases, and attention to everything before them.
-    """
-    return dataclasses.replace(
-        target,
-        num_layers=num_layers,
-        sliding_window=None,
-        qk_norm=True,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        tie_embeddings=False,
-    )
+    """Return layers as block drafters have them in every server: like the target's, of Qwen3's form."""
+    return dataclasses.replace(target, num_layers=num_layers, **PLAIN | {"qk_norm": True})

@@ -317,7 +317,7 @@ def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypat
     real = ChainDrafter._draft
 
     def leaking(self, *given):
-        (tree,), (stop,) = real(self, *given), self.stops
+        (tree,), (stop,) = real(self, *given), self.policies
         count = len(tree.tokens)
         behind = stop.confidence_logits[count:]
         if count < 2 or not behind or stop.confidence(behind[0], tree.tokens[-1]) >= threshold:
