@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -22,7 +22,7 @@ import yaml
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Group, Parameter, Token, convert
 from cyclopts.config import Dict
 from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
-from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, HelpEntry, NameRenderer
 
 from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
 from draftsmith.launch.errors import UsageError, did_you_mean, one_line
@@ -34,26 +34,34 @@ MAX_THREADS = 1024  # with more, the threads' library ends the process without a
 NAME_WIDTH = 30  # of an option's name in help; longer ones are folded
 REQUIRED, SETTINGS, ALWAYS = "Required", "Settings", "Always"
 HELP_ALL = "help_all"
-# Names in transformers, SpecForge, speculators and vLLM -> ours.
-ELSEWHERE = {
+# Names in transformers, SpecForge, speculators and vLLM that mean what ours mean: they are accepted.
+SAME = {
     theirs: ours
     for ours, names in {
         "lr": "learning_rate",
         "epochs": "num_epochs num_train_epochs",
-        "batch-size": "per_device_train_batch_size train_batch_size",
-        "accumulate": "gradient_accumulation_steps accumulation_steps",
         "clip": "max_grad_norm grad_clip",
-        "max-length": "max_seq_len max_seq_length seq_length max_model_len",
-        "warmup-share": "warmup_ratio",
+        "max_length": "max_seq_len max_seq_length seq_length max_model_len",
+        "warmup_share": "warmup_ratio",
         "output": "output_dir save_path out",
         "target": "model model_name_or_path target_model target_model_path verifier",
         "draft": "draft_model draft_model_path speculative_model",
         "data": "data_path train_data_path dataset",
-        "ttt-steps": "ttt_length",
-        "draft-vocab": "draft_vocab_size",
-        "num-drafted": "num_speculative_tokens speculative_num_steps",
-        "max-new-tokens": "max_tokens n_predict",
+        "ttt_steps": "ttt_length",
+        "draft_vocab": "draft_vocab_size",
+        "num_drafted": "num_speculative_tokens speculative_num_steps",
+        "max_new_tokens": "max_tokens n_predict",
         "loggers": "report_to log_with",
+    }.items()
+    for theirs in names.split()
+}
+# Names of settings that count differently here: the error explains ours.
+DIFFERENT = {
+    theirs: ours
+    for names, ours in {
+        "per_device_train_batch_size train_batch_size": "--batch-size, of all devices and accumulated parts together",
+        "gradient_accumulation_steps accumulation_steps": "--accumulate, which divides --batch-size",
+        "num_speculative_tokens speculative_num_steps": "it in a method: --methods eagle3:k=5",
     }.items()
     for theirs in names.split()
 }
@@ -73,7 +81,7 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
 
         app.help_print([], console=Console(width=min(Console().width, MAX_WIDTH)))
         return None
-    words = unambiguous(args, get_type_hints(config_class), positional)
+    words = plain_words(args, get_type_hints(config_class), positional)
     try:
         return app(words, exit_on_error=False, print_error=False, verbose=False)
     except CycloptsError as error:
@@ -110,10 +118,10 @@ def application(
         values: options set beside the words; words have precedence.
         everything: list rarely needed options in the help too.
     """
-    settings = setting_parameters(config_class, positional, printing)
-    rarely = [] if everything else [parameter for parameter in settings if is_rare(config_class, parameter.name)]
-    settings = [hidden(parameter) if parameter in rarely else parameter for parameter in settings]
+    rarely = {name for base in config_class.__mro__ for name in vars(base).get("help_rarely", ())}
+    settings = setting_parameters(config_class, positional, printing, hidden=set() if everything else rarely)
     common = common_parameters(len(rarely), ", ".join(shipped_configs(prog)))
+    hints = get_type_hints(config_class)
 
     def command(*unnamed: Any, **named: Any) -> Any | None:
         options = dict(zip(positional, unnamed, strict=False)) | named
@@ -131,7 +139,8 @@ def application(
             Dict(dict(values), source=prog)(app, commands, allowed)
         for token in reversed(arguments["--config"].tokens):  # cyclopts keeps what is set first
             file = config_file(prog, token.value)
-            Dict(read_yaml(file), source=str(file))(app, commands, allowed)
+            content = {our_name(key, hints): value for key, value in read_yaml(file).items()}
+            Dict(content, source=str(file))(app, commands, allowed)
         # cyclopts would round a fraction where an integer is expected.
         for argument in allowed:
             kinds = {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
@@ -145,11 +154,12 @@ def application(
     command.__signature__ = inspect.Signature([*settings, *common])  # type: ignore[attr-defined]  # read by cyclopts
     # Names of limited width, and the rest of the line for their meaning.
     names = ColumnSpec(renderer=NameRenderer(NAME_WIDTH), max_width=NAME_WIDTH, style="cyclopts.name")
-    columns = names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
+    columns = names, ColumnSpec(renderer=describe, overflow="fold")
     return App(
         name=prog,
         help=one_line(parsed_docstring(config_class).description or ""),
         help_formatter=DefaultFormatter(column_specs=columns),
+        help_epilogue="Every command takes --json, --quiet, --verbose and --debug: draftsmith --help.",
         default_command=command,
         config=read_files,
         help_flags=(),
@@ -159,10 +169,37 @@ def application(
     )
 
 
-def setting_parameters(config_class: type, positional: tuple[str, ...], printing: bool) -> list[inspect.Parameter]:
+def describe(entry: HelpEntry) -> Any:
+    """Render the meaning of an option, whose group says already that it is required."""
+    return DescriptionRenderer()(entry.copy(required=False))
+
+
+def install_completion() -> Path:
+    """Write the completion of commands and options for the user's shell, and return its file."""
+    from draftsmith.launch.commands import COMMANDS
+
+    root = App("draftsmith", help_flags=("--help",), version_flags=())
+    groups = {"": root}
+    for name, command in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group not in groups:
+            groups[group] = App(group, version_flags=())
+            root.command(groups[group])
+        app = application(f"draftsmith {name}", command.config_class(), command.positional, everything=True)
+        groups[group].command(app, name=last)
+    return root.install_completion()
+
+
+def setting_parameters(
+    config_class: type, positional: tuple[str, ...], printing: bool, hidden: set[str]
+) -> list[inspect.Parameter]:
     """Describe the fields of a dataclass as function parameters, positional ones first.
 
-    The command's own fields come before those it inherits, which stand in groups of their own.
+    The command's own fields come before those it inherits, which stand in groups of their own: `help_group` of the
+    class that introduces them.
+
+    Args:
+        hidden: fields that help does not list.
     """
     titles = dict.fromkeys(vars(base).get("help_group", SETTINGS) for base in config_class.__mro__)
     groups = {title: Group(title, sort_key=number) for number, title in enumerate([REQUIRED, SETTINGS, *titles])}
@@ -171,6 +208,7 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
     for name in field_names(config_class):
         kind, required = hints[name], name not in defaults
         options: dict[str, Any] = {"help": meanings.get(name), "validator": number_limits(name)}
+        options["show"] = name not in hidden
         if is_list(kind):
             if str in members(kind):  # for callers in Python; words are always several
                 kind = next(member for member in members(kind) if is_list(member)) | None
@@ -182,26 +220,13 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
         if required and printing:
             kind, defaults[name] = kind | None, None
         default = defaults.get(name, inspect.Parameter.empty)
-        title = REQUIRED if required else help_group(config_class, name)
+        origin = next(base for base in reversed(config_class.__mro__) if name in inspect.get_annotations(base))
+        if defaults.get(name) is False:
+            options["show_default"] = False
+        title = REQUIRED if required else vars(origin).get("help_group", SETTINGS)
         parameters[name] = keyword(name, kind, default, groups[title], **options)
     first = [parameters.pop(name) for name in positional]
     return [*(p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in first), *parameters.values()]
-
-
-def help_group(config_class: type, name: str) -> str:
-    """Return the title under which a field is listed: `help_group` of the class that introduces it."""
-    bases = (base for base in reversed(config_class.__mro__) if name in inspect.get_annotations(base))
-    return vars(next(bases)).get("help_group", SETTINGS)
-
-
-def is_rare(config_class: type, name: str) -> bool:
-    """Return whether --help leaves a field out: one of `help_rarely` of a class."""
-    return any(name in vars(base).get("help_rarely", ()) for base in config_class.__mro__)
-
-
-def hidden(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return a parameter that help does not list."""
-    return parameter.replace(annotation=Annotated[parameter.annotation, Parameter(show=False)])
 
 
 def common_parameters(num_hidden: int, shipped: str) -> list[inspect.Parameter]:
@@ -209,16 +234,22 @@ def common_parameters(num_hidden: int, shipped: str) -> list[inspect.Parameter]:
 
     shipped: names of the command's files of settings.
 
-    --help, --help-all and OUTPUT_OPTIONS are handled before cyclopts is called; it only lists them.
+    All but --config are handled before cyclopts is called; it only lists them, and OUTPUT_OPTIONS not even that.
     """
-    flags = {"print_config": "print the settings as YAML and stop", "help": "print this and stop"}
-    flags[HELP_ALL] = f"list {num_hidden} rarely needed options too" if num_hidden else "the same"
+    flags = {"print_config": "print the settings as YAML and stop"}
+    flags |= {HELP_ALL: f"list {num_hidden} rarely needed options too"} if num_hidden else {}
     meaning = f"settings: a YAML file, or the name of a shipped one ({shipped})" if shipped else "settings: a YAML file"
     group = Group(ALWAYS, sort_key=99)
     files = keyword("config", list[Path] | None, None, group, metavar="FILE", help=meaning)
     plain: dict[str, Any] = {"negative": (), "show_default": False}
-    rest = (flags | OUTPUT_OPTIONS).items()
-    return [files, *(keyword(name, bool, False, group, help=text, **plain) for name, text in rest)]
+    hidden = dict.fromkeys({HELP_ALL, "help", *OUTPUT_OPTIONS} - flags.keys(), "")
+    return [
+        files,
+        *(
+            keyword(name, bool, False, group, help=text, show=bool(text), **plain)
+            for name, text in (flags | hidden).items()
+        ),
+    ]
 
 
 def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) -> inspect.Parameter:
@@ -301,11 +332,17 @@ def number_limits(name: str) -> Callable[[Any, Any], None]:
     return check
 
 
-def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple[str, ...]) -> list[str]:
+def our_name(name: str, known: Container[str]) -> str:
+    """Return our name of an option, with underscores: of another project's name that means the same."""
+    plain = name.replace("-", "_")
+    return SAME[plain] if plain not in known and SAME.get(plain) in known else plain
+
+
+def plain_words(args: Sequence[str], hints: Mapping[str, Any], positional: tuple[str, ...]) -> list[str]:
     """Rewrite words so that cyclopts reads them as intended.
 
-    Names get dashes, `--flag true` becomes `--flag=true`, and a word that begins with a dash becomes a value if it
-    follows a name or, as a text with blanks or a lone dash, the first positional option.
+    Names become ours, with dashes, `--flag true` becomes `--flag=true`, and a word that begins with a dash becomes a
+    value if it follows a name or, as a text with blanks or a lone dash, the first positional option.
     """
     flags = {f"--{dashed(name)}" for name, kind in hints.items() if bool in members(kind)}
     words: list[str] = []
@@ -319,8 +356,9 @@ def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple
         elif hyphen and (" " in word or word == "-") and positional:
             words.append(f"--{positional[0]}={word}")
         elif word.startswith("--"):
-            option, equals, value = word.partition("=")
-            option = dashed(option)
+            option, equals, value = word[2:].partition("=")
+            head, dot, nested = option.partition(".")
+            option = f"--{dashed(our_name(head, hints) + dot + nested)}"
             words.append(option + equals + (TRUTH.get(value.lower(), value) if option in flags else value))
         else:
             words.append(word)
@@ -406,11 +444,9 @@ def explain_error(error: CycloptsError) -> str:
         return f"{error.token.source}: unknown key {key}.{did_you_mean(key, names)}"
     if isinstance(error, UnknownOptionError):
         unknown = (error.token.keyword or error.token.value).lstrip("-").partition("=")[0]
-        here, known = ELSEWHERE.get(unknown.replace("-", "_")), {one.name for one in error.argument_collection}
-        if here == "num-drafted" and "--methods" in known:
-            return f"found --{unknown}, expected it in a method: --methods eagle3:k=5."
-        if f"--{here}" in known:
-            return f"found --{unknown}, expected --{here}, as it is called here."
+        ours = DIFFERENT.get(unknown.replace("-", "_"), "")
+        if any(ours.startswith(one.name) or f" {one.name} " in ours for one in error.argument_collection):
+            return f"found --{unknown}, expected {ours}."
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         return f"found no {error.argument.name}, expected it with a value."
     name = error.argument.name if error.argument is not None else ""

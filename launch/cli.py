@@ -159,6 +159,11 @@ def dispatch(args: list[str]) -> int:
     if args and args[0] in {"--version", "-V"}:
         print(f"draftsmith {draftsmith.__version__}")
         return 0
+    if args == ["--install-completion"]:
+        from draftsmith.launch.arguments import install_completion
+
+        print(f"Written to {install_completion()}. Open a new shell, then press TAB.")
+        return 0
     name = command_name(args)
     if name is not None:
         rest = args[len(name.split()) :]
@@ -218,6 +223,7 @@ def overview(group: str | None) -> str:
     lines += [
         "--help after a command lists its settings; --print-config prints them as YAML;",
         "--json prints one document, --quiet the result alone, --verbose library logs;",
-        "--debug shows the traceback of an error; --version prints the version.",
+        "--debug shows the traceback of an error; --version prints the version;",
+        "--install-completion completes commands and options in your shell.",
     ]
     return "\n".join(lines)

@@ -311,17 +311,38 @@ def test_help_leaves_rarely_needed_settings_to_help_all(capsys):
     assert "rarely needed options too" in short
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_names_of_other_projects_that_mean_the_same_are_accepted(tmp_path, capsys, in_file):
+    names = {"model": "t", "output_dir": "o", "learning-rate": "2e-4", "ttt_length": "5", "max-grad-norm": "0.7"}
+    (tmp_path / "theirs.yaml").write_text("".join(f"{name}: {value}\n" for name, value in names.items()))
+    given = ["--config", str(tmp_path / "theirs.yaml")] if in_file else [f"--{n}={v}" for n, v in names.items()]
+    assert cli.main(["train", "eagle3", "--data", "d", *given, "--print-config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    ours = {name: printed[name] for name in ("target", "output", "lr", "ttt_steps", "clip")}
+    assert ours == {"target": "t", "output": "o", "lr": 0.0002, "ttt_steps": 5, "clip": 0.7}
+
+
 @pytest.mark.parametrize(
     ("words", "ours"),
     [
-        ("train eagle3 --data d --learning-rate 1e-4", "--lr"),
-        ("train eagle3 --data d --ttt_length 7", "--ttt-steps"),
+        ("train eagle3 --data d --gradient-accumulation-steps 4", "--accumulate, which divides --batch-size"),
+        ("train eagle3 --data d --per_device_train_batch_size 4", "--batch-size, of all devices"),
         ("eval bench --prompts p --num-speculative-tokens 3", "--methods eagle3:k=5"),
     ],
 )
-def test_names_of_other_projects_lead_to_ours(capsys, words, ours):
+def test_names_of_other_projects_that_count_differently_lead_to_ours(capsys, words, ours):
     assert cli.main([*words.split(), "--target", "t", "--output", "o"]) == 2
     assert ours in error_line(capsys)
+
+
+def test_a_shell_completes_commands_and_options(tmp_path, monkeypatch):
+    for name, value in {"HOME": str(tmp_path), "SHELL": "/bin/bash"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["--install-completion"]) == 0
+    (script,) = tmp_path.rglob("completions/draftsmith")
+    typed = "source $0; COMP_WORDS=(draftsmith train eagle3 --ttt-steps-a); COMP_CWORD=3; _draftsmith; echo $COMPREPLY"
+    result = subprocess.run(["bash", "-c", typed, str(script)], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "--ttt-steps-after", result.stderr
 
 
 def test_a_reader_that_goes_away_ends_the_output_quietly():
