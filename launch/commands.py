@@ -96,12 +96,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "launch.launchers:run_torchrun",
         ),
         "launch slurm": Command("launch.slurm:SlurmConfig", "A SLURM job: submitted, followed, requeued", ("command",)),
-        "launch deepspeed": Command(
-            "launch.launchers:DeepspeedConfig",
-            "Machines of a hostfile, through ssh",
-            ("command",),
-            "launch.launchers:run_deepspeed",
-        ),
         "launch vllm": Command(
             "launch.vllm:VllmConfig", "A vLLM server that hands out a target's hidden states", ("command",)
         ),

@@ -1,21 +1,15 @@
-"""`draftsmith launch torchrun` and `launch deepspeed`, and what every launcher checks about the command it starts.
+"""`draftsmith launch torchrun`, and what every launcher checks about the command it starts.
 
 The command is parsed where the launcher is called, so that a typing error costs one line and no place in a queue.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import re
-import shlex
-import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
+from dataclasses import dataclass
 
 from draftsmith.launch.commands import command_name, configure, unknown_command
 from draftsmith.launch.errors import UsageError
@@ -24,8 +18,6 @@ from draftsmith.modules.types import InputError, check_range
 # Groups whose commands divide their work among ranks, except commands that only print or run in one process.
 SHARED_GROUPS, SINGLE_PROCESS = ("data", "train"), ("data inspect",)
 MAX_PROCESSES = 1024  # on one machine; torchrun itself has no limit
-LOCAL_HOSTS = ("localhost", "127.0.0.1")
-HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 @dataclass(frozen=True)
@@ -40,11 +32,11 @@ class LaunchConfig:
     command: tuple[str, ...] = ()
 
 
-def check_command(launcher: str, command: Sequence[str], num_processes: int | None) -> bool:
+def check_command(launcher: str, command: Sequence[str], num_processes: int) -> bool:
     """Check that `command` would start; return False if it only printed help.
 
     Args:
-        num_processes: number of processes that run it; None if unknown, which counts as several.
+        num_processes: number of processes that run it.
 
     Raises:
         UsageError: the command is missing, unknown, badly written, or cannot be divided among processes.
@@ -116,95 +108,3 @@ def run_torchrun(config: TorchrunConfig) -> int:
     argv += ["--module", "draftsmith", *config.command]
     sys.stdout.flush()
     os.execv(argv[0], argv)
-
-
-@dataclass(frozen=True)
-class DeepspeedConfig(LaunchConfig):
-    """Start a data or train command on the machines of a hostfile: draftsmith launch deepspeed --hostfile FILE -- ...
-
-    Attributes:
-        hostfile: One machine per line, `NAME slots=GPUS`; all of them see this folder and this Python at the same path.
-        master_port: Port on the first machine at which the processes meet.
-    """
-
-    hostfile: Path = field(kw_only=True)
-    master_port: int = 29500
-
-    def __post_init__(self) -> None:
-        if not 0 < self.master_port < 2**16:
-            raise InputError("master_port", self.master_port, "a port, 1 to 65535", "Change it.")
-
-
-def run_deepspeed(config: DeepspeedConfig) -> int:
-    """Replace this process by the DeepSpeed launcher, which then owns signals, output and the exit code.
-
-    Returns only if the command printed help.
-
-    Raises:
-        UsageError, InputError: DeepSpeed is missing, the hostfile is wrong, or the command would not start.
-    """
-    if not check_command("launch deepspeed", config.command, None):
-        return 0
-    if find_spec("deepspeed") is None:
-        remedy = 'Run `pip install "draftsmith[deepspeed]"`, or use draftsmith launch torchrun.'
-        raise InputError("deepspeed", "no such package", "DeepSpeed, which is an extra", remedy)
-    argv = deepspeed_words(config)
-    print(f"draftsmith {shlex.join(config.command)}", flush=True)  # the launcher prints the packed form
-    os.execv(argv[0], argv)
-
-
-def deepspeed_words(config: DeepspeedConfig) -> list[str]:
-    """Build the DeepSpeed launcher's command line.
-
-    Between machines the launcher builds one line for a remote shell (pdsh) and quotes only words with blanks. The
-    command therefore travels as one word of letters and digits, which this module, run as a program, unpacks.
-
-    Raises:
-        InputError: the hostfile cannot be used, or a remote shell would misread the current folder's name.
-    """
-    hosts = read_hosts(config.hostfile)
-    words = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={config.hostfile}"]
-    words += [f"--master_port={config.master_port}", "--no_local_rank"]
-    if all(host in {*LOCAL_HOSTS, socket.gethostname()} for host in hosts):
-        words += ["--no_ssh_check", "--master_addr=127.0.0.1"]  # nothing is remote
-    elif not re.fullmatch(r"[\w@%+=:,./-]+", str(Path.cwd()), re.ASCII):
-        raise InputError("current folder", repr(str(Path.cwd())), "letters, digits and ._-", "Work in another one.")
-    return [*words, "--module", "draftsmith.launch.launchers", pack(config.command)]
-
-
-def read_hosts(hostfile: Path) -> list[str]:
-    """Read the names of the machines from a hostfile.
-
-    Raises:
-        InputError: a line is not `NAME slots=N` with N above 0, or there is no machine.
-    """
-    from draftsmith.modules.pretrained.reading import read_text
-
-    hosts = []
-    for number, line in enumerate(read_text(hostfile, "lines of NAME slots=GPUS", "Correct it.").splitlines(), 1):
-        entry = line.partition("#")[0].strip()
-        # DeepSpeed starts nothing on machines without slots, and still exits with 0.
-        match = re.fullmatch(rf"({HOST})\s+slots=0*[1-9]\d{{0,3}}", entry, re.ASCII)
-        if match is not None:
-            hosts.append(match[1])
-        elif entry:
-            raise InputError(f"{hostfile}, line {number}", repr(line), "NAME slots=GPUS", "Correct it.")
-    if not hosts:
-        raise InputError(str(hostfile), "no machine", "lines of NAME slots=GPUS", "Add one.")
-    return hosts
-
-
-def pack(command: Sequence[str]) -> str:
-    """Encode words as one word of letters, digits, - and _, which every shell leaves alone."""
-    return base64.urlsafe_b64encode(json.dumps(list(command)).encode()).decode().rstrip("=")
-
-
-def unpack(packed: str) -> list[str]:
-    """Decode the words of `pack`."""
-    return [str(word) for word in json.loads(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)))]
-
-
-if __name__ == "__main__":  # the DeepSpeed launcher starts this in every process
-    from draftsmith.launch.cli import main
-
-    sys.exit(main(unpack(sys.argv[1])))

@@ -216,7 +216,8 @@ def variables(plan: Mapping[str, Any], given: Sequence[str], output: Path) -> di
     """
     from draftsmith.launch.machine import bfloat16_is_fast
 
-    defaults, chosen, key = plan["variables"], {}, ""
+    defaults, key = plan["variables"], ""
+    chosen: dict[str, str] = {}
     for word in given:
         name, equals, value = word.partition("=")
         if not equals and key:  # behind a comma in the value of the last one

@@ -30,7 +30,7 @@ from draftsmith.data.store.writer import writing_alone
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
-from draftsmith.launch.pipeline import PipelineStep, execute
+from draftsmith.launch.pipeline import Stage, execute
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
 from draftsmith.modules.decoding.trace import Totals, pool
@@ -150,13 +150,16 @@ def run(config: SpecDecPPConfig) -> Path:
     with writing_alone(config.output):
         config = common.quick(config, QUICK)
         remember_settings(config)
-        for each in pipeline(config):
-            execute(each)
+        for done, stage in pipeline(config):
+            if not done.exists():
+                log_note(f"\n{stage.title}\n  {stage.command}")
+                if code := execute(stage):  # the command has printed why
+                    raise SystemExit(code)
         return Study(config).measure()
 
 
-def step(title: str, command: str, done: Path, /, **settings: object) -> PipelineStep:
-    """Build the step of `draftsmith COMMAND --name value ...`.
+def step(title: str, command: str, done: Path, /, **settings: object) -> tuple[Path, Stage]:
+    """Return the file that a step writes last, and the step: `draftsmith COMMAND --name value ...`.
 
     Settings that are None are left out, True becomes a flag, and several values are joined by commas.
     """
@@ -165,10 +168,10 @@ def step(title: str, command: str, done: Path, /, **settings: object) -> Pipelin
         if value is not None:
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             argv += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
-    return PipelineStep(title, tuple(argv), done)
+    return done, Stage(title, tuple(argv))
 
 
-def pipeline(config: SpecDecPPConfig) -> Iterator[PipelineStep]:
+def pipeline(config: SpecDecPPConfig) -> Iterator[tuple[Path, Stage]]:
     """Yield the commands that make labels and train heads; with --heads, only the labels that they are compared on."""
     (params,) = config.sampling
     sampling = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}

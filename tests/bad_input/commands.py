@@ -130,8 +130,6 @@ ROWS = [
         ("rdzv_endpoint", "x;id:1")),
     Row("slurm: no time", f"launch slurm --time forever -- {TRAIN}", ("time", "forever")),
     Row("slurm: a name with a command in it", f"launch slurm --job-name x;id -- {TRAIN}", ("job_name",)),
-    Row("deepspeed: no hostfile", f"launch deepspeed --hostfile nosuch -- {TRAIN}", ("nosuch",)),
-    Row("deepspeed: a hostfile that is none", f"launch deepspeed --hostfile {{chats}} -- {TRAIN}", ("prompts.jsonl",)),
     # The bench and what reads its runs.
     Row("bench: no such prompts", f"eval bench {TARGET}--methods ar --prompts ./nosuch.jsonl {OUT}", ("nosuch.jsonl",)),
     Row("bench: no such split", BENCH + "--methods ar --split nosuch", ("prompts", "--split")),

@@ -106,14 +106,6 @@ def training(file: str, content: bytes) -> Callable[[Ground, Path], dict[str, ob
     return make
 
 
-def hostfile(content: bytes) -> Callable[[Ground, Path], dict[str, object]]:
-    def make(ground: Ground, to: Path) -> dict[str, object]:
-        (to / "hosts").write_bytes(content)
-        return {"d": to / "hosts"}
-
-    return make
-
-
 def a_file(ground: Ground, to: Path) -> dict[str, object]:
     (to / "taken").write_text("mine")
     return {"d": to / "taken"}
@@ -202,8 +194,6 @@ ROWS = [
             ("config.yaml", "cut", b"target: [a", "damaged"),
         ]
     ),
-    Row("deepspeed: a machine without slots", "launch deepspeed --hostfile {d} -- train eagle --data x --target y "
-        "--output z", ("hosts, line 1", "slots=0"), hostfile(b"worker slots=0\n")),
     # An interrupted bench.
     Row("journal: a head of another type", BENCH, ("journal.jsonl", "line 1"), journal([])),
     Row("journal: nested without end", BENCH, ("journal.jsonl", "line 1"),

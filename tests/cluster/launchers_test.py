@@ -129,8 +129,17 @@ def test_a_data_stage_is_shared_by_two_nodes(artifact, alone):
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_a_data_stage_is_shared_by_two_processes_here(launcher, inputs, alone, tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    options = {"torchrun": ("--nproc-per-node", "2"), "deepspeed": ("--hostfile", tmp_path / "hosts")}[launcher]
-    words = draftsmith("launch", launcher, *options, "--", *labels(inputs, tmp_path / "labels"))
+    stage = labels(inputs, tmp_path / "labels")
+    words = draftsmith("launch", "torchrun", "--nproc-per-node", "2", "--", *stage)
+    if launcher == "deepspeed":  # its own launcher starts any module
+        words = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            f"--hostfile={tmp_path / 'hosts'}",
+            "--no_local_rank",
+        ]
+        words += ["--no_ssh_check", "--master_addr=127.0.0.1", "--module", "draftsmith", *map(str, stage)]
     result = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert result.returncode == 0, result.stderr
     assert_shared_by_two(tmp_path / "labels", result.stdout + result.stderr, alone)

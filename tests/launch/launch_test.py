@@ -17,11 +17,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
-from draftsmith.launch import cli, launchers, slurm
+from draftsmith.launch import cli, slurm
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.types import InputError
@@ -56,11 +54,10 @@ def started(monkeypatch) -> list[list[str]]:
     return calls
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "deepspeed"])
-def test_words_behind_the_dashes_are_left_alone(launcher, tmp_path):
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_words_behind_the_dashes_are_left_alone(launcher):
     words = ["train", "eagle", "--config", "x", "--debug", "--", *NASTY]
-    before = ["--hostfile", str(tmp_path)] if launcher == "deepspeed" else []
-    _, config = configure(f"launch {launcher}", [*before, "--", *words])
+    _, config = configure(f"launch {launcher}", ["--", *words])
     assert config.command == tuple(words)
 
 
@@ -78,7 +75,6 @@ def test_words_behind_the_dashes_are_left_alone(launcher, tmp_path):
         (["torchrun", "--nproc-per-node", "0", "--", *TRAIN], ["nproc_per_node: found 0"]),
         (["torchrun", "--nnodes", "2", "--", *TRAIN], ["rdzv_endpoint", "HOST:PORT"]),
         (["slurm", "--gpus-per-node", "8", "--", "eval", "bench"], ["'eval bench' for several processes"]),
-        (["deepspeed", "--hostfile", "absent", "--", *TRAIN], ["absent: no such file"]),
     ],
 )
 def test_what_would_not_start_is_one_line_and_nothing_is_started(started, capsys, words, expected):
@@ -115,29 +111,6 @@ def test_torchrun_on_several_machines_that_may_restart(started):
     assert (read.standalone, read.nnodes, read.rdzv_backend, read.rdzv_endpoint) == (False, "2", "c10d", "first:29400")
     assert (read.rdzv_id, read.max_restarts) == ("draftsmith", 3)
     assert read.training_script_args == TRAIN
-
-
-# --- DeepSpeed
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.text()))
-def test_packed_words_come_back_and_mean_nothing_to_a_shell(words):
-    packed = launchers.pack(words)
-    assert launchers.unpack(packed) == words
-    assert packed and all(c.isascii() and (c.isalnum() or c in "-_") for c in packed) and not packed.startswith("-")
-
-
-@pytest.mark.parametrize(
-    "line", ["-oProxyCommand=x slots=2", "a;b slots=2", "worker", "worker slots=many", "a b slots=1"]
-)
-def test_a_hostfile_names_machines_and_slots(tmp_path, line):
-    file = tmp_path / "hosts"
-    file.write_text(f"# machines\nworker-0 slots=8\n{line}\n")
-    with pytest.raises(InputError, match="line 3"):
-        launchers.read_hosts(file)
-    file.write_text("# machines\n\nworker-0 slots=8\n10.0.0.2 slots=4 # smaller\n")
-    assert launchers.read_hosts(file) == ["worker-0", "10.0.0.2"]
 
 
 # --- SLURM
