@@ -174,22 +174,6 @@ def describe(entry: HelpEntry) -> Any:
     return DescriptionRenderer()(entry.copy(required=False))
 
 
-def install_completion() -> Path:
-    """Write the completion of commands and options for the user's shell, and return its file."""
-    from draftsmith.launch.commands import COMMANDS
-
-    root = App("draftsmith", help_flags=("--help",), version_flags=())
-    groups = {"": root}
-    for name, command in COMMANDS.items():
-        group, _, last = name.rpartition(" ")
-        if group not in groups:
-            groups[group] = App(group, version_flags=())
-            root.command(groups[group])
-        app = application(f"draftsmith {name}", command.config_class(), command.positional, everything=True)
-        groups[group].command(app, name=last)
-    return root.install_completion()
-
-
 def setting_parameters(
     config_class: type, positional: tuple[str, ...], printing: bool, hidden: set[str]
 ) -> list[inspect.Parameter]:

@@ -23,6 +23,7 @@ from draftsmith.launch.commands import (
     check_dashes,
     command_name,
     configure,
+    install_completion,
     leading_words,
     unknown_command,
 )
@@ -160,8 +161,6 @@ def dispatch(args: list[str]) -> int:
         print(f"draftsmith {draftsmith.__version__}")
         return 0
     if args == ["--install-completion"]:
-        from draftsmith.launch.arguments import install_completion
-
         print(f"Written to {install_completion()}. Open a new shell, then press TAB.")
         return 0
     name = command_name(args)

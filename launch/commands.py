@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftsmith.launch.errors import UsageError, did_you_mean
@@ -181,3 +182,21 @@ def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any
 
     command = COMMANDS[name]
     return command.run, parse(f"draftsmith {name}", command.config_class(), args, command.positional)
+
+
+def install_completion() -> Path:
+    """Write the completion of commands and options for the user's shell, and return its file."""
+    from cyclopts import App
+
+    from draftsmith.launch.arguments import application
+
+    root = App("draftsmith", help_flags=("--help",), version_flags=())
+    groups = {"": root}
+    for name, command in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group not in groups:
+            groups[group] = App(group, version_flags=())
+            root.command(groups[group])
+        app = application(f"draftsmith {name}", command.config_class(), command.positional, everything=True)
+        groups[group].command(app, name=last)
+    return root.install_completion()

@@ -132,14 +132,9 @@ def test_a_data_stage_is_shared_by_two_processes_here(launcher, inputs, alone, t
     stage = labels(inputs, tmp_path / "labels")
     words = draftsmith("launch", "torchrun", "--nproc-per-node", "2", "--", *stage)
     if launcher == "deepspeed":  # its own launcher starts any module
-        words = [
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.runner",
-            f"--hostfile={tmp_path / 'hosts'}",
-            "--no_local_rank",
-        ]
-        words += ["--no_ssh_check", "--master_addr=127.0.0.1", "--module", "draftsmith", *map(str, stage)]
+        words = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={tmp_path / 'hosts'}"]
+        words += ["--no_local_rank", "--no_ssh_check", "--master_addr=127.0.0.1", "--module", "draftsmith"]
+        words += map(str, stage)
     result = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert result.returncode == 0, result.stderr
     assert_shared_by_two(tmp_path / "labels", result.stdout + result.stderr, alone)
