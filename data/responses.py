@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from draftsmith.data.console import Advance, log_note, print_text
 from draftsmith.data.engines.llamacpp import LlamaCppEngine, llamacpp_server
-from draftsmith.data.engines.openai import ServerConfig, ServerEngine, ServerShards
+from draftsmith.data.engines.openai import ServerEngine, ServerShards
 from draftsmith.data.engines.own import ResponseDrafter, RowUniforms, generate_rows, set_threads
+from draftsmith.data.engines.server import ServerConfig
 from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import answer_lengths

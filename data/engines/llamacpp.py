@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, ServerEngine, check_sampled
+from draftsmith.data.engines.openai import ServerEngine, check_sampled
 from draftsmith.data.engines.process import running
+from draftsmith.data.engines.server import Server, ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, TargetTurn
 from draftsmith.modules.pretrained.models import saved_identity
@@ -18,6 +18,7 @@ from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 
 DEFAULT_BINARY = Path(".engines/llamacpp/bin/llama-server")  # made by `make engines ENGINES=llamacpp`
+FACTS = {"build_info": str, "default_generation_settings": {"n_ctx": int}}
 REPLY = {"tokens": [int], "stop_type": str, "tokens_evaluated": int, "truncated": bool}
 
 
@@ -43,25 +44,14 @@ class LlamaCppEngine(ServerEngine):
     """
 
     def __init__(self, server: ServerConfig, settings: AnswerSettings):
+        super().__init__(server, settings, "")
         # Its own endpoint lies beside /v1.
-        super().__init__(replace(server, url=server.url.rstrip("/").removesuffix("/v1")), settings, "")
+        self.connection = Server(server, "a llama.cpp server", root=True)
         self.identity = saved_identity(settings.target)
-        build, served = self._facts()
-        self.answered_by = {"answered_by": {"llamacpp": build}}
+        facts = self.connection.json("props", FACTS)
+        self.answered_by = {"answered_by": {"llamacpp": facts["build_info"][:80]}}
+        served = facts["default_generation_settings"]["n_ctx"]
         self.context = min(served, self.context or served)
-
-    def _facts(self) -> tuple[str, int]:
-        """Return the server's version, and the context of one of its slots."""
-        import httpx
-
-        url = f"{self.server.url}/props"
-        try:
-            facts = httpx.get(url, timeout=30.0).raise_for_status().json()
-            return str(facts["build_info"])[:80], int(facts["default_generation_settings"]["n_ctx"])
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            found = f"{url}: {type(error).__name__} {str(error)[:SHOWN_CHARS]}"
-            remedy = "Start llama-server, or correct --server.url and --server.dialect."
-            raise InputError("server", found, "llama.cpp's /props", remedy) from error
 
     def request(self, number: int, row: dict[str, Any], turn: int = 1) -> tuple[str, dict[str, Any]]:
         params = self.params

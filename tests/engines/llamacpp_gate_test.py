@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.data.engines.openai import ServerConfig
 from draftsmith.data.engines.process import running
+from draftsmith.data.engines.server import ServerConfig
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model

@@ -172,7 +172,7 @@ def test_another_model_at_the_server_is_refused(artifacts, tmp_path):
 
 
 def test_no_server_is_one_line(artifacts, tmp_path):
-    with pytest.raises(InputError, match=r"server: found http://127.0.0.1:9/version: ConnectError"):
+    with pytest.raises(InputError, match=r"server: found nothing that listens at http://127.0.0.1:9, expected a vLLM"):
         run(config(artifacts, tmp_path, data=artifacts.responses, features="vllm", feature_server="http://127.0.0.1:9"))
 
 

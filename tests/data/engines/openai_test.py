@@ -12,9 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tiny_models import tiny_tokenizer
 
-from draftsmith.data.engines import openai
-from draftsmith.data.engines.openai import MAX_WAIT_S, ServerConfig, ServerEngine
+from draftsmith.data.engines import server as http
+from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.own import generate_all
+from draftsmith.data.engines.server import MAX_WAIT_S, ServerConfig
 from draftsmith.data.inspect import InspectConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -209,13 +210,19 @@ def test_the_next_shard_is_asked_for_where_there_is_room(vllm_like, ask, expecte
 
 
 def test_failed_attempts_are_logged(vllm_like, ask, monkeypatch, capsys):
-    monkeypatch.setattr(openai, "NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(http, "NOTE_EVERY_S", 0.0)
     server = vllm_like()
     server.misbehave = lambda handler, body: time.sleep(1.0) is None
     with pytest.raises(InputError, match=r"no whole answer in 0\.3 s in 2 attempts"):
         ask(server.url, retries=1, timeout_s=0.3)
     log = " ".join(capsys.readouterr().err.split())
     assert f"{server.url}/completions: attempt 1 of 2 failed: no whole answer in 0.3 s" in log
+
+
+def test_a_server_that_is_not_there_is_one_line(ask, capsys):
+    with pytest.raises(InputError, match=r"^server: found nothing that listens at http://127.0.0.1:9/v1, expected a"):
+        ask("http://127.0.0.1:9/v1", retries=1)
+    assert capsys.readouterr().err.count("attempt 1 of 2 failed: ConnectError") == 1
 
 
 def refusing(*prompts: list[int]) -> Callable[[Handler, dict], bool]:

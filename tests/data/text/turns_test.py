@@ -25,8 +25,8 @@ from turn_taking import (
     rows_of,
 )
 
-from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.own import generate_all
+from draftsmith.data.engines.server import Server
 from draftsmith.data.store.shards import account
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.conversations import Chat, open_turns, read_chat
@@ -34,7 +34,8 @@ from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
-from draftsmith.modules.types import InputError
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.types import InputError, SamplingParams
 
 # A conversation, the setting, what is asked first, what follows each answer, and how many turns nobody answers.
 ASKED = [
@@ -180,16 +181,15 @@ def test_turns_that_are_not_asked_are_counted_by_reason(talks, asked, tmp_path):
 def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
     lm, seen = load_lm(TARGET), []
 
-    async def reply(self, client, request):
+    async def reply(self, path, body):
         await asyncio.sleep(0)
-        seen.append(request)
-        body = request[1]
-        ids = generate_all(lm, [body["prompt"]], self.params, body["max_tokens"], 32)[0]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        seen.append((path, body))
+        ids = generate_all(lm, [body["prompt"]], SamplingParams(), body["max_tokens"], 32)[0]
+        text = load_tokenizer(TARGET).decode(ids, skip_special_tokens=True)
         reason = "stop" if ids[-1] in lm.info.eos_ids else "length"
         return {"choices": [{"text": text, "finish_reason": reason, "token_ids": ids}]}
 
-    monkeypatch.setattr(ServerEngine, "ask", reply)
+    monkeypatch.setattr(Server, "ask", reply)
     made = rows_of(make_responses(asked, tmp_path / "out", engine="openai"))
     for ours, theirs in zip(made, rows_of(answered), strict=True):
         for name in ("id", "input_ids", "loss_mask", "turn", "ended"):

@@ -1,0 +1,222 @@
+"""The HTTP client of every engine's server: requests, retries, and one line for what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from draftsmith.data.console import log_note
+from draftsmith.data.store.manifest import volatile
+from draftsmith.data.text.template import RowError
+from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.reading import misfits
+from draftsmith.modules.types import InputError, check_range
+
+if TYPE_CHECKING:
+    import httpx
+
+RETRIED_STATUS = {408, 409, 425, 429}  # and 500 or above: busy, restarting, overloaded
+PROMPT_STATUS = {400, 413, 422}  # other statuses of 300 and above concern the address, the key or the model
+MAX_WAIT_S = 60.0  # between attempts
+NOTE_EVERY_S = 30.0  # while the server is unavailable
+ANSWER_S, INFO_S = 600.0, 30.0  # longest wait for an answer, and for the server's description
+SHOWN_CHARS = 200  # of a reply, in errors
+READ_LOG = "Read the server's log, or check the address."
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """A running server.
+
+    Attributes:
+        url: Base address with its version, such as http://127.0.0.1:8000/v1.
+        model: Name of the model at the server; default: the value of `target`.
+        dialect: vllm sends and receives token ids, and so does llamacpp, at llama-server's own endpoint; openai sends
+            chat messages, receives text, and has no top_k.
+        concurrency: Requests in flight at once.
+        timeout_s: Longest wait for one whole reply, in seconds.
+        retries: Further attempts after a failure, with waits that double from half a second or follow Retry-After, at
+            most a minute each.
+        max_failed: Prompts per shard that may fail; they are dropped and counted. With more failures the stage ends,
+            and the same command continues with this shard.
+        api_key_env: Environment variable that holds the API key.
+    """
+
+    url: str = volatile("http://127.0.0.1:8000/v1")
+    model: str | None = volatile(None)
+    dialect: Literal["vllm", "llamacpp", "openai"] = "vllm"
+    concurrency: int = volatile(32)
+    timeout_s: float = volatile(ANSWER_S)
+    retries: int = volatile(6)
+    max_failed: int = volatile(0)
+    api_key_env: str = volatile("OPENAI_API_KEY")
+
+    def __post_init__(self) -> None:
+        for name, least in {"concurrency": 1, "retries": 0, "max_failed": 0}.items():
+            check_range(f"server.{name}", getattr(self, name), least)
+        if not 0 < self.timeout_s < math.inf:
+            raise InputError("server.timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
+        # An address with a password or a key is neither shown nor stored in a manifest.
+        if {"@", "?", "#"} & set(self.url):
+            remedy = "Set the environment variable that --server.api-key-env names."
+            raise InputError("server.url", "an address with @, ? or #", "no user, password or query", remedy)
+        if not self.url.startswith(("http://", "https://")):
+            raise InputError("server.url", repr(self.url), "http://HOST:PORT/v1, or https", "Correct it.")
+
+
+class Server:
+    """Requests to a server, without or with retries. Paths are relative to its address.
+
+    kind: what it is to be, for errors. root: paths begin before the version, /v1. max_wait_s: between attempts.
+    """
+
+    def __init__(
+        self, config: ServerConfig, kind: str = "a server", root: bool = False, max_wait_s: float = MAX_WAIT_S
+    ):
+        need_extra()
+        self.config, self.kind, self.max_wait_s = config, kind, max_wait_s
+        self.url = config.url.rstrip("/")
+        self.url = self.url.removesuffix("/v1") if root else self.url
+        key = os.environ.get(config.api_key_env, "").strip()
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client: httpx.AsyncClient | None = None
+        self._last_note = -math.inf
+
+    def json(self, path: str, shape: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> Any:
+        """Get a page, or post `body` to it, and return its JSON of this shape."""
+        content = self.page(path, body)
+        try:
+            reply = json.loads(content)
+        except (ValueError, RecursionError):
+            reply = content[:SHOWN_CHARS].decode("utf-8", "replace")
+        for found, expected in misfits(reply, shape):
+            raise self._error(path, found, f"{expected}, of {self.kind}")
+        return reply
+
+    def page(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Get a page, or post `body` to it, and return its content."""
+        import httpx
+
+        method, limit_s = ("GET", INFO_S) if body is None else ("POST", self.config.timeout_s)
+        with self._errors(path):
+            reply = httpx.request(method, f"{self.url}/{path}", timeout=limit_s, headers=self._headers, json=body)
+        if not reply.is_success:
+            raise self._error(path, f"status {reply.status_code}, {reply.text[:SHOWN_CHARS]!r}")
+        return reply.content
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Post `body` and yield the events of a streamed reply."""
+        import httpx
+
+        options: dict[str, Any] = {"json": body, "headers": self._headers, "timeout": self.config.timeout_s}
+        with self._errors(path), httpx.stream("POST", f"{self.url}/{path}", **options) as reply:
+            if not reply.is_success:
+                text = reply.read()[:SHOWN_CHARS].decode("utf-8", "replace")
+                raise self._error(path, f"status {reply.status_code}, {text!r}")
+            for line in reply.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Post `body` and return the reply's JSON, with retries while the server is unavailable.
+
+        Raises:
+            RowError: this body is refused, or all attempts failed. InputError: every body would be refused, or nothing
+            listens at the address.
+        """
+        import httpx
+
+        if self._client is None:
+            limits = httpx.Limits(max_connections=self.config.concurrency)
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
+        url, attempts = f"{self.url}/{path}", self.config.retries + 1
+        for attempt in range(1, attempts + 1):
+            # Random waits keep many clients from coming back at the same moment.
+            wait_s = random.uniform(0.0, 0.5 * 2 ** min(attempt, 10))
+            last: Exception | None = None
+            try:
+                # httpx's own timeout is per read: a slow drip would never reach it.
+                async with asyncio.timeout(self.config.timeout_s):
+                    response = await self._client.post(url, json=body)
+            except TimeoutError:
+                problem = f"no whole answer in {self.config.timeout_s:g} s"
+            except httpx.RequestError as error:
+                problem, last = f"{type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip(), error
+            except (httpx.InvalidURL, UnicodeError) as error:
+                raise self._error(path, error) from error
+            else:
+                status = response.status_code
+                if status < 500 and status not in RETRIED_STATUS:
+                    return self._parse(path, response)
+                problem = f"status {status}: {response.text[:SHOWN_CHARS]}"
+                # Retry-After may also be a date: then the usual waits apply.
+                after = response.headers.get("retry-after", "")
+                wait_s = max(wait_s, float(after) if after.isdecimal() else 0.0)
+
+            now = time.monotonic()
+            if now - self._last_note >= NOTE_EVERY_S and not place().rank:
+                self._last_note = now
+                log_note(f"draftsmith: {url}: attempt {attempt} of {attempts} failed: {problem}")
+            if attempt < attempts:
+                await asyncio.sleep(min(wait_s, self.max_wait_s))
+        if isinstance(last, httpx.ConnectError):
+            raise self._error(path, last) from last
+        raise RowError(f"{url}: {problem} in {attempts} attempts")
+
+    async def close(self) -> None:
+        """Close the connections of `ask`."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _parse(self, path: str, response: httpx.Response) -> Any:
+        """Return the reply's JSON; raise RowError if this body is refused, InputError if every body would be."""
+        found = f"status {response.status_code}, {response.text[:SHOWN_CHARS]}"
+        if response.status_code in PROMPT_STATUS:
+            raise RowError(found)
+        try:
+            # A web page with status 200 is another service at this address.
+            if response.status_code < 300:
+                return response.json()
+        except (ValueError, RecursionError):
+            found = f"no JSON, {found}"
+        remedy = "Check --server.url (it ends with /v1 at most servers), --server.model and --server.dialect."
+        raise InputError("server", f"{self.url}/{path}: {found}", "a reply", remedy)
+
+    @contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        """Raise InputError for what goes wrong with a request."""
+        import httpx
+
+        try:
+            yield
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, json.JSONDecodeError) as error:
+            raise self._error(path, error) from error
+
+    def _error(self, path: str, found: object, expected: str = "") -> InputError:
+        import httpx
+
+        if isinstance(found, httpx.ConnectError):
+            remedy = "Start it, or correct the address."
+            return InputError("server", f"nothing that listens at {self.url}", self.kind, remedy)
+        if isinstance(found, httpx.InvalidURL | UnicodeError):
+            return InputError("server.url", f"{self.url} ({found})", "http://HOST:PORT, or https", "Correct it.")
+        if isinstance(found, Exception):
+            found = f"{type(found).__name__} {str(found)[:SHOWN_CHARS]}".strip()
+        return InputError("server", f"{self.url}/{path}: {found}", expected or f"{self.kind} that answers", READ_LOG)
+
+
+def need_extra() -> None:
+    """Raise InputError if the package for servers is not installed."""
+    try:
+        import httpx  # noqa: F401
+    except ImportError as error:
+        remedy = "pip install 'draftsmith[serve]'"
+        raise InputError("engine", f"a server without {error.name}", "the extra `serve`", remedy) from error
