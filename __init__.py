@@ -24,7 +24,7 @@ PUBLIC = {
     "LitDrafter": ("train.module", "LitDrafter"),
     "HeadDataModule": ("train.data", "HeadDataModule"),
     "fit": ("train.fit", "fit"),
-    "save": ("data.heads.card", "save"),
+    "save": ("modules.pretrained.card", "save"),
     "export": ("launch.python", "export"),
     "run": ("launch.python", "run"),
     "InputError": ("modules.types", "InputError"),
@@ -52,7 +52,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from draftsmith.data.heads.card import save as save
     from draftsmith.data.store.datasets import collate_features as collate
     from draftsmith.data.store.datasets import open_dataset as open_dataset
     from draftsmith.eval.answer import generate as generate
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from draftsmith.launch.python import run as run
     from draftsmith.launch.python import settings as settings
     from draftsmith.modules.drafters.methods import add_folder as add_drafters
+    from draftsmith.modules.pretrained.card import save as save
     from draftsmith.modules.pretrained.heads import load_draft_head as load_head
     from draftsmith.modules.pretrained.models import load_lm as load_target
     from draftsmith.modules.pretrained.tokenizers import load_tokenizer as load_tokenizer

@@ -18,7 +18,6 @@ import numpy as np
 
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
 from draftsmith.data.engines.llamacpp import server_binary
-from draftsmith.data.export.directory import gguf_file
 from draftsmith.data.settings import check_positive
 from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.data.store.writer import sole_writer
@@ -32,6 +31,7 @@ from draftsmith.eval.report.tables import to_json
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.head import BlockHead
 from draftsmith.modules.drafters.methods import MODEL, FixedLengthMethod, known_methods, parse_method
+from draftsmith.modules.pretrained.directory import gguf_file
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.reading import read_lines, read_object
 from draftsmith.modules.types import InputError

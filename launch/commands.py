@@ -85,9 +85,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
     "Train heads": {
         "train acceptance": Command(
-            "train.config:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.command"
+            "train.config:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="launch.training"
         ),
-        **of_drafters("train", "train.config:drafter_config", "train.command"),
+        **of_drafters("train", "train.config:drafter_config", "launch.training"),
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(
@@ -102,17 +102,16 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
     },
     "Use heads elsewhere, and others' here": {
-        "export": Command("data.export.export:ExportConfig", "A head as another system loads it, checked"),
+        "export": Command("launch.export.export:ExportConfig", "A head as another system loads it, checked"),
         "check": Command(
-            "eval.engines.gate:EngineCheckConfig", "What another system makes of a directory", ("directory",)
+            "eval.check.engine:EngineCheckConfig", "What another system makes of a directory", ("directory",)
         ),
-        "import": Command("data.export.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
-        "repair": Command(
-            "data.heads.repair:RepairConfig", "What is wrong in a head's files, by how it drafts", ("directory",)
-        ),
+        "import": Command("launch.export.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
     },
     "Measure": {
-        "diagnose": Command("eval.diagnose:DiagnoseConfig", "Why a drafter drafts badly, and the remedy", ("draft",)),
+        "diagnose": Command(
+            "launch.export.diagnose:DiagnoseConfig", "Why a drafter drafts badly, and its files corrected", ("draft",)
+        ),
         "eval bench": Command(
             "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
         ),

@@ -22,10 +22,10 @@ from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from torch import nn
 
 from draftsmith.data.console import print_text
-from draftsmith.data.heads.card import model_card
 from draftsmith.data.store.manifest import decisive, resolved
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.data.text.answers import Supervision
+from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.heads import head_fields, made_with, save_head
 from draftsmith.modules.pretrained.provenance import differences, flatten

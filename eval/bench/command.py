@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 
 from draftsmith.data.console import log_note, print_table
-from draftsmith.data.heads.card import CARD, WEIGHTS, write_measured
 from draftsmith.data.settings import MODEL, DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
@@ -36,6 +35,7 @@ from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, 
 from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
+from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256

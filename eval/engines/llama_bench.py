@@ -22,12 +22,12 @@ import numpy as np
 
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.process import running
-from draftsmith.data.export.directory import read_package
-from draftsmith.data.export.gguf import is_gguf_model
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.costs import interpolate
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
 from draftsmith.modules.formats.foreign import ForeignHead, detect
+from draftsmith.modules.pretrained.directory import read_package
+from draftsmith.modules.pretrained.gguf_writer import is_gguf_model
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 

@@ -16,15 +16,11 @@ import torch
 from draftsmith.data.console import Column, Table, format_interval, log_note, print_table, print_text
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
-from draftsmith.data.export.check import foreign_package
-from draftsmith.data.export.directory import gguf_file, package_directory
-from draftsmith.data.export.gguf import is_gguf_model
 from draftsmith.data.settings import check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
 from draftsmith.eval.bootstrap import Resamples
-from draftsmith.eval.engines.chain import EngineAnswer
-from draftsmith.eval.engines.gate import SYSTEMS
+from draftsmith.eval.engines.chain import SYSTEMS, EngineAnswer
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, Round, ServedModels, ServerAnswer, server_words
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
 from draftsmith.eval.engines.vllm import server_words as server_words_vllm
@@ -33,8 +29,10 @@ from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect
 from draftsmith.modules.formats.systems import vllm_command
+from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.gguf import open_gguf
+from draftsmith.modules.pretrained.gguf_writer import is_gguf_model
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 

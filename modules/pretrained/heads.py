@@ -1,6 +1,6 @@
 """Head directories: `config.json`, `model.safetensors`, `manifest.json`, `README.md`; written whole or not at all.
 
-`measured.json` and a card with its numbers may be added later (data/heads/card.py): neither is hashed.
+`measured.json` and a card with its numbers may be added later (modules/pretrained/card.py): neither is hashed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from bad_input.row import Row
 
 TARGET = "--target {target} "
 OUT = "--output {out} "
+WRITE = "--write {out} "
 BENCH = f"eval bench {TARGET}--prompts {{chats}} --limit 1 --repeats 1 --max-new-tokens 4 {OUT}"
 SERVE = f"{TARGET}--engine vllm --prompts {{chats}} "
 TRAIN = "train eagle --data x --target y --output z"
@@ -84,11 +85,11 @@ ROWS = [
     Row("diagnose: a draft model", f"diagnose {{draft}} --data {{responses}} {TARGET}", ("draft", "a head directory")),
     Row("diagnose: no drafter", f"diagnose {{acceptance}} --data {{responses}} {TARGET}", ("acceptance", "a drafter")),
     Row("diagnose: no answers", f"diagnose {{eagle}} --data {{prompts}} {TARGET}", ("prompts without answers",)),
-    Row("repair: nothing there", f"repair x/y --data {{responses}} {TARGET}{OUT}", ("x/y",)),
-    Row("repair: no drafter", f"repair {{acceptance}} --data {{responses}} {TARGET}{OUT}", ("acceptance", "a drafter")),
-    Row("repair: no answers", f"repair {{eagle}} --data {{responses}} --limit 0 {TARGET}{OUT}", ("limit", "0")),
+    Row("mend: nothing there", f"diagnose x/y --data {{responses}} {TARGET}{WRITE}", ("x/y",)),
+    Row("mend: no drafter", f"diagnose {{acceptance}} --data {{responses}} {TARGET}{WRITE}", ("acceptance", "drafter")),
+    Row("mend: no answers", f"diagnose {{eagle}} --data {{responses}} --limit 0 {TARGET}{WRITE}", ("limit", "0")),
+    Row("mend: features", f"diagnose {{eagle}} --data {{features}} {TARGET}{WRITE}", ("features", "responses")),
     Row("export: no hub id", f"export --format vllm --head {{eagle}} {OUT}--push nosuch", ("push", "nosuch", "hub id")),
-    Row("repair: features", f"repair {{eagle}} --data {{features}} {TARGET}{OUT}", ("features", "responses")),
     Row("inspect: a model", "data inspect {target}", ("manifest.json",)),
     Row("inspect: a row past the last", "data inspect {prompts} --row 999", ("row", "999")),
     # Training and its plan.

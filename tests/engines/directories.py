@@ -38,17 +38,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from defects import DEFECTS, Defect
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.check import differences, hashes_of
-from draftsmith.data.export.directory import read_package
-from draftsmith.data.export.export import ExportConfig, write_package
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.states import facts_of
+from draftsmith.eval.check.check import differences, hashes_of
+from draftsmith.eval.check.states import facts_of
+from draftsmith.launch.export.export import ExportConfig, write_package
+from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, DocumentBlocks, layers_like
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package
+from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

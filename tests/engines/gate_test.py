@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data.export.directory import read_package
-from draftsmith.eval.engines.gate import EngineCheckConfig, run
+from draftsmith.eval.check.engine import EngineCheckConfig, run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
 from draftsmith.modules.formats import formats
+from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.heads import load_head, stored_tensors
 from draftsmith.modules.types import InputError
 

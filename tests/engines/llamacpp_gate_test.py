@@ -19,25 +19,25 @@ from torch import Tensor
 
 from draftsmith.data.engines.process import running
 from draftsmith.data.engines.server import ServerConfig
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.command import run as bench
-from draftsmith.eval.engines.gate import EngineCheckConfig, run
+from draftsmith.eval.check.engine import EngineCheckConfig, run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
 from draftsmith.eval.lossless.answers import CertifyConfig
 from draftsmith.eval.lossless.answers import run as certify
 from draftsmith.eval.schedule import ScheduleConfig
 from draftsmith.eval.schedule import run as schedule
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.block.net import default_layers
 from draftsmith.modules.formats.gguf import to_adjacent, to_halves
 from draftsmith.modules.pretrained.gguf import open_gguf
+from draftsmith.modules.pretrained.gguf_writer import copied_metadata, read_tensor, write_gguf, write_gguf_model
 from draftsmith.modules.types import InputError
 
 torch.set_num_threads(1)

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from quick_heads import quick_block_head, quick_eagle3_head, quick_eagle_head
 from run_models import run_models
 
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
 from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.eagle3 import layer_like
 from draftsmith.modules.drafters.methods import parse_method

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.heads.diagnosis import agreed, template
-from draftsmith.data.heads.repair import RepairConfig
-from draftsmith.data.heads.repair import run as repair
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
-from draftsmith.eval.diagnose import DiagnoseConfig, run
+from draftsmith.eval.diagnose.diagnosis import template
+from draftsmith.eval.diagnose.drafts import agreed
+from draftsmith.launch.export.diagnose import DiagnoseConfig, run
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
+from draftsmith.launch.training import run as train_and_explain
 from draftsmith.modules.formats.readings import other_weights, reversed_states
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
@@ -169,11 +169,7 @@ def test_a_head_that_is_not_read_as_it_was_trained(world, diagnosed, sound, tmp_
 
 
 def repaired(world, head: Path, output: Path) -> tuple[int, Any]:
-    code = repair(
-        RepairConfig(
-            directory=str(head), target=str(world.target), data=world.responses, output=output, limit=NUM_PROMPTS
-        )
-    )
+    code = run(DiagnoseConfig(draft=str(head), target=str(world.target), data=world.responses, write=output))
     written = output / "repaired"
     return code, load_draft_head(written, load_lm(str(world.target))) if written.exists() else None
 
@@ -299,7 +295,7 @@ def test_repair_returns_the_code_of_an_export_that_differs(world, sound, tmp_pat
     (files / "config.json").write_text(json.dumps({**fields, ids: [number + 1 for number in fields[ids]]}))
     (files / "draftsmith.json").unlink()
     # The export's own check finds a difference.
-    monkeypatch.setattr("draftsmith.data.export.export.hashes_of", lambda state: dict.fromkeys(state, "0123"))
+    monkeypatch.setattr("draftsmith.launch.export.export.hashes_of", lambda state: dict.fromkeys(state, "0123"))
     code, found = repaired(world, files, tmp_path / "out")
     assert code == 1 and found is not None and "CHANGED" not in capsys.readouterr().out
     assert not (tmp_path / "out" / "files").exists()
@@ -364,7 +360,7 @@ def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
 def test_a_training_with_bad_numbers_ends_with_a_diagnosis(world, tmp_path, capsys, kind, steps):
     """A diagnosis reads whole texts: the target answers a piece of one differently."""
     own = {"layers": LAYERS, "max_length": 32} if kind == "eagle3" else {}
-    train(
+    train_and_explain(
         drafter_config(kind)(
             data=world.responses, target=str(world.target), output=tmp_path / "run", max_steps=steps, batch_size=8,
             val_share=0.5, tau_prompts=0, loggers=("csv",), num_threads=1, **own,

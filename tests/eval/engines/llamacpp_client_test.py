@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval.engines.gate import ComparedPrompt, GateClient, print_comparison
+from draftsmith.eval.check.engine import ComparedPrompt, GateClient, print_comparison
 from draftsmith.eval.engines.llamacpp import Round
 
 # Two rounds of three drafted tokens: the first ends with 7, the second begins with 8. 7 ends inside of a character.

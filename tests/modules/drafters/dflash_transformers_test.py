@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.modeling_outputs import BaseModelOutput
 
-from draftsmith.data.export.states import answered_prompts
+from draftsmith.eval.check.states import answered_prompts
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.formats import formats

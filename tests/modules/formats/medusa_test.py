@@ -11,11 +11,11 @@ from foreign_heads import Block, changed
 from safetensors.torch import save_file
 from torch import nn
 
-from draftsmith.data.export.directory import read_package
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, TargetFacts
 from draftsmith.modules.formats.foreign import ForeignHead, detect
+from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.heads import build_head
 from draftsmith.modules.types import InputError
 

@@ -14,8 +14,8 @@ import torch
 import transformers
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
 from draftsmith.modules.pretrained.gguf import dequantized_directory, open_gguf
+from draftsmith.modules.pretrained.gguf_writer import copied_metadata, read_tensor, write_gguf, write_gguf_model
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError

@@ -16,10 +16,10 @@ from tiny_models import tiny_llama_dir, tiny_tokenizer
 from transformers import AutoTokenizer
 
 from draftsmith.data.engines.own import generate_all, pad_right
-from draftsmith.data.export.gguf import write_gguf_model
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import models, parity
 from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
+from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.layerwise import layer_states
 from draftsmith.modules.pretrained.models import load_lm, load_outer

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.export.gguf import read_gguf_head
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.pretrained.checkpoint import read_model_json, weight_map
+from draftsmith.modules.pretrained.gguf_writer import read_gguf_head
+from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.reading import open_tensors
 from draftsmith.modules.types import InputError
@@ -64,6 +65,19 @@ def read_package(path: str) -> Package:
     if odd := [name for name in tensors if not name.isprintable()]:
         raise InputError(str(directory), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
     return Package(config, tensors, metadata)
+
+
+def foreign_package(directory: Path) -> Package:
+    """Read a directory that another system wrote.
+
+    Raises:
+        InputError: no such directory, or one of our own heads.
+    """
+    package = read_package(str(directory))
+    if kind_at(directory) is not None:
+        remedy = f"Write it for others: draftsmith export --head {directory} --format FORMAT --output DIR"
+        raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
+    return package
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

@@ -20,16 +20,14 @@ from draftsmith.data.console import log_note, print_table, print_text, table_fro
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
 from draftsmith.data.engines.server import ANSWER_S
-from draftsmith.data.export import check
-from draftsmith.data.export.check import CheckConfig, foreign_package, hashes_of
-from draftsmith.data.export.check import differences as head_differences
-from draftsmith.data.export.directory import gguf_file, package_directory
-from draftsmith.data.export.gguf import is_gguf_model, widen_gguf, write_gguf_model
-from draftsmith.data.export.states import facts_of
 from draftsmith.data.settings import MODEL, check_not_negative, check_positive
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.engines.chain import EngineAnswer, OurChain, tokens_per_round
+from draftsmith.eval.check import check
+from draftsmith.eval.check.check import CheckConfig, hashes_of
+from draftsmith.eval.check.check import differences as head_differences
+from draftsmith.eval.check.states import facts_of
+from draftsmith.eval.engines.chain import SYSTEMS, EngineAnswer, OurChain, tokens_per_round
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels
 from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
@@ -39,6 +37,8 @@ from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect, n
 from draftsmith.modules.formats.readings import Reading, engine_readings, readings
 from draftsmith.modules.formats.systems import vllm_command
 from draftsmith.modules.layers import rope_settings
+from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
+from draftsmith.modules.pretrained.gguf_writer import is_gguf_model, widen_gguf, write_gguf_model
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
 from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
@@ -47,8 +47,6 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
 NUM_DRAFTED = 5
-# Value of --engine that serves the directory -> the engine's name. The values are those of its format, too.
-SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 QUESTION = "What is two and two?"
 MISREAD_PROMPTS = 6  # prompts on which misreadings of the head are tried
 TEMPLATE, DIRECTORY = "the server's chat template", "the directory"
@@ -138,7 +136,7 @@ def run(config: EngineCheckConfig) -> int:
     """Check a directory; return 0 if nothing differs, else 1.
 
     Raises:
-        InputError: as `data.export.check`; or the engine does not start, answer or count.
+        InputError: as `eval.check.check`; or the engine does not start, answer or count.
     """
     if config.engine not in SYSTEMS:
         for name in ("engine_path", "server", "prompts"):

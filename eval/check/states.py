@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.text.template import RowError, prompt_ids
+from draftsmith.eval.diagnose.drafts import answered
 from draftsmith.modules.formats.base import HeadFormat, TargetFacts
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
 from draftsmith.modules.pretrained.hub import read_config
@@ -129,8 +130,4 @@ def answered_prompts(path: str, lm: CausalLM, longest: int) -> list[dict[str, An
         raise InputError("chat_template", found, "a working template", "Save one that works.") from error
     # The end of a long prompt is cut, so that a head has positions for prompt and answer.
     prompts = [ids[: longest - room] for ids in encoded]
-    answers = generate_all(lm, prompts, SamplingParams(), room, len(prompts))
-    return [
-        {"input_ids": [*prompt, *answer], "loss_mask": [False] * len(prompt) + [True] * len(answer)}
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    return answered(prompts, generate_all(lm, prompts, SamplingParams(), room, len(prompts)))

@@ -11,15 +11,15 @@ import torch
 from head_directory import Directory
 from quick_heads import quick_eagle3_head
 
-from draftsmith.data.export.check import RECORD, CheckConfig
-from draftsmith.data.export.check import run as check
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.import_head import ImportConfig, tied_to_target
-from draftsmith.data.export.import_head import run as import_head
-from draftsmith.data.export.states import answered_prompts
-from draftsmith.data.heads.card import model_card
+from draftsmith.eval.check.check import RECORD, CheckConfig
+from draftsmith.eval.check.check import run as check
+from draftsmith.eval.check.states import answered_prompts
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.import_head import ImportConfig, tied_to_target
+from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.modules.formats.base import ImportedHead
+from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.heads import head_fields, load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

@@ -17,7 +17,6 @@ from typing import Any
 
 import yaml
 
-from draftsmith.data.console import markdown_lines
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.formats import GGUF, formats_of
@@ -260,7 +259,7 @@ def _metrics_section(metrics: Mapping[str, float]) -> str:
         if name.startswith("agreement_"):
             meaning = AGREEMENT.format(name.removeprefix("agreement_"))
         rows.append((name, f"{value:.4g}", meaning))
-    return "\n".join(markdown_lines(("metric", "value", "meaning"), rows)) if rows else ""
+    return _table(("metric", "value", "meaning"), rows) if rows else ""
 
 
 def _tau_section(measured: Mapping[str, Any] | None) -> str:
@@ -273,7 +272,7 @@ def _tau_section(measured: Mapping[str, Any] | None) -> str:
         for task, part in {"all": row, **(row.get("by_task") or {})}.items():
             tau, speedup = f"{part['tau']:.3f}", f"{part['speedup']:.2f}x"
             rows.append((task, label, str(part["prompts"]), f"{part['tokens']:,}", tau, speedup))
-    table = "\n".join(markdown_lines(("task", "method", "prompts", "tokens", "tau", "speed-up"), rows))
+    table = _table(("task", "method", "prompts", "tokens", "tau", "speed-up"), rows)
 
     # A measurement means nothing without its rule, prompts and machine.
     settings, prompts, hardware = measured["settings"], measured["prompts"], measured["hardware"]
@@ -304,6 +303,11 @@ def _calibration_section(head: Mapping[str, Any], metrics: Mapping[str, float], 
 def _export_section(export: Mapping[str, Any]) -> str:
     checks = "\n".join(f"- {check}" for check in export.get("checks", ())) or "- none"
     return f"{_fenced(export['command'])}\n\nChecked when it was written, and passed:\n\n{checks}"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _bullets(rows: Mapping[str, Any]) -> str:

@@ -12,14 +12,14 @@ from head_directory import Directory
 from quick_heads import quick_block_head
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.check import RECORD, CheckConfig
-from draftsmith.data.export.check import run as check
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.import_head import ImportConfig
-from draftsmith.data.export.import_head import run as import_head
-from draftsmith.data.export.states import answered_prompts
-from draftsmith.data.heads.diagnosis import head_variants
+from draftsmith.eval.check.check import RECORD, CheckConfig
+from draftsmith.eval.check.check import run as check
+from draftsmith.eval.check.states import answered_prompts
+from draftsmith.eval.diagnose.diagnosis import head_variants
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.import_head import ImportConfig
+from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.modules.formats.gguf import to_adjacent
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
@@ -84,7 +84,7 @@ def test_the_command_drafts_whole_blocks_and_no_more(heads, tmp_path, capsys, mo
     export(ExportConfig(format="vllm", head=heads["dflash"], output=tmp_path / "vllm"))
     assert '"method": "dflash"' in (shown := capsys.readouterr().out) and '"num_speculative_tokens": 4' in shown
     # Before any model is read.
-    monkeypatch.setattr("draftsmith.data.export.export.state_source", lambda *_: pytest.fail("read a model"))
+    monkeypatch.setattr("draftsmith.launch.export.export.state_source", lambda *_: pytest.fail("read a model"))
     with pytest.raises(InputError, match="num_drafted: found 5, expected at most 4"):
         export(ExportConfig(format="vllm", head=heads["dflash"], output=tmp_path / "more", num_drafted=5))
 

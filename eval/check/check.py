@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.data.console import print_text
-from draftsmith.data.export.directory import read_package
-from draftsmith.data.export.report import CheckReport, Measure, print_report
-from draftsmith.data.export.states import StateSource, answered_prompts, state_source, states_after
-from draftsmith.data.heads.diagnosis import (
+from draftsmith.data.settings import Dtype, Loading
+from draftsmith.eval.check.report import CheckReport, Measure, print_report
+from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
+from draftsmith.eval.diagnose.drafts import (
     COMPARED,
     HeadVariant,
     better_variants,
@@ -26,18 +26,18 @@ from draftsmith.data.heads.diagnosis import (
     longest_draft,
     right,
 )
-from draftsmith.data.heads.diagnosis import measure as measure_texts
-from draftsmith.data.settings import Dtype, Loading
+from draftsmith.eval.diagnose.drafts import measure as measure_texts
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import format_names, formats
-from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Problem, largest
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Problem, largest
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.formats.llama import frequencies
 from draftsmith.modules.layers import RopeScaling, RotarySettings
-from draftsmith.modules.pretrained.heads import build_head, kind_at, load_head
+from draftsmith.modules.pretrained.directory import foreign_package
+from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.provenance import compare_identity
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
@@ -103,19 +103,6 @@ def run(config: CheckConfig) -> int:
                 verdict = f"another head, or none ({lines[0]}{more})" if lines else "computes this head"
                 print_text(f"  {other.name}: {verdict}")
     return 1 if report.failures else 0
-
-
-def foreign_package(directory: Path) -> Package:
-    """Read a directory that another system wrote.
-
-    Raises:
-        InputError: no such directory, or one of our own heads.
-    """
-    package = read_package(str(directory))
-    if kind_at(directory) is not None:
-        remedy = f"Write it for others: draftsmith export --head {directory} --format FORMAT --output DIR"
-        raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
-    return package
 
 
 def original(directory: Path, kind: str, source: StateSource) -> nn.Module:

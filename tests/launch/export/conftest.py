@@ -11,11 +11,11 @@ import pytest
 from quick_heads import quick_eagle_head
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.check import CheckConfig
-from draftsmith.data.export.check import run as check
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.states import answered_prompts
+from draftsmith.eval.check.check import CheckConfig
+from draftsmith.eval.check.check import run as check
+from draftsmith.eval.check.states import answered_prompts
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.eagle import EagleHead
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm

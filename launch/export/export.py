@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from draftsmith.data.console import print_text
-from draftsmith.data.export.check import RECORD, check_head, hashes_of, original
-from draftsmith.data.export.directory import read_package
-from draftsmith.data.export.gguf import (
+from draftsmith.data.settings import Dtype, Loading
+from draftsmith.data.store.writer import occupied, sole_writer
+from draftsmith.eval.check.check import RECORD, check_head, hashes_of, original
+from draftsmith.eval.check.report import CheckReport, Measure, print_report
+from draftsmith.eval.check.states import state_source
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.formats import GGUF, format_names, formats, formats_of
+from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
+from draftsmith.modules.formats.gguf import head_to_gguf
+from draftsmith.modules.formats.systems import llamacpp_command
+from draftsmith.modules.pretrained.card import measured_of, model_card
+from draftsmith.modules.pretrained.checkpoint import INDEX
+from draftsmith.modules.pretrained.directory import read_package
+from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text, write_torch
+from draftsmith.modules.pretrained.gguf_writer import (
     copied_tokenizer,
     rounded_to_q8,
     tokenizer_metadata,
     write_gguf,
     write_gguf_model,
 )
-from draftsmith.data.export.report import CheckReport, Measure, print_report
-from draftsmith.data.export.states import state_source
-from draftsmith.data.heads.card import measured_of, model_card
-from draftsmith.data.settings import Dtype, Loading
-from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.formats import GGUF, format_names, formats, formats_of
-from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
-from draftsmith.modules.formats.gguf import head_to_gguf
-from draftsmith.modules.formats.systems import llamacpp_command
-from draftsmith.modules.pretrained.checkpoint import INDEX
-from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.modules.pretrained.heads import (
     build_head,
     head_config,

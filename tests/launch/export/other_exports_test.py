@@ -9,12 +9,12 @@ import torch
 from quick_heads import varied_acceptance_head
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.check import CheckConfig
-from draftsmith.data.export.check import run as check
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.import_head import ImportConfig
-from draftsmith.data.export.import_head import run as import_head
+from draftsmith.eval.check.check import CheckConfig
+from draftsmith.eval.check.check import run as check
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.import_head import ImportConfig
+from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import drafter_identity, load_head, save_head

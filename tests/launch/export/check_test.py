@@ -10,8 +10,8 @@ import torch
 from head_directory import Directory
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.check import RECORD, CheckConfig
-from draftsmith.data.export.check import run as check
+from draftsmith.eval.check.check import RECORD, CheckConfig
+from draftsmith.eval.check.check import run as check
 from draftsmith.modules.drafters.eagle import EagleHead
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm

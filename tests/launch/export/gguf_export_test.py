@@ -6,15 +6,15 @@ import pytest
 import torch
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.check import CheckConfig
-from draftsmith.data.export.check import run as check
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.gguf import write_gguf_model
-from draftsmith.data.export.import_head import ImportConfig
-from draftsmith.data.export.import_head import run as import_head
+from draftsmith.eval.check.check import CheckConfig
+from draftsmith.eval.check.check import run as check
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.import_head import ImportConfig
+from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.pretrained.gguf import open_gguf
+from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

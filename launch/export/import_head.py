@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import print_text
-from draftsmith.data.export.check import against_model, read_record
-from draftsmith.data.export.directory import package_directory, read_package, weight_files
-from draftsmith.data.export.states import state_source
-from draftsmith.data.heads.card import model_card
 from draftsmith.data.store.writer import occupied, sole_writer
+from draftsmith.eval.check.check import against_model, read_record
+from draftsmith.eval.check.states import state_source
 from draftsmith.modules.formats import format_names
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
+from draftsmith.modules.pretrained.card import model_card
+from draftsmith.modules.pretrained.directory import package_directory, read_package, weight_files
 from draftsmith.modules.pretrained.heads import build_head, check_sizes, head_fields, made_with, named_kind, save_head
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.tokenizers import tokenizer_identity

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.data.export.directory import read_package, weight_files
 from draftsmith.modules.pretrained import hub
+from draftsmith.modules.pretrained.directory import read_package, weight_files
 from draftsmith.modules.types import InputError
 
 

@@ -13,15 +13,15 @@ from fake_hub import fake_hub
 from safetensors.torch import load_file
 from slow_eagle import Counts, SlowEagle
 
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.import_head import ImportConfig
-from draftsmith.data.export.import_head import run as import_head
-from draftsmith.data.export.states import PROMPTS
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.check.states import PROMPTS
 from draftsmith.launch.cli import main
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.import_head import ImportConfig
+from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm

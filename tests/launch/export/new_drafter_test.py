@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.heads.card import model_card
+from draftsmith.launch.export.export import ExportConfig
+from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.methods import add_folder
+from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.types import InputError
 
 SOURCE = '''"""Echo: drafts the last token again."""

@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.data.heads.card import measured_of, model_card, write_measured
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.card import measured_of, model_card, write_measured
 from draftsmith.modules.pretrained.heads import head_fields, save_head
 
 LLAMA = LlamaConfig(50, 8, 16, 1, 2, 1, 4, 64, rope_theta=5e5)

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tiny_models import tiny_llama_dir
 from torch import Tensor
 
-from draftsmith.data.export.import_head import ImportConfig, run
 from draftsmith.launch.cli import main
+from draftsmith.launch.export.import_head import ImportConfig, run
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import head_config, load_head, save_head
 from draftsmith.modules.pretrained.hub import read_config
@@ -255,7 +255,7 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path, target):
 
 
 def test_facts_are_the_models_own_tables_on_either_engine(target):
-    from draftsmith.data.export.states import facts_of
+    from draftsmith.eval.check.states import facts_of
 
     lean, hf = (facts_of(target, load_lm(target, engine=engine)) for engine in ("lean", "hf"))
     assert lean.raw == hf.raw == json.loads(Path(target, "config.json").read_text())

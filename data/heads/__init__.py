@@ -1,1 +1,0 @@
-"""Head directories and their model cards."""

@@ -1,0 +1,214 @@
+"""Drafts of a head from every position of texts, as it is and under other readings, and how many the target keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.block.net import BlockConfig
+from draftsmith.modules.drafters.branches import BranchDrafter
+from draftsmith.modules.formats.readings import readings
+from draftsmith.modules.layers import RotarySettings
+from draftsmith.modules.pretrained.heads import build_head, stored_tensors
+from draftsmith.modules.pretrained.models import llama_shape
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, SamplingParams
+
+Rows = Sequence[Mapping[str, Any]]
+MOST_TOKENS = 2048  # of a text, whose logits are computed at once
+# Chance of naming a variant that is no better, over all variants tried. Positions of a text are not independent; still,
+# of 19 sound heads of the embedded pair, stopped after 5 to 840 steps, the lowest of about 170 single chances was 0.03.
+CHANCE = 0.01
+COMPARED = 2  # tokens of a variant's draft: the second shows what a head learned on its own states
+LONGEST = ("num_heads", "drafts")  # fields of a config that limit its drafts
+MOST_MASKS = 32  # Llama 3 has 256 special tokens
+
+
+@dataclass(frozen=True)
+class HeadVariant:
+    """A head that reads the target's states after these layers. factor, label: what differs from its config."""
+
+    factor: str
+    label: str
+    head: DraftHead
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TextMeasures:
+    """Measurements on texts.
+
+    Attributes:
+        chosen: share of the answers' tokens that are the target's first choice.
+        perplexity: of these tokens, under the target at temperature 1.
+        agreement: share of a draft's first, second, ... token that is the target's first choice, where those before it
+            were right and equal to the text; of the first variant.
+        lengths: per variant, how many tokens of the draft from each position [N] the target would accept, at most
+            COMPARED.
+        per_text: number of those positions in each text.
+        unknown: shares of the answers' tokens and of the target's first choices that the first variant cannot draft.
+    """
+
+    chosen: float
+    perplexity: float
+    agreement: list[float]
+    lengths: list[Tensor]
+    per_text: list[int]
+    unknown: tuple[float, float]
+
+
+def head_variants(
+    head: DraftHead, rope: RotarySettings | None, num_layers: int, masks: Sequence[int] = (), in_files: bool = False
+) -> list[HeadVariant]:
+    """Return the head as it is, then with one factor changed each.
+
+    rope: of the target, if it is known. masks: tokens that may fill a block drafter's slots (`mask_tokens`).
+    in_files: only those that a head's directory can hold.
+    """
+    layers = head.aux_layers or (num_layers,)
+    variants = [HeadVariant("", "as it is", head, layers)]
+    if not head.aux_layers and num_layers > 1 and not in_files:  # no directory says which state such heads read
+        label = f"layers {num_layers - 1} in place of {num_layers}"
+        variants.append(HeadVariant("layers", label, head, (num_layers - 1,)))
+    device = next(head.parameters()).device
+    for other in readings(head.config, stored_tensors(head), num_layers, rope, masks):
+        built = build_head(head.kind, other.config, other.state).eval().to(device)
+        variants.append(HeadVariant(other.factor, other.label, built, built.aux_layers or layers))
+    return variants
+
+
+def answered(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return prompts with their answers as rows, with `input_ids` and `loss_mask`."""
+    return [
+        {"input_ids": [*prompt, *answer], "loss_mask": [False] * len(prompt) + [True] * len(answer)}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def longest_draft(tokens: int, variants: Sequence[HeadVariant]) -> int:
+    """Return how many of so many tokens all variants can draft: Medusa has a head for each token, a block a slot."""
+    return min(tokens, *(getattr(variant.head.config, name, tokens) for variant in variants for name in LONGEST))
+
+
+def known_rope(target: CausalLM, name: str) -> RotarySettings | None:
+    """Return a target's rotary settings; None for a family whose settings are unknown."""
+    try:
+        return RotarySettings.of(llama_shape(target, name))
+    except InputError:
+        return None
+
+
+def mask_tokens(head: DraftHead, name: str) -> list[int]:
+    """Return the tokens of a target that a block drafter may take for its mask, the likeliest first.
+
+    These are the last id, the first one that is no token, and the special tokens. name: of the target, for its
+    tokenizer. Other heads have none.
+    """
+    if not isinstance(head.config, BlockConfig):
+        return []
+    tokenizer, vocab_size = load_tokenizer(name), head.config.vocab_size
+    special = [token for token, added in sorted(tokenizer.added_tokens_decoder.items()) if added.special]
+    named = [tokenizer.mask_token_id, tokenizer.pad_token_id]
+    ids = dict.fromkeys([vocab_size - 1, len(tokenizer), *named, *special[:MOST_MASKS]])
+    return [token for token in ids if token is not None and token < vocab_size]
+
+
+@torch.inference_mode()
+def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), depth: int = 1) -> TextMeasures:
+    """Read every row's text once with the target, and draft from every position with every variant.
+
+    rows: truncated to MOST_TOKENS and the contexts. depth: tokens of the first variant's drafts; the others draft at
+    most COMPARED.
+    """
+    last = target.info.num_layers
+    layers = tuple(sorted({last, *(layer for variant in variants for layer in variant.layers)}))
+    context = min([MOST_TOKENS, target.info.max_position, *(variant.head.config.max_position for variant in variants)])
+    depths = [depth, *[min(depth, COMPARED)] * len(variants)][: len(variants)]
+    drafting = [BranchDrafter(variant.head.net(target), own) for variant, own in zip(variants, depths, strict=True)]
+    tally, lengths = torch.zeros(2, depth), [[torch.zeros(0, dtype=torch.long)] for _ in variants]
+    per_text: list[int] = []
+    sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
+    for row in rows:
+        ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(row["loss_mask"][:context], dtype=torch.bool)
+        places = mask[1:].nonzero()[:, 0]  # positions before an answer's token
+        features = target.features(ids[None].to(target.device), aux_layers=layers)[0]  # [T, L * H]
+        states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
+        logits = target.lm_head(states[last][places.to(target.device)]).float()  # [P, V]
+        choices = torch.full_like(ids, -1).scatter(0, places, logits.argmax(-1).cpu())  # [T]
+        surprise = F.cross_entropy(logits, ids[places + 1].to(target.device), reduction="sum")
+        sums[:3] += torch.tensor([len(places), (choices[places] == ids[places + 1]).sum(), surprise])
+        # The first token of an answer is never drafted: the target gives it after reading the prompt.
+        begun = places[mask[places]] + 1
+        for number, (variant, branches) in enumerate(zip(variants, drafting, strict=True)):
+            starts = begun[begun >= branches.min_start]
+            if not len(starts):
+                continue
+            branches.open(ids.tolist(), torch.cat([states[layer] for layer in variant.layers], -1))
+            drafted = branches.draft(starts.tolist(), depths[number], [SamplingParams()] * len(starts))
+            hit, compared = agreed(drafted.tokens.cpu(), starts, ids, choices)  # [S, K] each
+            lengths[number].append(hit.sum(1).clamp_max(COMPARED))
+            if number == 0:
+                per_text.append(len(starts))
+                tally += torch.stack([hit.sum(0), compared.sum(0)])
+                known = branches.lm_head(drafted.hidden[:1, 0])[0].isfinite().cpu()  # [V]
+                sums[3:] += torch.stack([(~known[tokens]).sum() for tokens in (ids[places + 1], choices[places])])
+    _, chosen, surprise, *unknown = (sums / sums[0].clamp_min(1)).tolist()
+    agreement = [hits / count for hits, count in tally.T.tolist() if count]
+    joined = [torch.cat(own) for own in lengths]
+    perplexity = math.exp(min(surprise, 100.0))
+    return TextMeasures(chosen, perplexity, agreement, joined, per_text, (unknown[0], unknown[1]))
+
+
+def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Tensor:
+    """Return [2, S, K]: which tokens of greedy drafts [S, K] are the target's first choice, and which were compared.
+
+    A token is compared if it is in the answer and the draft before it was right and equal to the text. choices [T]:
+    first choice after each token of the text where an answer's token follows; -1 elsewhere.
+    """
+    places = starts[:, None] + torch.arange(drafted.shape[1])
+    after, inside = places.clamp_max(len(ids) - 1), places < len(ids)
+    wanted = choices[after - 1].where(inside, -1)
+    hit = drafted == wanted
+    continues = (hit & (drafted == ids[after])).cumprod(-1).bool()
+    compared = (wanted >= 0) & torch.cat([torch.ones_like(continues[:, :1]), continues[:, :-1]], 1)
+    return torch.stack([compared & hit, compared])
+
+
+def better_variants(as_it_is: Tensor, others: Mapping[str, Tensor], whole: bool = False) -> list[str]:
+    """Return the variants that draft better, the best first, by a paired sign test over positions.
+
+    First tokens are compared; later ones where a variant changes no first token, since those also depend on how far the
+    head was trained on its own states. as_it_is, others [N]: accepted tokens of the draft from each position. whole:
+    compare whole drafts, of a block drafter, which never reads its own states.
+    """
+    better = []
+    for label, lengths in others.items():
+        first, own_first = lengths > 0, as_it_is > 0
+        equal = whole or torch.equal(first, own_first)
+        pair = (lengths, as_it_is) if equal else (first.int(), own_first.int())
+        wins, losses = int((pair[0] > pair[1]).sum()), int((pair[0] < pair[1]).sum())
+        if sign_test(wins, losses) < CHANCE / len(others):
+            better.append(label)
+    return sorted(better, key=lambda label: -float(others[label].float().mean()))
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Return the probability of at least so many wins in so many fair draws (one-sided sign test, exact)."""
+    draws = wins + losses
+    k = torch.arange(wins, draws + 1, dtype=torch.float64)
+    total = torch.tensor(draws + 1.0, dtype=torch.float64)
+    logs = torch.lgamma(total) - torch.lgamma(k + 1) - torch.lgamma(draws - k + 1) - draws * math.log(2)
+    return min(1.0, math.exp(torch.logsumexp(logs, 0)))
+
+
+def right(lengths: Tensor, depth: int = 1) -> float:
+    """Return the share of drafts whose first `depth` tokens are right."""
+    return float((lengths >= depth).float().mean()) if len(lengths) else 0.0
