@@ -16,7 +16,7 @@ PUBLIC = {
     "load_head": ("modules.pretrained.heads", "load_draft_head"),
     "generate": ("eval.answer", "generate"),
     "measure": ("eval.measure", "measure"),
-    "open_dataset": ("data.store.datasets", "open_dataset"),
+    "open_dataset": ("data.store.datasets", "as_dataset"),
     "collate": ("data.store.datasets", "collate_features"),
     "settings": ("launch.python", "settings"),
     "new_head": ("train.prepare", "make_head"),
@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from draftsmith.data.store.datasets import as_dataset as open_dataset
     from draftsmith.data.store.datasets import collate_features as collate
-    from draftsmith.data.store.datasets import open_dataset as open_dataset
     from draftsmith.eval.answer import generate as generate
     from draftsmith.eval.answer import load_drafter as load_drafter
     from draftsmith.eval.measure import measure as measure

@@ -15,6 +15,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.data.store.datasets import collate_features, pack_features
+from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
@@ -324,9 +325,9 @@ class HeadDataModule(pl.LightningDataModule):
         collate: Callable[[list[Any]], Any] | None = None,
         count: Callable[[Any], float] | None = None,
     ):
-        """train, val: `Samples`, an artifact (`draftsmith.open_dataset`), or a sequence of rows, dictionaries of
-        `input_ids` [T] and `loss_mask` [T]. Without val a share of train is held out (`config.val_share`). collate,
-        count: see `Samples`; default: those of the config's drafter.
+        """train, val: `Samples`, the directory of an artifact, or a sequence of rows (such as a `datasets.Dataset`),
+        dictionaries of `input_ids` [T] and `loss_mask` [T]. Without val a share of train is held out
+        (`config.val_share`). collate, count: see `Samples`; default: those of the config's drafter.
 
         Raises:
             InputError: there are no samples, or one is longer than a step may be.
@@ -404,5 +405,7 @@ class PrefetchedKeys:
 def _samples_of(data: Any) -> Samples:
     if isinstance(data, Samples):
         return data
+    if isinstance(data, str | Path):
+        data = open_dataset(data)
     dataset = data if hasattr(data, "item") else ListedRows(data)
     return Samples(dataset, range(len(dataset)))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decoded
+from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decode, decoded
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms
@@ -29,6 +29,7 @@ from draftsmith.modules.types import FeatureBatch, InputError
 Item = dict[str, Tensor]
 # Columns that the samples of a kind of artifact are made of.
 TEXT_COLUMNS = ("input_ids", "loss_mask")
+BATCH_COLUMNS = (*TEXT_COLUMNS, "features", "scale")
 LABEL_COLUMNS = ("accept_prob", "log_q")
 DRAFT_COLUMNS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "reached")
 COLUMNS = {
@@ -248,6 +249,38 @@ def open_dataset(
     return ArtifactDataset(Path(directory), manifest, vocab_size, mix, seed)
 
 
+def as_dataset(directory: str | Path) -> Any:
+    """Open what a data command wrote as a `datasets.Dataset`: prompts, responses, features, acceptance or rollouts.
+
+    Rows have the artifact's columns, numbers as torch tensors (`with_format(None)`: as Python's). Rows of features
+    have `features` [T, L*H] in bf16 beside them, read from their files when a row is asked for.
+
+    Raises:
+        InputError: no such artifact, or one that is incomplete or damaged.
+    """
+    import datasets
+
+    directory = Path(directory)
+    manifest = open_artifact(directory, tuple(COLUMNS))
+    tables = [str(directory / entry.name) for entry in manifest.files if entry.name.endswith(".parquet")]
+    datasets.disable_progress_bars()
+    # The content's hash names the copy in the cache of `datasets`.
+    rows = datasets.load_dataset("parquet", manifest.digest, data_files=tables, split="train").with_format("torch")
+    if manifest.kind != "features":
+        return rows
+    files = FeatureFiles(directory)
+
+    def with_features(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Add the features to rows, unless the columns that say where they are were left out."""
+        batch |= {name: [torch.tensor(values) for values in batch[name]] for name in TEXT_COLUMNS if name in batch}
+        if batch.keys() >= {"shard", "row"}:
+            places = zip(batch["shard"], batch["row"], strict=True)
+            batch["features"] = [decode(files.read(shard, feature_key(row), f"row {row}")) for shard, row in places]
+        return batch
+
+    return rows.with_transform(with_features)
+
+
 def cut_lengths(lengths: np.ndarray, max_length: int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut samples of these lengths [N] into pieces, as of `in_pieces`; return their samples, starts and lengths [P]."""
     assert 0 <= overlap < max_length
@@ -298,10 +331,11 @@ def collate_rollouts(items: Sequence[Item]) -> RolloutTokens:
 
 
 def collate_features(items: Sequence[Item]) -> FeatureBatch:
-    """Pad rows at the right with zeros, false in both masks.
+    """Pad rows at the right with zeros, false in both masks; other columns are left out.
 
     There are no features unless all rows have them: they are computed for whole batches.
     """
+    items = [{name: item[name] for name in BATCH_COLUMNS if name in item} for item in items]
     fields: dict[str, Any] = {"features": None, **_pad(items, "input_ids")}
     attended = fields["attention_mask"]  # [B, T]
     return FeatureBatch(**fields, position_ids=torch.arange(attended.shape[1]) * attended)
@@ -310,7 +344,7 @@ def collate_features(items: Sequence[Item]) -> FeatureBatch:
 def pack_features(items: Sequence[Item]) -> FeatureBatch:
     """Lay rows end to end without padding, [1, N] (modules/attention.py). Features as of `collate_features`."""
     lengths = tuple(len(item["input_ids"]) for item in items)
-    names = [name for name in items[0] if all(name in item for item in items)]
+    names = [name for name in BATCH_COLUMNS if all(name in item for item in items)]
     fields: dict[str, Any] = {"features": None} | {name: torch.cat([i[name] for i in items])[None] for name in names}
     fields["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]  # [1, N]
     return FeatureBatch(**fields, attention_mask=torch.ones_like(fields["loss_mask"]), lengths=lengths)

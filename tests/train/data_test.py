@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import draftsmith
+from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.types import FeatureBatch, InputError
@@ -155,16 +156,31 @@ def test_held_out_samples_stay_when_data_is_added():
 
 
 @pytest.mark.parametrize("name", ["prompts", "responses", "features", "acceptance", "rollouts"])
-def test_rows_and_columns_of_an_artifact(artifacts, rollouts, name):
+def test_an_artifact_opens_as_a_data_set_of_its_rows(artifacts, rollouts, name):
     directory = {"rollouts": rollouts, "prompts": artifacts.responses.parent / "prompts"}.get(name)
-    data = draftsmith.open_dataset(directory or getattr(artifacts, name))
-    columns = Rows(data.directory, data.manifest).table().to_pylist()
-    assert len(columns) == len(data) > 0
-    item = data[len(data) - 1]
+    directory = directory or getattr(artifacts, name)
+    data = draftsmith.open_dataset(directory)
+    columns = Rows(directory, Manifest.read(directory)).table().to_pylist()
+    assert data.with_format(None).to_list() == columns and len(data.to_pandas()) == len(columns)
     ids = "prompt_ids" if name == "prompts" else "input_ids"
-    if name != "acceptance":  # whose tokens are mixed
-        assert torch.equal(item["input_ids"], torch.tensor(columns[-1][ids]))
-    assert ("loss_mask" in item) == (name != "prompts")
+    assert torch.equal(data[len(data) - 1][ids], torch.tensor(columns[-1][ids]))
+    # Rows that are chosen and changed stay rows.
+    chosen = data.filter(lambda row: row["id"] != columns[0]["id"]).select([0]).map(lambda row: {"task": "mine"})
+    assert chosen[0]["task"] == "mine" and chosen.with_format(None)[0][ids] == columns[1][ids]
+
+
+def test_rows_of_an_artifact_are_batches_and_train_as_they_do(artifacts):
+    data, samples = draftsmith.open_dataset(artifacts.features), open_dataset(artifacts.features)
+    batch, expected = draftsmith.collate([data[0], data[3]]), draftsmith.collate([samples[0], samples[3]])
+    assert torch.equal(batch.features, expected.features) and torch.equal(batch.loss_mask, expected.loss_mask)
+    assert "features" not in data.select_columns(["input_ids"])[0]
+    settings = draftsmith.settings("eagle", val_share=0.2, output="unused")
+    listed, opened = (draftsmith.HeadDataModule(rows, None, settings) for rows in (data, str(artifacts.features)))
+    assert (
+        listed.train.lengths.sum() + listed.val.lengths.sum()
+        == samples.lengths.sum()
+        == (opened.train.lengths.sum() + opened.val.lengths.sum())
+    )
 
 
 def test_another_kind_is_refused(tmp_path):
