@@ -8,10 +8,10 @@ Labels hold only for the sampling settings that they were made with, which the m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, set_threads
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import ROLLOUT_FIELDS, Rollouts, StoredRollouts, text_columns
-from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
-from draftsmith.data.store.manifest import Field, open_artifact, volatile
+from draftsmith.data.settings import AcceptanceConfig
+from draftsmith.data.store.manifest import Field, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, row_uniforms, run_stage
 from draftsmith.data.store.stored_target import StoredLM, load_stored
@@ -42,68 +42,6 @@ MIXED_FIELDS = (
     *(Field(name, "list<float32>", ("R",)) for name in ("log_p", "log_q", "accept_prob", "overlap")),
     Field("task", "string"),
 )
-
-
-@dataclass(frozen=True)
-class AcceptanceConfig(StageLoading):
-    """Options of `data acceptance`: the pair to label, and how it decodes.
-
-    Attributes:
-        responses: Directory that `data responses` wrote with this target.
-        target: Directory or hub id of the target model, or embedded:target.
-        output: Directory to write.
-        draft: Directory or hub id of the draft model, or embedded:draft; or, for rollout labels, directory of a trained
-            drafter's head.
-        target_features: Directory that `data features` wrote of the same responses: the target's distributions come
-            from its stored states, and only its embeddings are loaded. Its last layer must be among them, and those of
-            a head's choice. Labels then have the sampling of the responses.
-        labels: mix: SpecDec++'s, one drafted token at every position of the answer. rollout: whole drafts, as the
-            decoder makes them, from some of the positions.
-        temperature: Temperature of target and draft; 0 is greedy, where P is agreement. Default: that of the responses.
-            rollout: several, separated by commas (0,0.7,1), which the drafts take in turn, for a head that reads the
-            temperature.
-        top_k: Sample among the k most probable tokens; 0 is all. Default: that of the responses.
-        top_p: Sample among the most probable tokens that hold this probability; 1 is all. Default: as top_k.
-        depth: rollout: tokens per draft.
-        stride: rollout: tokens of the answer from one draft's start to the next.
-        seed: Seed of the drafted tokens; each row has random numbers of its own.
-        limit: Only the first so many responses; 0 takes all.
-        batch_size: mix: responses read together.
-        chunk: Positions whose distributions are in memory at once, two rows of the vocabulary's size for each.
-        rows_per_shard: Responses per shard; what a killed run loses at most.
-    """
-
-    responses: Path = volatile()
-    target: str = volatile()
-    output: Path = volatile()
-    draft: str = volatile()
-    target_features: Path | None = volatile(None)
-    labels: Literal["mix", "rollout"] = "mix"
-    temperature: tuple[float, ...] = ()
-    top_k: int | None = None
-    top_p: float | None = None
-    depth: int = 10
-    stride: int = 4
-    seed: int = 0
-    limit: int = 0
-    batch_size: int = 8
-    chunk: int = 512
-    rows_per_shard: int = 256
-
-    def __post_init__(self) -> None:
-        check_positive(self, "batch_size", "chunk", "rows_per_shard", "depth", "stride")
-        check_not_negative(self, "limit", "num_threads")
-        if self.labels == "mix" and len(self.temperature) > 1:
-            raise InputError("temperature", self.temperature, "one", "Pass --labels rollout for several.")
-        # Check them: only those of the responses are not known yet.
-        _ = self.sampling({})
-
-    def sampling(self, sampled: Mapping[str, Any]) -> tuple[SamplingParams, ...]:
-        """Return the sampling settings, one per temperature; defaults are those of the responses, `sampled`."""
-        top_k = sampled.get("top_k", 0) if self.top_k is None else self.top_k
-        top_p = sampled.get("top_p", 1.0) if self.top_p is None else self.top_p
-        temperatures = self.temperature or (sampled.get("temperature", 0.0),)
-        return tuple(SamplingParams(temperature, top_k, top_p) for temperature in temperatures)
 
 
 @sole_writer(shared=True)

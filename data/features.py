@@ -13,19 +13,19 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, pad_right, set_threads
 from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, check_numbering
-from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
+from draftsmith.data.settings import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtifactDataset, feature_key, open_dataset
-from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artifact, volatile
+from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -55,55 +55,6 @@ FIELDS = (
 INDEX_BYTES_PER_TOKEN = 5
 # Batches that are read before the first of them has to be on the host.
 BATCHES_AHEAD = 2
-
-
-@dataclass(frozen=True)
-class FeaturesConfig(StageLoading):
-    """Options of `data features`: which text the target reads.
-
-    Attributes:
-        responses: Directory that `data responses` wrote with this target, or `data prompts --supervised`.
-        target: Directory or hub id of the target model, or embedded:target.
-        output: Directory to write.
-        drafter: Kind of the drafter to train, as `train` names it, if it reads other states than those after the final
-            norm.
-        layers: Layers that the drafter reads. Default: its own choice for this target.
-        limit: Only the first so many rows; 0 takes all.
-        tokens_per_batch: Tokens read together, padding included; a longer row is read alone.
-        rows_per_shard: Rows per shard; the features of four shards are in memory at once.
-        feature_dtype: Stored type: bf16, or fp8 with a scale per token, half the bytes.
-        engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies; vllm for
-            targets of any size: in processes that vLLM starts, or at --server.
-        device_map: Spread the layers of a target larger than a GPU over those of this process, by transformers.
-        vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8, ...}.
-        server: Address of a vLLM server that `draftsmith launch vllm` has started, for engine vllm.
-    """
-
-    responses: Path = volatile()
-    target: str = volatile()
-    output: Path = volatile()
-    drafter: str | None = volatile(None)
-    layers: tuple[int, ...] = volatile(())
-    limit: int = 0
-    tokens_per_batch: int = 8192
-    rows_per_shard: int = 128
-    feature_dtype: feature_codec.FeatureDtype = "bf16"
-    # Wider than where our own engines are chosen: this stage alone may read states from vLLM.
-    engine: Literal["auto", "lean", "hf", "vllm"] = field(default="auto", kw_only=True)  # type: ignore[assignment]
-    device_map: bool = volatile(False)
-    vllm_args: Path | None = volatile(None)
-    server: str | None = volatile(None)
-
-    def __post_init__(self) -> None:
-        check_positive(self, "tokens_per_batch", "rows_per_shard")
-        check_not_negative(self, "limit", "num_threads")
-        check_drafter(self.drafter)
-        for name in ("vllm_args", "server"):
-            if self.engine != "vllm" and getattr(self, name) is not None:
-                raise InputError(name, f"with --engine {self.engine}", "--engine vllm", "Leave it out.")
-        if self.engine == "vllm" and self.device_map:
-            remedy = 'Pass --vllm-args with {"tensor_parallel_size": 8}.'
-            raise InputError("device_map", "on, with --engine vllm", "off", remedy)
 
 
 @sole_writer(shared=True)
@@ -180,12 +131,6 @@ def open_rows(
     width = info.hidden_size * max(1, len(aux_layers))
     check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype))
     return rows, plan, aux_layers
-
-
-def check_drafter(kind: str | None) -> None:
-    """Raise InputError for a kind of drafter that is not trained here."""
-    if kind is not None and kind not in drafters.learned():
-        raise InputError("drafter", kind, " or ".join(drafters.learned()), "Correct it, or leave it out.")
 
 
 def captured_layers(drafter: str | None, layers: tuple[int, ...], shape: LlamaConfig) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells, without_controls
-from draftsmith.data.settings import check_not_negative
+from draftsmith.data.settings import InspectConfig
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
-from draftsmith.data.store.manifest import Manifest, check_files, open_artifact, volatile
+from draftsmith.data.store.manifest import Manifest, check_files, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
@@ -32,26 +31,6 @@ PROMPT, COUNTED = "dim", "bold green"
 BANDS = ((0.8, "green"), (0.4, "yellow"), (0.0, "red"))
 LEGEND = Text.assemble("P of the drafted token: ", *((f">= {lowest} ", style) for lowest, style in BANDS))
 LABELS_SHOWN, DRAFTS_SHOWN = 24, 8
-
-
-@dataclass(frozen=True)
-class InspectConfig:
-    """Options of `data inspect`: which rows to show.
-
-    Attributes:
-        artifact: Directory of prompts, responses, acceptance labels, rollouts or features.
-        row: Number of the first row to show.
-        rows: How many rows to show; 0 shows the summary only.
-        tokenizer: Model whose tokenizer turns ids into text. Default: the target that the artifact was made with.
-    """
-
-    artifact: Path = volatile()
-    row: int = 0
-    rows: int = 1
-    tokenizer: str | None = None
-
-    def __post_init__(self) -> None:
-        check_not_negative(self, "row", "rows")
 
 
 def run(config: InspectConfig) -> None:

@@ -15,16 +15,15 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.process import end_with_parent
-from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
-from draftsmith.data.store.manifest import MANIFEST, STARTED, Field, volatile
+from draftsmith.data.settings import SELF, PromptsConfig
+from draftsmith.data.store.manifest import MANIFEST, STARTED, Field
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
-    Turns,
     check_answers,
     named_column,
     open_turns,
@@ -34,7 +33,7 @@ from draftsmith.data.text.conversations import (
     up_to_last,
     well_formed,
 )
-from draftsmith.data.text.self_prompts import SELF, open_prompt, opening_rows, written_turns
+from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import (
     RowError,
@@ -63,72 +62,6 @@ FIELDS = (
     Field("template_inputs", "string"),
 )
 SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
-
-
-@dataclass(frozen=True)
-class PromptsConfig(RemoteCode):
-    """Options of `data prompts`: which prompts, for which target.
-
-    Attributes:
-        source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, embedded:prompts, or one of
-            sharegpt, ultrachat, perfectblend, magpie, gsm8k (from the hub); several are separated by commas. Rows are
-            ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or prompt (and answer). Without
-            prompts: self gives beginnings of user turns, for `data responses` to finish, and the output of that gives
-            the prompts.
-        target: Directory or hub id of the target model, or embedded:target; its tokenizer and context length are used.
-        output: Directory to write.
-        columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key; also
-            of messages, task, split, system, history, tools and chat_template_kwargs.
-        split: Only this split: of a `datasets` source, or by the rows' column `split`. A slice
-            such as train[:1%] or train[100:200] is one of a split, or of a file, which is `train`.
-        task: Only rows whose column `task` (or `category`) has this value, or one of several separated by commas.
-        limit: Only the first so many rows that pass the filters; 0 takes all.
-        streaming: Read the source row by row up to --limit, instead of fetching all of it.
-        num_proc: Processes that apply the template and tokenize.
-        subset: Configuration name of a `datasets` source.
-        revision: Revision of a hub data set.
-        turns: User turns that the target answers: all, each after its own answers to those before; the first; or the
-            last, after the source's answers to those before.
-        supervised: Keep the source's answers: input_ids of whole conversations, and a loss mask on the assistant's
-            tokens of all turns, except answers of weight 0.
-        chat_template: File with a Jinja chat template to use instead of the tokenizer's own.
-        max_length: Longest prompt (supervised: conversation) in tokens, for later turns with the answers before them;
-            0 is the target's context.
-        overlong: Longer ones are an error, or dropped and counted.
-        invalid: Rows that cannot be used (no user turn, no text) are an error, or dropped and counted.
-        rows_per_shard: Rows of the source per shard.
-    """
-
-    source: str = volatile()
-    target: str = volatile()
-    output: Path = volatile()
-    columns: str = ""
-    split: str | None = None
-    task: str | None = None
-    limit: int = 0
-    streaming: bool = volatile(False)
-    num_proc: int = volatile(1)
-    subset: str | None = None
-    revision: str | None = None
-    turns: Turns = "all"
-    supervised: bool = False
-    chat_template: Path | None = volatile(None)
-    max_length: int = 0
-    overlong: Literal["error", "drop"] = "error"
-    invalid: Literal["error", "drop"] = "error"
-    rows_per_shard: int = 4096
-    trust_remote_code: bool = volatile(False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_positive(self, "rows_per_shard", "num_proc")
-        check_not_negative(self, "limit", "max_length")
-        if self.streaming and not self.limit:
-            raise InputError("limit", "0 with --streaming", "a number of rows", "Pass --limit, for example 20000.")
-        if self.supervised and self.turns != "all":
-            expected = "all with --supervised: the mask is on every answer"
-            raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
-        if self.supervised and self.source == SELF:
-            raise InputError("source", f"{SELF} with --supervised", "prompts with answers", "Leave --supervised out.")
 
 
 class Place(NamedTuple):

@@ -11,19 +11,17 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from draftsmith.data.console import Advance, log_note, print_text
 from draftsmith.data.engines.llamacpp import LlamaCppEngine, llamacpp_server
 from draftsmith.data.engines.openai import ServerEngine, ServerShards
 from draftsmith.data.engines.own import ResponseDrafter, RowUniforms, generate_rows, set_threads
-from draftsmith.data.engines.server import ServerConfig
 from draftsmith.data.engines.vllm import VllmEngine
-from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
+from draftsmith.data.settings import ResponsesConfig
 from draftsmith.data.store.datasets import answer_lengths
-from draftsmith.data.store.manifest import Field, Manifest, open_artifact, volatile
+from draftsmith.data.store.manifest import Field, Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -43,7 +41,6 @@ from draftsmith.modules.pretrained.models import load_lm, pick_device, vocabular
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError
 
 # Fields of a text with answers, shared by responses and their labels.
 TEXT_FIELDS = (
@@ -60,81 +57,6 @@ FIELDS = (
     Field("text", "string"),
     Field("server_tokens", "int32"),
 )
-
-
-@dataclass(frozen=True)
-class ResponsesConfig(Sampling, RemoteCode):
-    """Options of `data responses`: how the target answers.
-
-    Attributes:
-        prompts: Directory that `data prompts` wrote.
-        target: Directory or hub id of the target model, or embedded:target.
-        output: Directory to write.
-        engine: transformers: in process, with our own batching. vllm: in process, with vLLM's. llamacpp: by
-            llama.cpp's server, which is started with the target's GGUF file and answers `batch_size` prompts at a time.
-            openai: through a running server, OpenAI-compatible or llama.cpp's.
-        max_new_tokens: Longest answer, in tokens. A cut answer is the last of its conversation.
-        ignore_eos: Continue behind end tokens up to max_new_tokens, for prompts whose answers are too short to learn
-            from. Then only the first turn of a conversation is answered.
-        seed: Seed of the sampling. Each row has random numbers of its own, whatever shares its batch.
-        limit: Only the first so many prompts; 0 takes all.
-        batch_size: Prompts answered together. A finished one makes room for the next.
-        rows_per_shard: Prompts per shard; what a killed run loses at most.
-        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
-        draft: Draft model or directory of a trained head, in process. Responses have the target's distribution with
-            any drafter.
-        method: Drafting method, name:setting=value as in `draftsmith eval bench`; pld needs no --draft. Default: chains
-            of the draft. Greedy, and with methods that choose nodes (pld, lookahead, trees), responses equal those
-            without a drafter to the token.
-        lm_engine: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
-        device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
-        num_threads: CPU threads; 0 is torch's own choice.
-        chat_template: File with the template that the prompts were made with, for later turns, if it is neither the
-            tokenizer's own nor still at its former path.
-        vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8,
-            "speculative_config": {...}}.
-        server: Where and how to ask, for engine openai.
-        engine_path: llama-server, for engine llamacpp. Default: that of `make engines` in this directory, or one on the
-            PATH.
-    """
-
-    prompts: Path = volatile()
-    target: str = volatile()
-    output: Path = volatile()
-    engine: Literal["transformers", "vllm", "llamacpp", "openai"] = "transformers"
-    temperature: float = field(default=1.0, kw_only=True)
-    max_new_tokens: int = 256
-    ignore_eos: bool = False
-    seed: int = 0
-    limit: int = 0
-    batch_size: int = 32
-    rows_per_shard: int = 256
-    dtype: Dtype = "float32"
-    # Its content is compared by hash.
-    draft: str | None = volatile(None)
-    method: str | None = None
-    lm_engine: Literal["auto", "lean", "hf"] = "auto"
-    device: str = volatile("auto")
-    num_threads: int = volatile(0)
-    trust_remote_code: bool = volatile(False, kw_only=True)
-    chat_template: Path | None = volatile(None)
-    # Its content is compared.
-    vllm_args: Path | None = volatile(None)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    engine_path: Path | None = volatile(None)
-
-    def __post_init__(self) -> None:
-        check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
-        check_not_negative(self, "limit", "num_threads")
-        if self.engine != "transformers" and (self.draft or self.method):
-            vllm = "Pass a speculative_config in --vllm-args"
-            remedy = {"openai": "Let the server draft", "vllm": vllm}.get(self.engine, "Choose one")
-            found = f"a drafter with --engine {self.engine}"
-            raise InputError("draft", found, "one with --engine transformers", f"{remedy}, and no --draft or --method.")
-        if self.engine != "vllm" and self.vllm_args is not None:
-            raise InputError("vllm_args", f"with --engine {self.engine}", "--engine vllm", "Leave them out.")
-        # Check the sampling settings before anything is loaded.
-        _ = self.sampling
 
 
 # Between two reports of progress.

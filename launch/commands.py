@@ -77,11 +77,21 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
     },
     "Make training data with the target": {
-        "data prompts": Command("data.prompts:PromptsConfig", "Chat rows to prompts, with the loss mask"),
-        "data responses": Command("data.responses:ResponsesConfig", "The target answers the prompts"),
-        "data acceptance": Command("data.acceptance:AcceptanceConfig", "Label which drafted tokens the target keeps"),
-        "data features": Command("data.features:FeaturesConfig", "The target's hidden states, to train a draft head"),
-        "data inspect": Command("data.inspect:InspectConfig", "Look at rows, their mask in color", ("artifact",)),
+        "data prompts": Command(
+            "data.settings:PromptsConfig", "Chat rows to prompts, with the loss mask", runner="data.prompts"
+        ),
+        "data responses": Command(
+            "data.settings:ResponsesConfig", "The target answers the prompts", runner="data.responses"
+        ),
+        "data acceptance": Command(
+            "data.settings:AcceptanceConfig", "Label which drafted tokens the target keeps", runner="data.acceptance"
+        ),
+        "data features": Command(
+            "data.settings:FeaturesConfig", "The target's hidden states, to train a draft head", runner="data.features"
+        ),
+        "data inspect": Command(
+            "data.settings:InspectConfig", "Look at rows, their mask in color", ("artifact",), "data.inspect"
+        ),
     },
     "Train heads": {
         "train acceptance": Command(

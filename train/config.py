@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from draftsmith.data.settings import RemoteCode
-from draftsmith.data.store.feature_codec import FeatureDtype
-from draftsmith.data.store.manifest import volatile
+from draftsmith.data.settings import FeatureDtype, RemoteCode, volatile
 from draftsmith.modules.acceptance.head import Feature, State
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead

@@ -18,9 +18,9 @@ from torch import nn
 
 from draftsmith.data.console import Column, Table, add_result, print_facts, print_table
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
+from draftsmith.data.settings import FeatureDtype
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import cut_lengths, open_dataset
-from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DraftHead, TrainStep

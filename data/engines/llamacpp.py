@@ -10,7 +10,8 @@ from typing import Any
 
 from draftsmith.data.engines.openai import ServerEngine, check_sampled
 from draftsmith.data.engines.process import running
-from draftsmith.data.engines.server import Server, ServerConfig
+from draftsmith.data.engines.server import Server
+from draftsmith.data.settings import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, TargetTurn
 from draftsmith.modules.pretrained.models import saved_identity

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.console import Advance
-from draftsmith.data.engines.server import SHOWN_CHARS, Server, ServerConfig
+from draftsmith.data.engines.server import SHOWN_CHARS, Server
+from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed

@@ -10,15 +10,14 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.console import log_note
-from draftsmith.data.store.manifest import volatile
+from draftsmith.data.settings import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
-from draftsmith.modules.types import InputError, check_range
+from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     import httpx
@@ -27,49 +26,9 @@ RETRIED_STATUS = {408, 409, 425, 429}  # and 500 or above: busy, restarting, ove
 PROMPT_STATUS = {400, 413, 422}  # other statuses of 300 and above concern the address, the key or the model
 MAX_WAIT_S = 60.0  # between attempts
 NOTE_EVERY_S = 30.0  # while the server is unavailable
-ANSWER_S, INFO_S = 600.0, 30.0  # longest wait for an answer, and for the server's description
+INFO_S = 30.0  # longest wait for the server's description
 SHOWN_CHARS = 200  # of a reply, in errors
 READ_LOG = "Read the server's log, or check the address."
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """A running server.
-
-    Attributes:
-        url: Base address with its version, such as http://127.0.0.1:8000/v1.
-        model: Name of the model at the server; default: the value of `target`.
-        dialect: vllm sends and receives token ids, and so does llamacpp, at llama-server's own endpoint; openai sends
-            chat messages, receives text, and has no top_k.
-        concurrency: Requests in flight at once.
-        timeout_s: Longest wait for one whole reply, in seconds.
-        retries: Further attempts after a failure, with waits that double from half a second or follow Retry-After, at
-            most a minute each.
-        max_failed: Prompts per shard that may fail; they are dropped and counted. With more failures the stage ends,
-            and the same command continues with this shard.
-        api_key_env: Environment variable that holds the API key.
-    """
-
-    url: str = volatile("http://127.0.0.1:8000/v1")
-    model: str | None = volatile(None)
-    dialect: Literal["vllm", "llamacpp", "openai"] = "vllm"
-    concurrency: int = volatile(32)
-    timeout_s: float = volatile(ANSWER_S)
-    retries: int = volatile(6)
-    max_failed: int = volatile(0)
-    api_key_env: str = volatile("OPENAI_API_KEY")
-
-    def __post_init__(self) -> None:
-        for name, least in {"concurrency": 1, "retries": 0, "max_failed": 0}.items():
-            check_range(f"server.{name}", getattr(self, name), least)
-        if not 0 < self.timeout_s < math.inf:
-            raise InputError("server.timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
-        # An address with a password or a key is neither shown nor stored in a manifest.
-        if {"@", "?", "#"} & set(self.url):
-            remedy = "Set the environment variable that --server.api-key-env names."
-            raise InputError("server.url", "an address with @, ? or #", "no user, password or query", remedy)
-        if not self.url.startswith(("http://", "https://")):
-            raise InputError("server.url", repr(self.url), "http://HOST:PORT/v1, or https", "Correct it.")
 
 
 class Server:

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.engines.server import Server, ServerConfig
+from draftsmith.data.engines.server import Server
 from draftsmith.data.engines.vllm import open_llm
-from draftsmith.data.store.feature_codec import FeatureDtype, decode
+from draftsmith.data.settings import FeatureDtype, ServerConfig
+from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.files import make_directory

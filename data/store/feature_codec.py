@@ -10,17 +10,17 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftsmith.data.settings import FeatureDtype
 from draftsmith.data.store.manifest import Field
 from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
 
-FeatureDtype = Literal["bf16", "fp8"]
 # Key suffix of the scales that belong to a row's fp8 values.
 SCALE = ".scale"
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max

@@ -184,17 +184,6 @@ def resolved(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def volatile(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
-    """Declare a configuration field that does not change what is written.
-
-    Such are paths (their content is compared by hash), devices, threads and time-outs: a stage may be continued with
-    another value.
-    """
-    if default is not dataclasses.MISSING:
-        kwargs["default"] = default
-    return dataclasses.field(metadata={"volatile": True}, **kwargs)
-
-
 def decisive(config: Any) -> dict[str, Any]:
     """Return the fields of a configuration that are not volatile, nested ones dotted, as JSON values."""
     kept = {name: value for name, spec, value in _options(config) if not spec.metadata.get("volatile")}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from draftsmith.data.settings import Turns
 from draftsmith.data.text.template import Messages, RowError
 from draftsmith.modules.types import InputError
 
@@ -24,7 +25,6 @@ ROLES = {
     "tool": "tool",
 }
 # User turns of a conversation that the target answers. `last`: after the recorded answers to those before.
-Turns = Literal["all", "first", "last"]
 # Columns beside the chat: our name -> usual names.
 COLUMNS = {
     "id": ("id", "question_id", "conversation_id", "prompt_id", "conv_id"),

@@ -18,6 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.settings import SELF
 from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.sources import Row, RowSource
@@ -26,7 +27,6 @@ from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.types import InputError
 
-SELF = "self"
 # First words of user turns, by task; after an empty one the target chooses.
 OPENINGS = {
     "chat": (

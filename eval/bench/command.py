@@ -12,9 +12,16 @@ from typing import Any, ClassVar
 import torch
 
 from draftsmith.data.console import log_note, print_table
-from draftsmith.data.settings import MODEL, DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
+from draftsmith.data.settings import (
+    MODEL,
+    DraftSettings,
+    Sampling,
+    Turns,
+    check_not_negative,
+    check_positive,
+    comma_numbers,
+)
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.conversations import Turns
 from draftsmith.data.text.template import load_chat_tokenizer
 from draftsmith.eval.bench.measuring import Journal, PromptRunner
 from draftsmith.eval.bench.prompts import longest_conversation, read_questions, task_sources

@@ -14,13 +14,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from draftsmith.data.settings import Turns
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
-from draftsmith.data.text.conversations import (
-    Turns,
-    open_turns,
-    read_chat,
-    row_label,
-)
+from draftsmith.data.text.conversations import open_turns, read_chat, row_label
 from draftsmith.data.text.sources import BENCHMARKS, SUFFIXES, named_split, open_source
 from draftsmith.data.text.template import (
     Messages,

@@ -19,8 +19,7 @@ from torch import Tensor
 from draftsmith.data.console import log_note, print_table, print_text, table_from_cells
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
-from draftsmith.data.engines.server import ANSWER_S
-from draftsmith.data.settings import MODEL, check_not_negative, check_positive
+from draftsmith.data.settings import ANSWER_S, MODEL, check_not_negative, check_positive
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.check import check

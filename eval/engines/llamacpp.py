@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.engines.server import Server, ServerConfig
+from draftsmith.data.engines.server import Server
+from draftsmith.data.settings import ServerConfig
 from draftsmith.modules.types import InputError
 
 TOKENS = {"tokens": [int]}

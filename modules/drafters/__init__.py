@@ -39,6 +39,10 @@ HEADS = {
 }
 
 
+# The drafter of methods that draft with a language model; others are the kinds of trained drafters.
+MODEL = "draft"
+
+
 def learned() -> dict[str, str]:
     """Return the kind of every trained drafter with its line of help."""
     return {kind: summary for kind, (_, summary) in sorted(HEADS.items())}

@@ -11,13 +11,11 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeTimes
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, Range, check_ranges
-
-# The drafter of methods that draft with a language model; others are the kinds of trained drafters.
-MODEL = "draft"
 
 
 class CostModel:

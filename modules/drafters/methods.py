@@ -37,9 +37,9 @@ from draftsmith.modules.decoding.stop import (
 )
 from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, Typical, num_candidates
 from draftsmith.modules.decoding.tree_rule import TreeRule
-from draftsmith.modules.drafters import hierarchical, lookahead, pearl, prompt_lookup
+from draftsmith.modules.drafters import MODEL, hierarchical, lookahead, pearl, prompt_lookup
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.method import MODEL, Method, Models
+from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.types import InputError, Range, check_range
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import yaml
 
-from draftsmith.modules.drafters import head_class, learned
+from draftsmith.modules.drafters import MODEL, head_class, learned
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.formats import GGUF, formats_of
 from draftsmith.modules.pretrained.files import write_json, write_text
 from draftsmith.modules.pretrained.heads import (
-    MODEL,
     class_of,
     config_from_json,
     head_config,

@@ -15,6 +15,7 @@ import torch
 
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.draft_model import DraftModelNet
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 REMEDY = "Copy or train the head again."
-MODEL = "draft"  # name of a draft model where heads are named by their kinds
 # Files of a model beside config.json and weights that a draft model made from it needs too.
 COMPANIONS = (
     "tokenizer*",

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.engines.process import running
-from draftsmith.data.engines.server import ServerConfig
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
+from draftsmith.data.settings import ServerConfig
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.command import run as bench
 from draftsmith.eval.check.engine import EngineCheckConfig, run

@@ -15,8 +15,9 @@ from tiny_models import tiny_tokenizer
 from draftsmith.data.engines import server as http
 from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.engines.server import MAX_WAIT_S, ServerConfig
+from draftsmith.data.engines.server import MAX_WAIT_S
 from draftsmith.data.inspect import InspectConfig, run
+from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.template import RowError
