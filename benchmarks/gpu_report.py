@@ -25,9 +25,9 @@ from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pa
 from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.clock import clock_of
+from draftsmith.eval.meta import hardware
 from draftsmith.launch.cli import main_of
 from draftsmith.modules import flops
 from draftsmith.modules.decoding.loop import Generation

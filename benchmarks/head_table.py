@@ -17,16 +17,8 @@ from draftsmith.benchmarks.recipes import TEMPERATURES, RecipesConfig, python
 from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.results import (
-    BASELINE,
-    RESULTS,
-    Row,
-    hardware,
-    of_methods,
-    read_rows,
-    summary_row,
-    totals_of,
-)
+from draftsmith.eval.bench.results import BASELINE, Row, of_methods, read_rows, summary_row, totals_of
+from draftsmith.eval.meta import RESULTS, hardware
 from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.pretrained.files import write_json, write_text

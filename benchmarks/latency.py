@@ -23,10 +23,10 @@ from draftsmith.data.console import log_note, markdown_lines, print_table, table
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, HFRunner, Runner, load_hf_model
 from draftsmith.eval.bench.trace import traced
 from draftsmith.eval.clock import Clock, Stopwatch, clock_of, interleaved, medians
+from draftsmith.eval.meta import hardware
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLengthStop

@@ -34,7 +34,6 @@ from draftsmith.eval.bench.results import (
     PER_PROMPT,
     MeasuredResamples,
     Row,
-    hardware,
     of_methods,
     read_rows,
     row_of,
@@ -44,6 +43,7 @@ from draftsmith.eval.bench.results import (
 from draftsmith.eval.bench.runner import load_models, make_runners
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
 from draftsmith.eval.clock import Clock, medians
+from draftsmith.eval.meta import hardware
 from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure

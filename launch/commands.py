@@ -125,12 +125,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "eval bench": Command(
             "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
         ),
-        "eval served": Command(
-            "eval.engines.served:ServedConfig", "A head in llama.cpp's or vLLM's server, against the plain server"
-        ),
-        "eval schedule": Command(
-            "eval.schedule:ScheduleConfig", "How many tokens servers should draft, by load", ("run",)
-        ),
+        "eval served": Command("eval.engines.served:ServedConfig", "A head in a server, by load and draft length"),
         "eval compare": Command(
             "eval.bench.compare:CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)
         ),

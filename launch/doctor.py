@@ -56,7 +56,7 @@ def machine() -> dict[str, Any]:
     """Return processor, memory, GPUs, and the number of processes that may share them."""
     import torch
 
-    from draftsmith.eval.bench.results import cpu_name
+    from draftsmith.eval.meta import cpu_name
 
     facts: dict[str, Any] = {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
     facts["processor"] = cpu_name()

@@ -26,9 +26,10 @@ from draftsmith.data.settings import DraftSettings, comma_numbers
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.bench.results import RESULTS, describe, read_rows
+from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.runner import EngineRunner, check_methods, load_models
 from draftsmith.eval.bootstrap import Resamples
+from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead

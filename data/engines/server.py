@@ -8,7 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,8 @@ class Server:
             raise self._error(path, f"status {reply.status_code}, {reply.text[:SHOWN_CHARS]!r}")
         return reply.content
 
-    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Post `body` and yield the events of a streamed reply."""
+    def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """Post `body` and yield the events of a streamed reply. Closing the iterator ends the request."""
         import httpx
 
         options: dict[str, Any] = {"json": body, "headers": self._headers, "timeout": self.config.timeout_s}
@@ -81,7 +81,7 @@ class Server:
                 text = reply.read()[:SHOWN_CHARS].decode("utf-8", "replace")
                 raise self._error(path, f"status {reply.status_code}, {text!r}")
             for line in reply.iter_lines():
-                if line.startswith("data: "):
+                if line.startswith("data: {"):  # OpenAI's protocol ends with [DONE]
                     yield json.loads(line.removeprefix("data: "))
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:

@@ -29,8 +29,6 @@ from draftsmith.eval.bench.results import (
     BASELINE,
     NUMBERS,
     PER_PROMPT,
-    RESULTS,
-    describe,
     failures_of,
     of_methods,
     results_tables,
@@ -40,12 +38,14 @@ from draftsmith.eval.bench.results import (
 )
 from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, make_runners, warn_about_sampling
 from draftsmith.eval.bench.trace import write_traces
+from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Options that change nothing of what is measured: a resumed run may have others.
@@ -161,13 +161,15 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     # Building runners measures costs, which meta holds.
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
     drafts = {key: model for key, model in models.others.items() if key.startswith(f"{MODEL}@")}
+    smaller = {MODEL: models.draft, "mid": models.mid, **drafts}
     meta = describe(
         "bench",
         config,
-        models.target,
         prompts,
         str(config.prompts or config.tasks),
-        {MODEL: models.draft, "mid": models.mid, **drafts},
+        seed=config.seed,
+        target={**target.info.identity, **tokenizer_identity(config.target)},
+        models={role: lm.info.identity for role, lm in smaller.items() if lm is not None},
         clock=config.clock,
         methods={item.label: dataclasses.asdict(item.method) for item in named},
         heads={kind: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for kind, path in heads.items()},

@@ -11,7 +11,6 @@ from typing import Any
 from draftsmith.data.console import Column, Table, format_interval, print_table, print_text
 from draftsmith.eval.bench.results import (
     BASELINE,
-    RESULTS,
     MeasuredResamples,
     Row,
     mode,
@@ -22,6 +21,7 @@ from draftsmith.eval.bench.results import (
     totals_of,
 )
 from draftsmith.eval.clock import ClockName
+from draftsmith.eval.meta import RESULTS
 from draftsmith.modules.pretrained.provenance import differences, flatten
 from draftsmith.modules.pretrained.reading import check_shape, read_object
 from draftsmith.modules.types import InputError

@@ -21,12 +21,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import datetime
-import hashlib
 import io
-import json
-import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,10 +30,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from draftsmith.data.console import Column, Table, format_interval
-from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
 from draftsmith.eval.bench.acceptance import acceptance, acceptance_tables, numbers_of
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -48,14 +41,9 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
 from draftsmith.modules.drafters.methods import LOSSY
 from draftsmith.modules.pretrained.files import write_table, write_text
-from draftsmith.modules.pretrained.provenance import git_commit, package_versions
-from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-# results.json is written last.
-RESULTS, PER_PROMPT, NUMBERS = "results.json", "prompts.parquet", "results.csv"
-SCHEMA_VERSION = 3
+PER_PROMPT, NUMBERS = "prompts.parquet", "results.csv"  # beside results.json
 BASELINE = "ar"
 COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded", "draft_calls")
 Row = dict[str, Any]
@@ -177,68 +165,6 @@ def read_rows(directory: Path) -> list[Row]:
     except (pa.ArrowException, KeyError, OSError) as error:
         found = f"unreadable ({' '.join(str(error).split())})"
         raise InputError(str(path), found, "rows of `draftsmith eval bench`", "Measure it again.") from error
-
-
-def describe(
-    kind: str,
-    config: Any,
-    target: CausalLM | Mapping[str, Any],
-    prompts: Sequence[BenchPrompt],
-    source: str,
-    models: Mapping[str, CausalLM | None],
-    **more: Any,
-) -> dict[str, Any]:
-    """Build `meta` of a results.json: what its numbers hold for, and how to measure them again.
-
-    kind: bench, schedule, ... config: the command's options, `target`, `device` and `seed` among them. target: or its
-    identity, where it runs elsewhere. source: of the prompts, as the user named it. models: role -> the smaller models,
-    None where there is none. more: further entries.
-    """
-    # Later turns are part of what is asked.
-    asked = [[prompt.prompt_ids, *prompt.later] if prompt.later else prompt.prompt_ids for prompt in prompts]
-    identity = target if isinstance(target, Mapping) else target.info.identity
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": kind,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command_line(f"eval {kind}", config),
-        "seed": config.seed,
-        "settings": resolved(config) | {"device": config.chosen_device},
-        "target": {**identity, **tokenizer_identity(config.target)},
-        "models": {role: lm.info.identity for role, lm in models.items() if lm is not None},
-        "prompts": {
-            "source": source,
-            "count": len(prompts),
-            "sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
-        },
-        "versions": {**package_versions(), "python": platform.python_version()},
-        "git_commit": git_commit(),
-        "hardware": hardware(config.chosen_device),
-        **more,
-    }
-
-
-def hardware(device: str) -> dict[str, Any]:
-    """Describe the machine: speeds mean little without it."""
-    facts = {
-        "platform": platform.platform(),
-        "cpu": cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-    }
-    if torch.device(device).type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(torch.device(device))
-    return facts
-
-
-def cpu_name() -> str:
-    """Return the model of the CPU; `platform` knows only its architecture on Linux."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def totals_of(rows: Sequence[Row]) -> Totals:

@@ -306,11 +306,11 @@ class GateClient(LlamaCppClient):
     def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
         """Ask for the greedy answer to a prompt; its rounds are counted by place where all tokens are streamed."""
         reply = self.complete(prompt)
-        accepted, drafted = [one.accepted for one in reply.rounds], sum(one.drafted for one in reply.rounds)
         if reply.unsent:
-            return EngineAnswer(self.tokens_of(prompt), (0, sum(accepted)), drafted=drafted, by_place=False)
-        by_place = (sum(count > place for count in accepted) for place in range(self.num_drafted))
-        return EngineAnswer(reply.tokens, (len(accepted), *by_place), drafted=drafted)
+            return EngineAnswer(self.tokens_of(prompt), (0, reply.accepted), drafted=reply.drafted, by_place=False)
+        # The answer's drafts may all have been shorter.
+        places = (0,) * (1 + self.num_drafted - len(reply.counts))
+        return dataclasses.replace(reply, counts=(*reply.counts, *places))
 
     def templated(self, question: str) -> list[int]:
         """Return the token ids of a question by the server's own chat template and tokenizer."""

@@ -25,12 +25,18 @@ def tokens_per_round(counts: Counts) -> float:
     return 1 + sum(counts[1:]) / max(counts[0], 1)
 
 
+def counts_of(accepted: Sequence[int], length: int) -> Counts:
+    """Count rounds by place from the accepted tokens of each."""
+    return len(accepted), *(sum(count > place for count in accepted) for place in range(length))
+
+
 @dataclass(frozen=True)
 class EngineAnswer:
     """A greedy answer and the counts of its rounds.
 
-    generation_s: from its first token to its last; 0 if unknown. drafted: tokens of all drafts; None if unknown.
-    by_place: false if only sums are known: `counts` is then (0, accepted tokens).
+    first_s, generation_s: from the request to its first token, and from there to its last; 0 if unknown. drafted:
+    tokens of all drafts; None if unknown. by_place: false if only sums are known: `counts` is then (0, accepted
+    tokens). unsent: tokens whose ids are not among `tokens`.
     """
 
     tokens: tuple[int, ...]
@@ -38,6 +44,12 @@ class EngineAnswer:
     generation_s: float = 0.0
     drafted: int | None = None
     by_place: bool = True
+    first_s: float = 0.0
+    unsent: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.unsent
 
     @property
     def accepted(self) -> int:
@@ -86,5 +98,5 @@ class OurChain:
                 accepted.append(count)
                 drafted += step.num_drafted
             emitted += step.num_emitted
-        counts = (len(accepted), *(sum(count > place for count in accepted) for place in range(self.length)))
+        counts = counts_of(accepted, self.length)
         return EngineAnswer(tuple(answer.tokens[: self.max_new_tokens]), counts, drafted=drafted)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.engines.server import Server
+from draftsmith.data.engines.server import READ_LOG, Server
 from draftsmith.data.settings import ServerConfig
+from draftsmith.eval.engines.chain import Counts, EngineAnswer, counts_of
 from draftsmith.modules.types import InputError
+
 
 TOKENS = {"tokens": [int]}
 
@@ -21,33 +27,6 @@ class ServedModels:
     target: Path
     drafter: Path | None = None
     kind: str = ""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Drafted and accepted tokens of one call of the target after a draft."""
-
-    drafted: int
-    accepted: int
-
-
-@dataclass(frozen=True)
-class ServerAnswer:
-    """Answer to one prompt: its tokens, its rounds, and the seconds of reading the prompt and of generating.
-
-    unsent: tokens that end inside of a character, as those of an emoji do. llama.cpp streams no event for them: their
-    ids are not among `tokens`, and rounds that emitted only such tokens are counted as part of the next one.
-    """
-
-    tokens: tuple[int, ...]
-    rounds: tuple[Round, ...]
-    prompt_s: float
-    generation_s: float
-    unsent: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) + self.unsent
 
 
 def server_words(
@@ -86,31 +65,50 @@ class LlamaCppClient:
         self._server = Server(ServerConfig(url=url), "a llama.cpp server")
         self.url, self.max_new_tokens, self.temperature = self._server.url, max_new_tokens, temperature
 
-    def complete(self, prompt: Sequence[int], seed: int = 0) -> ServerAnswer:
-        """Ask for the answer to a prompt, with nothing but the temperature in the sampler.
+    def complete(self, prompt: Sequence[int], seed: int = 0, stop: threading.Event | None = None) -> EngineAnswer:
+        """Stream the answer to a prompt, with nothing but the temperature in the sampler, and count its rounds.
+
+        llama.cpp streams no event for tokens that end inside of a character, as those of an emoji do: they are unsent,
+        and rounds that emitted only such tokens are counted as part of the next one.
+
+        stop: once set, the answer ends where it is.
 
         Raises:
             InputError: no whole answer, or counts that fit no rounds.
         """
         tokens: list[int] = []
-        rounds: list[Round] = []
-        drafted = accepted = 0
+        accepted: list[int] = []
+        num_drafted = num_accepted = longest = 0
         timings: dict[str, Any] = {}
+        started = first = last = time.perf_counter()
         body = self._request(prompt, seed) | {"stream": True, "timings_per_token": True}
-        for event in self._server.events("completion", body):
-            tokens += event.get("tokens") or []
-            timings = event.get("timings") or timings
-            # The counts of a round are raised before its first token is sent.
-            step = Round(timings.get("draft_n", 0) - drafted, timings.get("draft_n_accepted", 0) - accepted)
-            if step.drafted:
-                rounds.append(step)
-                drafted, accepted = drafted + step.drafted, accepted + step.accepted
-        if not timings or not all(0 <= one.accepted <= one.drafted for one in rounds):
-            raise InputError("server", f"{self.url}: counts {timings}", "those of a whole answer", "Read its log.")
-        seconds = timings["prompt_ms"] / 1e3, timings.get("predicted_ms", 0.0) / 1e3
-        return ServerAnswer(
-            tuple(tokens), tuple(rounds), *seconds, timings.get("predicted_n", len(tokens)) - len(tokens)
+        with contextlib.closing(self._server.events("completion", body)) as events:
+            for event in events:
+                last = time.perf_counter()
+                first = first if timings else last
+                tokens += event.get("tokens") or []
+                timings = event.get("timings") or timings
+                # The counts of a round are raised before its first token is sent.
+                drafted = timings.get("draft_n", 0) - num_drafted
+                if drafted:
+                    accepted.append(timings.get("draft_n_accepted", 0) - num_accepted)
+                    num_drafted, num_accepted, longest = num_drafted + drafted, sum(accepted), max(longest, drafted)
+                if stop is not None and stop.is_set():
+                    break
+        if not timings or not all(0 <= count <= longest for count in accepted):
+            raise InputError("server", f"{self.url}: counts {timings}", "those of a whole answer", READ_LOG)
+        unsent = timings.get("predicted_n", len(tokens)) - len(tokens)
+        counts = counts_of(accepted, longest)
+        return EngineAnswer(
+            tuple(tokens), counts, last - first, num_drafted, first_s=first - started, unsent=max(unsent, 0)
         )
+
+    def counts(self) -> None:
+        """Return nothing: a server's answers hold their own counts."""
+
+    def counts_since(self, before: None, answers: Sequence[EngineAnswer], whole: int) -> Counts:
+        """Return the sums of the answers' counts."""
+        return tuple(map(sum, itertools.zip_longest(*(answer.counts for answer in answers), fillvalue=0)))
 
     def tokens_of(self, prompt: Sequence[int], seed: int = 0) -> tuple[int, ...]:
         """Return all tokens of the answer to a prompt, also those that are not streamed."""
@@ -119,7 +117,8 @@ class LlamaCppClient:
     def tokenize(self, text: str) -> list[int]:
         """Return the server's token ids of a text, special tokens in it included."""
         body = {"content": text, "add_special": False, "parse_special": True}
-        return list(self._server.json("tokenize", TOKENS, body)["tokens"])
+        tokens: list[int] = self._server.json("tokenize", TOKENS, body)["tokens"]
+        return tokens
 
     def build(self) -> str:
         """Return the server's version."""

@@ -1,11 +1,21 @@
-"""`draftsmith eval served`: speed and acceptance length of a drafter in llama.cpp or vLLM, beside plain decoding."""
+"""`draftsmith eval served`: a drafter in a server, by requests at once and draft length, beside plain decoding.
+
+One request's answer is timed from its first token to its last, and tokens per second are those of all requests
+together while they generate: requests at once x tokens / seconds. The reading of the prompt is in the time to the first
+token. The load is constant: while the last of the measured answers are generated, others that do not count keep the
+server as busy.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import shlex
-from collections.abc import Sequence
+import statistics
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +23,21 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from draftsmith.data.console import Column, Table, format_interval, log_note, print_table, print_text
+from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
 from draftsmith.data.settings import check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
 from draftsmith.eval.bootstrap import Resamples
-from draftsmith.eval.engines.chain import SYSTEMS, EngineAnswer
-from draftsmith.eval.engines.llamacpp import LlamaCppClient, Round, ServedModels, ServerAnswer, server_words
+from draftsmith.eval.clock import rotated
+from draftsmith.eval.engines.chain import SYSTEMS, Counts, EngineAnswer
+from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
+from draftsmith.eval.engines.schedule import best_lengths, ranges, sglang_config, vllm_config
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
 from draftsmith.eval.engines.vllm import server_words as server_words_vllm
+from draftsmith.eval.meta import RESULTS, describe
+from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.eval.settings import PromptChoice
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
@@ -36,53 +50,55 @@ from draftsmith.modules.pretrained.gguf_writer import is_gguf_model
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 
-PLAIN = "plain"
-COLUMNS = [
-    Column("setting", "setting"),
-    Column("tokens_per_s", "tokens/s", ",.1f"),
-    Column("speedup", "speed-up", ".2fx"),
-    Column("speedup_ci", "95 % CI"),
-    Column("tau", "tau", ".2f"),
-    Column("first", "first kept", ".0%"),
-    Column("equal", "= plain"),
-]
+LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
+SHOWN_PLACES = 8
+MOST_REQUESTS = 4096
+SCHEDULES = {"vllm": "vllm-schedule.json", "sglang": "sglang-schedule.json"}
+Client = LlamaCppClient | VllmClient
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedConfig(PromptChoice):
-    """Measure a drafter in a server, over draft lengths and thresholds, against the same server without it.
+    """Measure a drafter in a server, by requests at once and draft length, against the same server without it.
 
-    llama.cpp's servers run at the same time and answer each prompt in turn, so that a busy machine slows them alike;
-    vLLM's, which take the whole memory of a GPU, one after another. Only generation counts, not the reading of the
-    prompt.
+    llama.cpp's servers run at the same time and take turns, so that a busy machine slows them alike; vLLM's, which take
+    the whole memory of a GPU, run one after another.
 
     Attributes:
-        engine: The server, which is started here.
+        engine: The server, which is started here; sglang is measured with --server only, without its drafts.
+        server: Address of a running server, in place of starting one. Its draft length is its own.
         target: The target as it is served: for llama.cpp its GGUF file, for vLLM a directory or hub id.
         draft: What `export --format llamacpp` (a GGUF file or its directory) or `--format vllm` wrote, or a draft
             model.
         prompts: As for `eval bench`. This or tasks.
         tasks: Directory of such files, each a task.
         limit: The first so many prompts of each file; 0 takes all.
-        num_drafted: Draft lengths to measure (--spec-draft-n-max), separated by commas.
+        concurrency: Numbers of requests at once, separated by commas; no more than there are prompts.
+        num_drafted: Draft lengths (--spec-draft-n-max, num_speculative_tokens), separated by commas; 0, the plain
+            server, is always measured. Default: 0,1,3,5.
         p_min: llama.cpp's thresholds to measure with each (--spec-draft-p-min): a draft ends before a token of less
             probability.
+        repeats: Times that all prompts are asked.
         max_new_tokens: Longest answer.
         temperature: 0 is greedy, where answers are compared with the plain server's.
         threads: Threads of every server.
         engine_path: llama-server, or the Python of an environment with vLLM. Default: that of `make engines` in this
             directory, or llama-server on the PATH, or this Python.
-        output: Directory that receives served.json.
+        output: Directory that receives results.json, and of vLLM vllm-schedule.json and sglang-schedule.json, the best
+            draft length by requests at once in the form that these servers read.
     """
 
-    engine: Literal["llamacpp", "vllm"] = "llamacpp"
+    engine: Literal["llamacpp", "vllm", "sglang"] = "llamacpp"
+    server: str | None = None
     target: str
-    draft: Path
+    draft: Path | None = None
     prompts: str | None = None
     tasks: str | None = None
     limit: int = 8
-    num_drafted: str = "1,2,3,5"
+    concurrency: str = "1"
+    num_drafted: str | None = None
     p_min: str = "0"
+    repeats: int = 1
     max_new_tokens: int = 96
     temperature: float = 0.0
     threads: int = 1
@@ -90,186 +106,362 @@ class ServedConfig(PromptChoice):
     output: Path
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_new_tokens", "threads")
+        check_positive(self, "max_new_tokens", "threads", "repeats")
         check_not_negative(self, "limit", "temperature")
-        for length in self.lengths:
-            if length < 1:
-                raise InputError("num_drafted", length, "draft lengths of 1 or more", "Correct it.")
-        if self.engine == "vllm" and any(self.thresholds):
-            raise InputError("p_min", self.p_min, "none: vLLM ends no draft early", "Leave it out.")
+        for name, numbers, least in (("num_drafted", self.lengths, 0), ("concurrency", self.loads, 1)):
+            if not all(least <= number <= MOST_REQUESTS for number in numbers):
+                raise InputError(name, getattr(self, name), f"numbers from {least} to {MOST_REQUESTS:,}", "Correct it.")
+        if self.engine != "llamacpp" and any(self.thresholds):
+            raise InputError("p_min", self.p_min, "none: only llama.cpp ends a draft early", "Leave it out.")
+        if self.server is None and (self.draft is None or self.engine == "sglang"):
+            found = f"{self.engine} without --server, draft {self.draft}"
+            raise InputError("draft", found, "a drafter, and llamacpp or vllm to serve it", "Pass --draft or --server.")
+        if self.server is not None:
+            for name, default in (("draft", None), ("num_drafted", None), ("p_min", "0"), ("engine_path", None)):
+                if getattr(self, name) != default:
+                    found = f"{getattr(self, name)} with --server"
+                    raise InputError(name, found, "none: the running server has its own", "Leave it out.")
+
+    @property
+    def loads(self) -> list[int]:
+        return sorted(comma_numbers("concurrency", self.concurrency, int))
 
     @property
     def lengths(self) -> list[int]:
-        return comma_numbers("num_drafted", self.num_drafted, int)
+        return sorted(comma_numbers("num_drafted", self.num_drafted or LENGTHS, int))
 
     @property
     def thresholds(self) -> list[float]:
         return comma_numbers("p_min", self.p_min, float)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Draft length of a server, 0 without a drafter and None if unknown, and llama.cpp's threshold."""
+
+    num_drafted: int | None
+    p_min: float = 0.0
+
+
+PLAIN = Setting(0)
+
+
+@dataclass
+class Measured:
+    """Answers of one setting at one load.
+
+    answers: of the prompts in their order, once a repeat. drafted: (tokens, counts) of each group of prompts that was
+    asked together, with those that did not count.
+    """
+
+    answers: list[EngineAnswer] = dataclasses.field(default_factory=list)
+    drafted: list[tuple[int, Counts]] = dataclasses.field(default_factory=list)
+
+
+Cells = dict[tuple[Setting, int], Measured]
+
+
 @sole_writer()
 def run(config: ServedConfig) -> int:
-    """Measure, print the tables and write served.json.
+    """Measure, print the tables and write results.json and the servers' schedules.
 
     Raises:
-        InputError: no GGUF files, no prompts, or a server that does not start or answer.
+        InputError: no GGUF files, fewer prompts than requests at once, or a server that does not start or answer.
     """
     sources = task_sources(config.prompts, config.tasks)
     files = read_questions(sources, str(config.target), config.split, config.keep_tasks, config.limit, "first")
     prompts = [prompt for file in files for prompt in file]
-    answers = (ask_vllm if config.engine == "vllm" else ask_llamacpp)(config, prompts)
-    if not any(answer.rounds for label in answers if label != PLAIN for answer in answers[label]):
+    if config.loads[-1] > len(prompts):
+        found = f"{config.loads[-1]} requests at once of {len(prompts)} prompts"
+        raise InputError("concurrency", found, "as many prompts or more", "Raise --limit, or pass more prompts.")
+    cells: Cells = {}
+    for settings in servers(config, prompts):
+        measure(config, prompts, settings, cells)
+    rows = [summary(setting, load, cells, prompts, config.temperature) for setting, load in cells]
+    rows.sort(key=lambda row: row["requests"])
+    drafting = [row for row in rows if row["num_drafted"] and "speedup" in row]
+    if drafting and not any(row["accepted_by_place"] for row in drafting):
         found = f"{config.draft}, of which nothing was drafted"
         raise InputError("draft", found, "a drafter", "Read the server's log.")
-    rows = [summary(label, given, answers[PLAIN], prompts, config.temperature) for label, given in answers.items()]
-    best = max(rows[1:], key=lambda row: row["speedup"])
-    results: dict[str, Any] = {"target": str(config.target), "draft": str(config.draft), "rows": rows}
-    if config.engine == "llamacpp":
-        results["types"] = tensor_types(Path(config.target))
-    write_json(config.output / "served.json", results | {"config": _json(config)})
-    title = f"{Path(config.target).name} in {SYSTEMS[config.engine]}, {len(prompts)} prompts, threads: {config.threads}"
-    cells = [{**row, "speedup_ci": format_interval(row["speedup_ci95"])} for row in rows]
-    print_table(Table("served", title, COLUMNS, cells))
-    if len(rows[0]["tau_by_task"]) > 1:
-        tasks = list(rows[0]["tau_by_task"])
-        columns = [Column("setting", "setting"), *(Column(task, task, ".2f") for task in tasks)]
-        print_table(
-            Table("tasks", "Acceptance length by task", columns, [{**row, **row["tau_by_task"]} for row in rows])
-        )
-    low = (best["speedup_ci95"] or [0.0])[0]
-    if low > 1:
-        print_text(f"Serve with {best['setting']}: {best['speedup']:.2f}x.")
-    else:
-        print_text(
-            f"Do not speculate here: the best setting, {best['setting']}, is {best['speedup']:.2f}x plain decoding."
-        )
+
+    title = f"{Path(config.target).name} in {SYSTEMS.get(config.engine, 'SGLang')}, {len(prompts)} prompts"
+    tables = [load_table(rows, f"{title}, threads: {config.threads}"), *places_table(rows), *tasks_table(rows)]
+    if len(config.loads) > 1:
+        names = {"requests": "at_step", "tokens_per_s": "value"}
+        lines = [{**{new: row[old] for old, new in names.items()}, "series": label_of(row)} for row in rows]
+        tables.append(drawn_data("served-load", lines))
+    schedules = write_schedules(config, rows) if config.engine == "vllm" and drafting else {}
+    meta = describe("served", config, prompts, str(config.prompts or config.tasks))
+    if config.engine == "llamacpp" and config.server is None:
+        meta["tensor_types"] = tensor_types(Path(config.target))
+    results = {"meta": meta, "tables": to_json(tables), "rows": rows, "schedules": schedules}
+    write_json(config.output / RESULTS, json_values(results))
+    for table in tables:
+        if table.columns:
+            print_table(table)
+    for load in config.loads if drafting else ():
+        print_text(advice([row for row in drafting if row["requests"] == load], len(config.loads) > 1))
+    log_note(f"Written to {config.output}: {', '.join([RESULTS, *schedules])}")
     return 0
 
 
-def ask_llamacpp(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> dict[str, list[ServerAnswer]]:
-    """Answer all prompts with servers of every setting, in turn."""
+# -- servers
+
+
+def servers(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> Iterator[Mapping[Setting, Client]]:
+    """Yield clients of servers that run at the same time, by their settings, until all settings came."""
+    answer = config.max_new_tokens, config.temperature
+    if config.server is not None and config.engine == "llamacpp":
+        yield {Setting(None): LlamaCppClient(config.server, *answer)}
+    elif config.server is not None:
+        client = VllmClient(config.server, config.target, *answer, metrics=config.engine == "vllm")
+        drafts = client.counts().drafts
+        yield {Setting(len(drafts) - 1 if drafts else None): client}
+    else:
+        longest = max(len(prompt.prompt_ids) for prompt in prompts) + config.max_new_tokens + 2
+        yield from (llamacpp_servers if config.engine == "llamacpp" else vllm_servers)(config, longest)
+
+
+def llamacpp_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting, Client]]:
+    """Start llama.cpp's servers of all settings. longest: prompt with its answer."""
+    assert config.draft is not None
     drafter, target = gguf_file(config.draft), Path(config.target)
     if drafter is None or target.suffix != ".gguf" or not target.is_file():
         found = f"{target} and {config.draft}"
         raise InputError("draft", found, "two GGUF files", "Export the head with --format llamacpp.")
     kind = "simple" if is_gguf_model(drafter) else detect(ForeignHead.of(foreign_package(drafter))).kind
-    context = max(len(prompt.prompt_ids) for prompt in prompts) + config.max_new_tokens + max(config.lengths) + 2
-    binary = server_binary(config.engine_path)
-    settings: dict[str, list[str]] = {
-        PLAIN: server_words(binary, ServedModels(target), context, threads=config.threads)
-    }
-    models = ServedModels(target, drafter, f"draft-{kind}")
-    for length in config.lengths:
-        for p_min in config.thresholds:
-            label = f"n-max={length}" + (f", p-min={p_min:g}" if p_min else "")
-            settings[label] = server_words(binary, models, context, length, p_min, threads=config.threads)
-
-    answers: dict[str, list[ServerAnswer]] = {label: [] for label in settings}
+    binary, drafting = server_binary(config.engine_path), ServedModels(target, drafter, f"draft-{kind}")
+    settings = [PLAIN, *(Setting(n, p_min) for n in config.lengths if n for p_min in config.thresholds)]
     with contextlib.ExitStack() as stack:
-        clients = {}
-        for label, words in settings.items():
+        clients: dict[Setting, Client] = {}
+        for setting in settings:
+            models, length = drafting if setting.num_drafted else ServedModels(target), setting.num_drafted or 0
+            context = longest + config.lengths[-1]
+            words = server_words(binary, models, context, length, setting.p_min, config.loads[-1], config.threads)
             url = stack.enter_context(running(words, {}))
-            clients[label] = LlamaCppClient(url, config.max_new_tokens, config.temperature)
-        labels = list(clients)
-        for number, prompt in enumerate(prompts):
-            # Each setting is first, second, ... equally often.
-            for label in labels[number % len(labels) :] + labels[: number % len(labels)]:
-                answers[label].append(clients[label].complete(prompt.prompt_ids))
-            log_note(f"answered {number + 1} of {len(prompts)} prompts")
-    return answers
+            clients[setting] = LlamaCppClient(url, config.max_new_tokens, config.temperature)
+        yield clients
 
 
-def ask_vllm(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> dict[str, list[ServerAnswer]]:
-    """Answer all prompts with the server of one setting after another."""
-    python = engine_python(config.engine_path)
-    package = foreign_package(config.draft)
+def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting, Client]]:
+    """Start a vLLM server of one setting after another. longest: prompt with its answer."""
+    assert config.draft is not None
+    python, package = engine_python(config.engine_path), foreign_package(config.draft)
     foreign = ForeignHead.of(package)
-    kind = "" if causal_lm(foreign) else detect(foreign).kind
-    if kind and ("vllm", kind) not in formats():
+    kind = "draft_model" if causal_lm(foreign) else detect(foreign).kind
+    if kind != "draft_model" and ("vllm", kind) not in formats():
         raise InputError("draft", f"a head of kind {kind}", "one that vLLM serves", "Export it with --format vllm.")
     target = str(model_directory(config.target).absolute())
     directory = str(package_directory(str(config.draft)).absolute())
-    context = max(len(prompt.prompt_ids) for prompt in prompts) + config.max_new_tokens + 2 * max(config.lengths) + 2
+    context = longest + 2 * config.lengths[-1]
     # On a CPU vLLM compiles for minutes.
     eager = not torch.cuda.is_available()
-    answers: dict[str, list[ServerAnswer]] = {}
-    for length in (0, *config.lengths):
-        served = Served(target, directory, length)
-        printed = vllm_command(kind or "draft_model", served)
-        printed = printed if length else f"vllm serve {shlex.quote(target)}"
-        words = server_words_vllm(python, printed, "auto", context, eager)
-        label = f"num_speculative_tokens={length}" if length else PLAIN
+    for length in sorted({0, *config.lengths}):
+        printed = (
+            vllm_command(kind, Served(target, directory, length)) if length else f"vllm serve {shlex.quote(target)}"
+        )
+        words = server_words_vllm(python, printed, "auto", context, eager, config.loads[-1])
         with running(words, {**ENVIRONMENT, "OMP_NUM_THREADS": str(config.threads)}) as url:
-            client = VllmClient(url, config.target, config.max_new_tokens, config.temperature)
-            client.answer(0, prompts[0].prompt_ids)  # a first answer pays for what is made once
-            replies = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
-        log_note(f"answered {len(prompts)} prompts: {label}")
-        answers[label] = [as_rounds(reply, length) for reply in replies]
-    return answers
+            yield {Setting(length): VllmClient(url, config.target, config.max_new_tokens, config.temperature)}
 
 
-def as_rounds(reply: EngineAnswer, length: int) -> ServerAnswer:
-    """Return a reply with as many rounds of each number of accepted tokens as its counts by place say."""
-    reached = (*reply.counts, 0)
-    rounds = [
-        Round(length, place) for place in range(len(reached) - 1) for _ in range(reached[place] - reached[place + 1])
-    ]
-    return ServerAnswer(reply.tokens, tuple(rounds), 0.0, reply.generation_s)
+# -- measurement
+
+
+def measure(
+    config: ServedConfig, prompts: Sequence[BenchPrompt], clients: Mapping[Setting, Client], cells: Cells
+) -> None:
+    """Ask servers that run at the same time all prompts at every load, in turn."""
+    settings = list(clients)
+    for each in clients.values():
+        ask(each, prompts[:1], 1)  # a first answer pays for what is made once
+    for repeat in range(config.repeats):
+        for load in config.loads:
+            # Alone, settings take turns at every prompt; under load after all of them.
+            groups = [[prompt] for prompt in prompts] if load == 1 else [prompts]
+            for number, group in enumerate(groups):
+                for setting in rotated(settings, repeat + number):
+                    cell = cells.setdefault((setting, load), Measured())
+                    client: Any = clients[setting]
+                    before = client.counts()
+                    answers, others = ask(client, group, load)
+                    counts = client.counts_since(before, [*answers, *others], len(answers))
+                    cell.answers += answers
+                    cell.drafted.append((sum(max(one.num_tokens - 1, 0) for one in [*answers, *others]), counts))
+            log_note(f"answered {len(prompts)} prompts, {load} at once ({repeat + 1} of {config.repeats})")
+
+
+def ask(client: Client, prompts: Sequence[BenchPrompt], load: int) -> tuple[list[EngineAnswer], list[EngineAnswer]]:
+    """Answer all prompts with `load` requests at once throughout. Return the answers, and those that do not count."""
+    answers: dict[int, EngineAnswer] = {}
+    others: list[EngineAnswer] = []
+    numbers, done = itertools.count(), threading.Event()
+
+    def work() -> None:
+        while not done.is_set():
+            number = next(numbers)
+            try:
+                answer = client.complete(prompts[number % len(prompts)].prompt_ids, number, done)
+            except BaseException:
+                done.set()
+                raise
+            if number < len(prompts):
+                answers[number] = answer
+            else:
+                others.append(answer)
+            if len(answers) == len(prompts):
+                done.set()
+
+    with ThreadPoolExecutor(load) as pool:
+        for future in [pool.submit(work) for _ in range(load)]:
+            future.result()
+    return [answers[number] for number in range(len(prompts))], others
 
 
 def summary(
-    label: str,
-    answers: Sequence[ServerAnswer],
-    plain: Sequence[ServerAnswer],
-    prompts: Sequence[BenchPrompt],
-    temperature: float,
+    setting: Setting, load: int, cells: Cells, prompts: Sequence[BenchPrompt], temperature: float
 ) -> dict[str, Any]:
-    """Return the row of one setting. Speed-up is the ratio of tokens per second of generation, paired by prompt."""
-    resamples = Resamples(range(len(prompts)), seed=0)
+    """Return the row of one setting at one load. Speed-up is over the plain server at this load, paired by prompt."""
+    cell, plain = cells[setting, load], cells.get((PLAIN, load))
+    answers = cell.answers
     # The first token of an answer comes from reading the prompt.
-    ours, theirs = ([answer.num_tokens - 1 for answer in given] for given in (answers, plain))
-    seconds, base = ([answer.generation_s for answer in given] for given in (answers, plain))
-    if 0 in (sum(seconds), sum(base), sum(theirs)):
+    tokens, seconds = [one.num_tokens - 1 for one in answers], [one.generation_s for one in answers]
+    if 0 in (sum(seconds), sum(tokens)):
         raise InputError("prompts", "answers of one token each", "longer ones, to time", "Choose other prompts.")
-    ratio = (sum(ours) / sum(seconds)) / (sum(theirs) / sum(base))
-    interval = resamples.interval(
-        lambda: resamples.sums(ours) / resamples.sums(seconds) * resamples.sums(base) / resamples.sums(theirs)
-    )
-    # A round whose last drafted token ends the answer emits none of the target's own.
-    calls = [
-        max(len(answer.rounds), count - sum(one.accepted for one in answer.rounds))
-        for answer, count in zip(answers, ours, strict=True)
-    ]
-    num_rounds = sum(len(answer.rounds) for answer in answers)
-
-    def tau(chosen: Sequence[int]) -> float:
-        return sum(ours[i] for i in chosen) / max(sum(calls[i] for i in chosen), 1)
-
-    tasks = sorted({prompt.task for prompt in prompts})
-    by_task = {task: [i for i, prompt in enumerate(prompts) if prompt.task == task] for task in tasks}
-    differing = sum(one.tokens != other.tokens for one, other in zip(answers, plain, strict=True))
-    equal = "-" if temperature else "yes" if not differing else f"no ({differing})"
-    return {
-        "setting": label,
-        "tokens_per_s": sum(ours) / sum(seconds),
-        "speedup": ratio,
-        "speedup_ci95": None if label == PLAIN else interval,
-        "tau": tau(range(len(prompts))),
-        "tau_by_task": {task: tau(chosen) for task, chosen in by_task.items()},
-        "first": sum(one.accepted > 0 for answer in answers for one in answer.rounds) / num_rounds
-        if num_rounds
-        else None,
-        "equal": equal,
+    row: dict[str, Any] = {
+        "requests": load,
+        "num_drafted": setting.num_drafted,
+        "p_min": setting.p_min,
+        "tokens_per_s": load * sum(tokens) / sum(seconds),
+        "first_token_s": statistics.median(one.first_s for one in answers),
+        "tau": tau(cell.drafted),
+        "accepted_by_place": accepted_by_place(cell.drafted),
     }
+    tasks = sorted({prompt.task for prompt in prompts})
+    if load == 1 and len(tasks) > 1:
+        owners = [prompt.task for _ in range(len(answers) // len(prompts)) for prompt in prompts]
+        parts = {
+            task: [one for one, owner in zip(cell.drafted, owners, strict=True) if owner == task] for task in tasks
+        }
+        row["tau_by_task"] = {task: tau(part) for task, part in parts.items()}
+    if plain is None:
+        return row
+    base_tokens, base_s = ([one.num_tokens - 1 for one in plain.answers], [one.generation_s for one in plain.answers])
+    resamples = Resamples([number % len(prompts) for number in range(len(answers))], seed=0)
+    interval = resamples.interval(
+        lambda: resamples.sums(tokens) / resamples.sums(seconds) * resamples.sums(base_s) / resamples.sums(base_tokens)
+    )
+    differing = sum(one.tokens != other.tokens for one, other in zip(answers, plain.answers, strict=True))
+    return {
+        **row,
+        "speedup": sum(tokens) / sum(seconds) * sum(base_s) / sum(base_tokens),
+        "speedup_ci95": None if setting == PLAIN else interval,
+        "num_differing": None if temperature else differing,
+    }
+
+
+def tau(drafted: Sequence[tuple[int, Counts]]) -> float:
+    """Return tokens per call of the target, of groups with their tokens and counts."""
+    # A round whose last drafted token ends the answer emits none of the target's own.
+    calls = sum(max(sum(counts[:1]), tokens - sum(counts[1:])) for tokens, counts in drafted)
+    return sum(tokens for tokens, _ in drafted) / max(calls, 1)
+
+
+def accepted_by_place(drafted: Sequence[tuple[int, Counts]]) -> list[float]:
+    """Return the share of rounds with a draft in which n tokens or more were accepted, for n = 1, 2, ..."""
+    sums = [sum(column) for column in itertools.zip_longest(*(counts for _, counts in drafted), fillvalue=0)]
+    return [count / sums[0] for count in sums[1:]] if sums and sums[0] else []
+
+
+# -- tables, advice, schedules
+
+
+def label_of(row: Mapping[str, Any]) -> str:
+    """Return the name of a row's setting."""
+    if not row["num_drafted"]:
+        return "plain" if row["num_drafted"] == 0 else "as served"
+    return f"K={row['num_drafted']}" + (f", p-min={row['p_min']:g}" if row["p_min"] else "")
+
+
+def load_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """Return the table of all settings at all loads."""
+    columns = [
+        Column("requests", "at once", "d"),
+        Column("setting", "drafts"),
+        Column("tokens_per_s", "tokens/s", ",.1f"),
+    ]
+    if any("speedup" in row for row in rows):
+        columns += [Column("speedup", "speed-up", ".2fx"), Column("speedup_ci", "95 % CI", below=True)]
+    columns += [Column("tau", "tau", ".2f"), Column("first_ms", "TTFT, ms", ",.0f")]
+    cells = []
+    for row in rows:
+        differing, interval = row.get("num_differing"), format_interval(row.get("speedup_ci95"))
+        equal = "" if differing is None else f"no ({differing})" if differing else "yes"
+        cells.append({**row, "setting": label_of(row), "speedup_ci": interval, "equal": equal})
+        cells[-1]["first_ms"] = 1e3 * row["first_token_s"]
+    if any(cell["equal"] for cell in cells):
+        columns.append(Column("equal", "= plain"))
+    note = (
+        "tokens/s: of all requests together while they generate; TTFT: median time to the first token; speed-up over "
+        "the plain server at the same load, 95 % bootstrap intervals over prompts; tau: tokens per target call, "
+        "without the prefill."
+    )
+    return Table("served", title, columns, cells, note)
+
+
+def places_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Return the table of acceptance by place at the smallest load, if drafts were counted."""
+    rows = [row for row in rows if row["accepted_by_place"] and row["requests"] == rows[0]["requests"]]
+    if not rows:
+        return []
+    places = min(SHOWN_PLACES, max(len(row["accepted_by_place"]) for row in rows))
+    columns = [Column("setting", "drafts"), *(Column(str(n), str(n), ".2f") for n in range(1, places + 1))]
+    shares = ({str(n): share for n, share in enumerate(row["accepted_by_place"], 1)} for row in rows)
+    cells = [{"setting": label_of(row), **own} for row, own in zip(rows, shares, strict=True)]
+    note = "Share of the rounds with a draft whose first n tokens were accepted."
+    return [Table("served-places", "Accepted by place in the draft", columns, cells, note)]
+
+
+def tasks_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Return the table of tau by task, where one request at a time was measured on several tasks."""
+    rows = [row for row in rows if "tau_by_task" in row]
+    columns = [Column("setting", "drafts")]
+    columns += [Column(task, task, ".2f") for task in (rows[0]["tau_by_task"] if rows else ())]
+    cells = [{"setting": label_of(row), **row["tau_by_task"]} for row in rows]
+    return [Table("served-tasks", "Tau by task", columns, cells)] if rows else []
+
+
+def advice(rows: Sequence[Mapping[str, Any]], several: bool) -> str:
+    """Say which setting to serve with at one load, if its interval excludes a slow-down. rows: those that draft."""
+    best = max(rows, key=lambda row: row["speedup"])
+    low = (best["speedup_ci95"] or [0.0])[0]
+    at = f"Requests at once: {best['requests']}. " if several else ""
+    if low > 1:
+        return f"{at}Serve with {label_of(best)}: {best['speedup']:.2f}x the plain server."
+    if best["speedup"] > 1:
+        return (
+            f"{at}{label_of(best)} measured {best['speedup']:.2f}x the plain server, which more prompts must confirm."
+        )
+    return f"{at}Do not speculate: the best setting, {label_of(best)}, is {best['speedup']:.2f}x the plain server."
+
+
+def write_schedules(config: ServedConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Write the best draft length by requests at once, as vLLM and SGLang read it. Return the files' content."""
+    seconds: dict[int, dict[int, float]] = {}
+    for row in rows:
+        seconds.setdefault(row["num_drafted"], {})[row["requests"]] = row["requests"] / row["tokens_per_s"]
+    # A vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s (vllm#49548).
+    drafting = {k: curve for k, curve in seconds.items() if k}
+    content = {
+        SCHEDULES["vllm"]: vllm_config(ranges(best_lengths(drafting))),
+        SCHEDULES["sglang"]: sglang_config(ranges(best_lengths(seconds))),
+    }
+    for name, schedule in content.items():
+        write_json(config.output / name, schedule, indent=None)
+    return content
 
 
 def tensor_types(file: Path) -> dict[str, int]:
     """Return how many tensors of a GGUF file have each type."""
     names, counts = np.unique([tensor.tensor_type.name for tensor in open_gguf(file)[1].values()], return_counts=True)
     return {str(name): int(count) for name, count in zip(names, counts, strict=True)}
-
-
-def _json(config: ServedConfig) -> dict[str, Any]:
-    return {
-        name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(config).items()
-    }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +28,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise its threads wait for cores that others use
 }
 COUNTER = re.compile(
-    r"^vllm:(spec_decode_num_drafts_total|spec_decode_num_accepted_tokens_per_pos_total|request_success_total"
-    r"|request_decode_time_seconds_sum)\{(.*)\} (\S+)$"
+    r"^vllm:(spec_decode_num_drafts_total|spec_decode_num_accepted_tokens_per_pos_total|request_success_total)"
+    r"\{(.*)\} (\S+)$"
 )
 POSITION = re.compile(r'position="(\d+)"')
 COUNTED_S = 10.0  # a request's counts appear shortly after its answer
@@ -48,13 +50,15 @@ def engine_python(path: Path | None) -> Path:
     return python.absolute()  # not resolved: an environment's python is a link
 
 
-def server_words(python: Path, printed: str, dtype: str, length: int, eager: bool = True) -> list[str]:
+def server_words(
+    python: Path, printed: str, dtype: str, length: int, eager: bool = True, requests: int = 1
+) -> list[str]:
     """Turn the printed `vllm serve` command into one whose answers can be compared with others.
 
-    One request at a time, in `dtype`, no prefix cache, sequences of at most `length` tokens. eager: nothing compiled.
+    In `dtype`, no prefix cache, sequences of at most `length` tokens. eager: nothing compiled. requests: most at once.
     """
     _, _, target, *options = shlex.split(printed)  # vllm serve TARGET ...
-    options += ["--dtype", dtype, "--max-model-len", str(length), "--max-num-seqs", "1"]
+    options += ["--dtype", dtype, "--max-model-len", str(length), "--max-num-seqs", str(requests)]
     options += ["--enforce-eager"] if eager else []
     module = "vllm.entrypoints.openai.api_server"  # `vllm serve` without its command line
     return [str(python), "-m", module, "--model", target, *options, "--no-enable-prefix-caching"]
@@ -64,34 +68,39 @@ def server_words(python: Path, printed: str, dtype: str, length: int, eager: boo
 class ServerCounts:
     """Counts of a server since its start.
 
-    drafts: empty without a drafter. decode_s: seconds of decoding of finished requests.
+    drafts: empty without a drafter. finished: answers.
     """
 
     drafts: Counts
     finished: int
-    decode_s: float
+
+    def since(self, before: ServerCounts) -> Counts:
+        """Return the counts of the drafts between two times."""
+        return tuple(b - a for a, b in zip(before.drafts, self.drafts, strict=True))
 
 
 class VllmClient:
-    """Client of a running vLLM server that sends one prompt at a time and reads the counters in between.
+    """Client of a running vLLM server, which counts drafts of all requests together.
 
-    Attributes:
-        url: without /v1.
-        version: of vLLM.
-        length: the longest sequence; 0 if unknown.
+    length: the longest sequence; 0 if unknown. metrics: false for another server of OpenAI's completions, which counts
+    nothing.
     """
 
-    def __init__(self, url: str, target: str, max_new_tokens: int, temperature: float = 0.0):
+    def __init__(self, url: str, target: str, max_new_tokens: int, temperature: float = 0.0, metrics: bool = True):
         self._server = Server(ServerConfig(url=url), "a vLLM server", root=True)
         self.url = self._server.url
+        self._metrics = metrics
         models = self._server.json("v1/models", {"data": [{"id": str, "max_model_len?": (int, None)}]})["data"]
         if not models:
             raise InputError("server", f"{self.url} without a model", "a vLLM server", READ_LOG)
         self._model, self.length = models[0]["id"], models[0].get("max_model_len") or 0
-        self.version = self._server.json("version", {"version?": str}).get("version", "?")[:SHOWN_CHARS]
         server = ServerConfig(url=f"{self.url}/v1", model=self._model)
         params = SamplingParams(temperature)
         self._engine = ServerEngine(server, AnswerSettings(target, params, max_new_tokens, False, 0), "")
+
+    @property
+    def version(self) -> str:
+        return str(self._server.json("version", {"version?": str}).get("version", "?"))[:SHOWN_CHARS]
 
     @property
     def num_drafted(self) -> int:
@@ -109,7 +118,9 @@ class VllmClient:
 
     def counts(self) -> ServerCounts:
         """Return the counts of the server so far."""
-        drafts, finished, decode_s, places = 0, 0, 0.0, dict[int, int]()
+        drafts, finished, places = 0, 0, dict[int, int]()
+        if not self._metrics:
+            return ServerCounts((), 0)
         for line in self._server.page("metrics").decode("utf-8", "replace").splitlines():
             match = COUNTER.match(line)
             if match is None:
@@ -118,14 +129,12 @@ class VllmClient:
             position = POSITION.search(labels)
             if name == "request_success_total":
                 finished += int(value)
-            elif name == "request_decode_time_seconds_sum":
-                decode_s += value
             elif position is not None:
                 places[int(position[1])] = places.get(int(position[1]), 0) + int(value)
             else:
                 drafts += int(value)
         by_place = (count for _, count in sorted(places.items()))
-        return ServerCounts((drafts, *by_place) if places else (), finished, decode_s)
+        return ServerCounts((drafts, *by_place) if places else (), finished)
 
     def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
         """Ask for the answer to a prompt, and count its drafts.
@@ -143,16 +152,49 @@ class VllmClient:
         if turn.retokenized:
             raise InputError("server", "text without token ids", "return_token_ids to be obeyed", "Use a newer vLLM.")
 
-        until = time.monotonic() + COUNTED_S
-        after = self.counts()
-        while after.finished <= before.finished and time.monotonic() < until:
-            time.sleep(0.02)
-            after = self.counts()
+        after = self._counted(before, 1)
         if after.finished != before.finished + 1:
             found = f"{after.finished - before.finished} requests counted where one was sent"
             raise InputError("server", found, "a server that nobody else asks", "Ask again when it is idle.")
-        counts = tuple(b - a for a, b in zip(before.drafts, after.drafts, strict=True))
-        return EngineAnswer(tuple(turn.tokens), counts, after.decode_s - before.decode_s)
+        return EngineAnswer(tuple(turn.tokens), after.since(before))
+
+    def counts_since(self, before: ServerCounts, answers: Sequence[EngineAnswer], whole: int) -> Counts:
+        """Return the counts of answers that came since `before`, once the server has counted the `whole` ones."""
+        return self._counted(before, whole).since(before) if self._metrics else ()
+
+    def _counted(self, before: ServerCounts, num_answers: int) -> ServerCounts:
+        """Wait until the server has counted so many more answers, and return its counts."""
+        until = time.monotonic() + COUNTED_S
+        after = self.counts()
+        while after.finished < before.finished + num_answers and time.monotonic() < until:
+            time.sleep(0.02)
+            after = self.counts()
+        return after
+
+    def complete(self, prompt: Sequence[int], seed: int = 0, stop: threading.Event | None = None) -> EngineAnswer:
+        """Stream the answer to a prompt, without counts of its drafts. stop: once set, the answer ends where it is.
+
+        Raises:
+            InputError: no usable answer.
+        """
+        endpoint, body = self._engine.request(seed, {"prompt_ids": list(prompt)})
+        tokens: list[int] = []
+        num_tokens = 0
+        started = first = last = time.perf_counter()
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        with contextlib.closing(self._server.events(f"v1/{endpoint}", body)) as events:
+            for event in events:
+                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+                for choice in event.get("choices") or ():
+                    last = time.perf_counter()
+                    first = first if first > started else last
+                    tokens += choice.get("token_ids") or []
+                if stop is not None and stop.is_set():
+                    break
+        if not tokens and not num_tokens:
+            raise InputError("server", f"{self.url}: no tokens", "an answer", READ_LOG)
+        unsent = max(num_tokens - len(tokens), 0)
+        return EngineAnswer(tuple(tokens), (), last - first, first_s=first - started, unsent=unsent)
 
     def templated(self, text: str) -> list[int]:
         """Return the token ids of a question by the server's own chat template."""

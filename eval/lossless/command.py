@@ -22,9 +22,9 @@ from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import load_run
 from draftsmith.eval.lossless.sampling import MAX_GAP, Evidence, RecordingRunner, decided_tokens, ends_as_asked
+from draftsmith.eval.meta import hardware
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.drafters.method import Models

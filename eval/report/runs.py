@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
-from draftsmith.eval.bench.results import RESULTS
+from draftsmith.eval.meta import RESULTS
 from draftsmith.eval.report.training import is_training, read_training
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
 MEASURE = "Measure it again."
 # Of other commands, which print all they have to show.
-VERDICTS = ("served.json", "lossless.json", "certificate.json")
+VERDICTS = ("lossless.json", "certificate.json")
 SHAPE: dict[str, Any] = {
     "meta": {f"{name}?": (dict, None) for name in ("settings", "hardware", "prompts", "versions", "models")},
     "methods?": [{"method": str, "temperature": float, "by_task?": {"*": dict}}],

@@ -11,17 +11,22 @@ from typing import Any
 from draftsmith.data.console import Column, Table
 from draftsmith.eval.bench.trace import TRACE
 from draftsmith.eval.report.benchmark import bench_figures, temperature_text, verdicts
-from draftsmith.eval.report.drawing import Chart, Drawing, chart
+from draftsmith.eval.report.drawing import Chart, Drawing, chart, x_number
 from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.runs import Run, temperatures
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.report.training import DRAWINGS as TRAINING
+from draftsmith.eval.report.training import line_of
 from draftsmith.eval.report.viewer import viewer_data
 from draftsmith.modules.pretrained.provenance import flatten
 
+LOAD = x_number("at_step", "requests at once")
 # Kind of a run -> its title on the page, and drawings of its tables without columns.
 TABLE_RUNS: dict[str, tuple[str, Mapping[str, Drawing]]] = {
-    "schedule": ("How long a server should draft", {}),
+    "served": (
+        "In a server",
+        {"served-load": line_of("Tokens a second by requests at once", "tokens/s", "~s", x=LOAD)},
+    ),
     "training": ("Training", TRAINING),
 }
 MAX_FAILURES = 6  # listed one by one

@@ -27,13 +27,13 @@ MANY = 100  # points of a line, above which they are not drawn
 TIPS = tips("series", at_step=",.0f", value=".4g")
 
 
-def line_of(title: str, what: str, form: str = "", note: str = "") -> Drawing:
-    """Return a drawing with a line for each series over the steps."""
+def line_of(title: str, what: str, form: str = "", note: str = "", x: Any = STEP) -> Drawing:
+    """Return a drawing with a line for each series over the steps, or over another x."""
 
     def draw(rows: Rows) -> Any:
         point: Any = "transparent" if len(rows) > MANY else alt.OverlayMarkDef(filled=True, size=38)
         line = alt.Chart().mark_line(point=point)
-        return drawn([line.encode(STEP, color("series", " "), y_number("value", what, form), tooltip=TIPS)], rows)
+        return drawn([line.encode(x, color("series", " "), y_number("value", what, form), tooltip=TIPS)], rows)
 
     return Drawing(title, draw, note)
 

@@ -13,7 +13,8 @@ from draftsmith.benchmarks.head_table import HEADS, HeadTableConfig, pooled
 from draftsmith.benchmarks.recipes import RECIPES
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import PER_PROMPT, RESULTS, row_of, write_rows
+from draftsmith.eval.bench.results import PER_PROMPT, row_of, write_rows
+from draftsmith.eval.meta import RESULTS
 from draftsmith.launch.commands import configure
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace

@@ -1,4 +1,4 @@
-"""Schedules of `eval schedule` in SGLang's own controller of adaptive steps. Run by `make test-engines`."""
+"""Schedules of `eval served` in SGLang's own controller of adaptive steps. Run by `make test-engines`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import sglang_stubs  # noqa: F401  (before SGLang)
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams, resolve_candidate_steps_from_config
 
-from draftsmith.eval.schedule import ranges, sglang_config
+from draftsmith.eval.engines.schedule import ranges, sglang_config
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 3, 1, 0, 0, 0], [2], [1, 4, 4, 2], [0, 0, 3]])

@@ -1,4 +1,4 @@
-"""Schedules of `eval schedule` as vLLM itself reads them. Run by `make test-engines`."""
+"""Schedules of `eval served` as vLLM itself reads them. Run by `make test-engines`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from vllm.config import SpeculativeConfig
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from draftsmith.eval.schedule import ranges, vllm_config
+from draftsmith.eval.engines.schedule import ranges, vllm_config
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 3, 1, 0, 0, 0], [2], [1, 4, 4, 2], [0, 0, 3]])

@@ -1,55 +1,249 @@
-"""Rows of `eval served`, from answers with known times and rounds."""
+"""`eval served`: rows of answers with known times and rounds, the load, the schedule, and running servers."""
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
+import pytest
+from rich.console import Console
+
+from draftsmith.data.console import draw_table
 from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.engines import served
 from draftsmith.eval.engines.chain import EngineAnswer
-from draftsmith.eval.engines.llamacpp import Round, ServerAnswer
-from draftsmith.eval.engines.served import PLAIN, as_rounds, summary
+from draftsmith.eval.engines.schedule import best_lengths, ranges
+from draftsmith.eval.engines.served import PLAIN, Measured, Setting, advice, ask, load_table, summary
+from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
 
+THREE = Setting(3)
 
-def prompt(number: int, task: str) -> BenchPrompt:
+
+def prompt(number: int, task: str = "") -> BenchPrompt:
     return BenchPrompt(id=f"p{number}", task=task, prompt_ids=[1, 2], number=number)
 
 
-def answer(count: int, seconds: float, *rounds: tuple[int, int]) -> ServerAnswer:
-    return ServerAnswer(tuple(range(count)), tuple(Round(*one) for one in rounds), 0.1, seconds)
+def answer(count: int, seconds: float, *counts: int) -> EngineAnswer:
+    return EngineAnswer(tuple(range(count)), counts, seconds, first_s=0.1)
+
+
+def measured(*answers: EngineAnswer) -> Measured:
+    return Measured(list(answers), [(one.num_tokens - 1, one.counts) for one in answers])
 
 
 def test_tau_counts_target_calls_and_speed_leaves_out_the_prompt():
     prompts = [prompt(0, "code"), prompt(1, "chat")]
-    plain = [answer(9, 4.0), answer(5, 2.0)]  # 12 tokens behind the prompts' own in 6 s
+    plain = measured(answer(9, 4.0), answer(5, 2.0))  # 12 tokens behind the prompts' own in 6 s
     # Three rounds of 2, 1 and 2 accepted give 8 tokens; two of 1 and 0, with one plain step, give 4.
-    drafted = [answer(9, 2.0, (3, 2), (3, 1), (3, 2)), answer(5, 2.0, (3, 1), (3, 0))]
-    row = summary("n-max=3", drafted, plain, prompts, 0.0)
+    cells = {(PLAIN, 1): plain, (THREE, 1): measured(answer(9, 2.0, 3, 3, 2, 0), answer(5, 2.0, 2, 1, 0, 0))}
+    row = summary(THREE, 1, cells, prompts, 0.0)
     assert row["tokens_per_s"] == pytest.approx(12 / 4) and row["speedup"] == pytest.approx(1.5)
-    assert row["speedup_ci95"] == pytest.approx([1.0, 2.0])
+    assert row["speedup_ci95"] == pytest.approx([1.0, 2.0]) and row["first_token_s"] == pytest.approx(0.1)
     assert row["tau_by_task"] == {"chat": pytest.approx(4 / 3), "code": pytest.approx(8 / 3)}
-    assert row["tau"] == pytest.approx(12 / 6) and row["first"] == pytest.approx(4 / 5) and row["equal"] == "yes"
-    base = summary(PLAIN, plain, plain, prompts, 0.0)
-    assert (base["speedup"], base["tau"], base["first"], base["speedup_ci95"]) == (1.0, 1.0, None, None)
+    assert row["tau"] == pytest.approx(12 / 6) and row["num_differing"] == 0
+    assert row["accepted_by_place"] == pytest.approx([4 / 5, 2 / 5, 0])
+    base = summary(PLAIN, 1, cells, prompts, 0.0)
+    assert (base["speedup"], base["tau"], base["accepted_by_place"], base["speedup_ci95"]) == (1.0, 1.0, [], None)
+
+
+def test_under_load_speed_is_that_of_all_requests_and_counts_are_of_the_whole_group():
+    cells = {(PLAIN, 4): measured(*[answer(11, 10.0)] * 4), (THREE, 4): measured(*[answer(11, 5.0)] * 4)}
+    cells[THREE, 4].drafted = [(50, (25, 20, 5, 0))]  # with 10 tokens of answers that do not count
+    row = summary(THREE, 4, cells, [prompt(number) for number in range(4)], 1.0)
+    assert row["tokens_per_s"] == pytest.approx(4 * 40 / 20) and row["speedup"] == pytest.approx(2.0)
+    assert row["tau"] == pytest.approx(2.0) and row["num_differing"] is None and "tau_by_task" not in row
 
 
 def test_a_last_draft_that_ends_the_answer_is_a_call():
     # The drafted end token is accepted, and the target's own token behind it is not emitted.
-    row = summary("n-max=2", [answer(6, 1.0, (2, 1), (2, 2))], [answer(6, 1.0)], [prompt(0, "")], 1.0)
-    assert row["tau"] == pytest.approx(5 / 2) and row["equal"] == "-"
+    cells = {(PLAIN, 1): measured(answer(6, 1.0)), (Setting(2), 1): measured(answer(6, 1.0, 2, 2, 1))}
+    assert summary(Setting(2), 1, cells, [prompt(0)], 1.0)["tau"] == pytest.approx(5 / 2)
 
 
 def test_answers_of_one_token_have_no_speed():
-    short = [answer(1, 0.0)]
-    for ours, theirs in ((short, [answer(6, 1.0)]), ([answer(6, 1.0)], short)):
-        with pytest.raises(InputError, match="answers of one token each"):
-            summary("n-max=2", ours, theirs, [prompt(0, "")], 1.0)
+    with pytest.raises(InputError, match="answers of one token each"):
+        summary(PLAIN, 1, {(PLAIN, 1): measured(answer(1, 0.0))}, [prompt(0)], 0.0)
 
 
-def test_vllms_counts_by_place_are_rounds():
-    # Of 5 rounds of 3 tokens, 4 accepted one or more, 2 two or more, 1 all three.
-    reply = as_rounds(EngineAnswer(tuple(range(13)), (5, 4, 2, 1), 2.0), 3)
-    assert sorted(one.accepted for one in reply.rounds) == [0, 1, 1, 2, 3] and reply.generation_s == 2.0
-    row = summary("num_speculative_tokens=3", [reply], [answer(13, 4.0)], [prompt(0, "")], 0.0)
-    assert (row["tau"], row["first"], row["speedup"]) == pytest.approx((12 / 5, 4 / 5, 2.0))
-    assert as_rounds(EngineAnswer((1, 2), (), 1.0), 0).rounds == ()
+class SlowClient:
+    """Answers of one second per prompt number, in a hundredth; counts how many run at once."""
+
+    def __init__(self) -> None:
+        self.lock, self.running, self.seen = threading.Lock(), 0, list[int]()
+
+    def complete(self, ids: list[int], seed: int, stop: threading.Event) -> EngineAnswer:
+        with self.lock:
+            self.running += 1
+            self.seen.append(self.running)
+        stop_at = time.monotonic() + ids[0] / 100
+        while time.monotonic() < stop_at and not stop.is_set():
+            time.sleep(0.001)
+        with self.lock:
+            self.running -= 1
+        return answer(ids[0], 1.0)
+
+
+def test_the_load_stays_until_the_last_measured_answer():
+    prompts = [BenchPrompt(id=str(n), prompt_ids=[n]) for n in (2, 3, 30)]
+    client: Any = SlowClient()
+    answers, others = ask(client, prompts, 3)
+    assert [len(one.tokens) for one in answers] == [2, 3, 30] and len(others) > 2
+    assert max(client.seen) == 3 and client.seen[3:].count(3) > 2 and client.running == 0
+    alone: Any = SlowClient()
+    assert len(ask(alone, prompts, 1)[0]) == 3 and set(alone.seen) == {1}
+
+
+def test_a_failed_request_ends_the_measurement():
+    class Failing(SlowClient):
+        def complete(self, ids: list[int], seed: int, stop: threading.Event) -> EngineAnswer:
+            if ids[0] == 3:
+                raise InputError("server", "nothing", "an answer", "Read its log.")
+            return super().complete(ids, seed, stop)
+
+    client: Any = Failing()
+    with pytest.raises(InputError, match="server: found nothing"):
+        ask(client, [BenchPrompt(id=str(n), prompt_ids=[n]) for n in (90, 3, 90)], 3)
+
+
+def test_the_best_length_between_measured_loads_is_interpolated():
+    """A token takes 10 + B, 8 + 2 B and 6 + 4 B: K = 2 is the fastest up to 1, K = 1 up to 2, then none."""
+    curves = {0: (10, 1), 1: (8, 2), 2: (6, 3.9)}
+    seconds = {k: {load: plain + load * more for load in (1, 4, 16)} for k, (plain, more) in curves.items()}
+    lengths = best_lengths(seconds)
+    assert ranges(lengths) == [(1, 1, 2), (2, 16, 0)]
+    del seconds[0]
+    assert ranges(best_lengths(seconds)) == [(1, 1, 2), (2, 16, 1)]
+    assert best_lengths({1: {1: 1.0}, 3: {1: 1.0}}) == [1]
+    assert ranges([3, 3, 1, 3]) == [(1, 2, 3), (3, 3, 1), (4, 4, 3)]
+
+
+def test_advice_claims_what_its_interval_holds():
+    row = {"requests": 4, "num_drafted": 3, "p_min": 0.0, "speedup": 1.2, "speedup_ci95": [1.1, 1.3]}
+    assert advice([row], True) == "Requests at once: 4. Serve with K=3: 1.20x the plain server."
+    assert "more prompts must confirm" in advice([{**row, "speedup_ci95": [0.9, 1.5]}], False)
+    assert advice([{**row, "speedup": 0.8, "speedup_ci95": None}], False).startswith(
+        "Do not speculate: the best setting, K=3, is 0.80x"
+    )
+
+
+def test_the_table_fits_a_terminal(capsys):
+    cells = {(PLAIN, 16): measured(*[answer(9, 4.0)] * 16), (Setting(5, 0.75), 16): measured(*[answer(9, 2.0)] * 16)}
+    rows = [summary(setting, 16, cells, [prompt(n) for n in range(16)], 0.0) for setting, _ in cells]
+    draw_table(Console(width=80), load_table(rows, "title"))
+    heading = capsys.readouterr().out.splitlines()[3]
+    assert heading.split()[:3] == ["at", "once", "drafts"] and heading.rstrip().endswith("= plain")
+
+
+# -- running servers
+
+
+class Server(BaseHTTPRequestHandler):
+    """Streams three tokens to each request, as llama.cpp and vLLM do; two of them by a draft of two."""
+
+    drafts = 0
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        pages = {
+            "/v1/models": json.dumps({"data": [{"id": "m", "max_model_len": 64}]}),
+            "/metrics": f"vllm:spec_decode_num_drafts_total{{}} {Server.drafts}\n"
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {Server.drafts}\n'
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} 0\n'
+            f"vllm:request_success_total{{}} {Server.drafts}\n",
+        }
+        self.reply(pages[self.path])
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["stream"]
+        Server.drafts += 1
+        if self.path == "/completion":
+            events = [{"tokens": [5], "timings": {"predicted_n": 1}}]
+            counts = {"draft_n": 2, "draft_n_accepted": 1, "predicted_n": 3}
+            events.append({"tokens": [6, 7], "timings": counts})
+        else:
+            events = [{"choices": [{"token_ids": ids}]} for ids in ([5], [6, 7])]
+            events.append({"choices": [], "usage": {"completion_tokens": 3}})
+        self.reply("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+
+    def reply(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # requests that do not count are cut off
+            for part in text.splitlines(keepends=True):
+                self.wfile.write(part.encode())
+                self.wfile.flush()
+                time.sleep(0.002 if part.strip() else 0)
+
+
+@pytest.fixture
+def url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("engine", "label", "tau"), [("llamacpp", "as served", 2), ("vllm", "K=2", 2), ("sglang", "as served", 1)]
+)
+def test_a_running_server_is_measured_by_load(url, engine, label, tau, tmp_path, capsys):
+    words = ["eval", "served", "--engine", engine, "--server", url, "--target", "embedded:target", "--limit", "3"]
+    words += [
+        "--prompts",
+        "embedded:prompts",
+        "--concurrency",
+        "2,1",
+        "--max-new-tokens",
+        "3",
+        "--output",
+        str(tmp_path),
+    ]
+    assert main(words) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["meta"]["kind"] == "served" and [row["requests"] for row in results["rows"]] == [1, 2]
+    assert all(row["tokens_per_s"] > 0 and row["first_token_s"] > 0 for row in results["rows"])
+    assert results["rows"][0]["tau"] == tau  # the fake counts drafts of requests that are cut off, too
+    assert label in capsys.readouterr().out and not (tmp_path / "vllm-schedule.json").exists()
+
+
+def test_a_sweep_of_vllm_writes_the_schedules(tmp_path, monkeypatch, capsys):
+    """Servers of known speed: a plain token takes 4 + B, one of K drafts (4 + B (1 + K)) / 1.8."""
+    config = served.ServedConfig(
+        engine="vllm", target="embedded:target", draft=tmp_path, prompts="embedded:prompts", limit=4,
+        concurrency="1,4", num_drafted="1", output=tmp_path / "out",
+    )  # fmt: skip
+
+    class Client:
+        def __init__(self, k: int):
+            self.k, self.load = k, 1
+
+        def complete(self, ids: Any, seed: int, stop: Any) -> EngineAnswer:
+            return answer(11, 10 * (4 + self.load * (1 + self.k)) / (1.8 if self.k else 1))
+
+        def counts(self) -> None:
+            pass
+
+        def counts_since(self, before: Any, answers: Any, whole: int) -> Any:
+            return (10, 8) if self.k else ()
+
+    def asked(client: Any, prompts: Any, load: int) -> Any:
+        client.load = load
+        return [client.complete([], 0, None) for _ in prompts], []
+
+    monkeypatch.setattr(served, "ask", asked)
+    monkeypatch.setattr(served, "vllm_servers", lambda config, longest: iter([{Setting(k): Client(k)} for k in (0, 1)]))
+    assert served.run(config) == 0
+    # At 1 request (4 + 2) / 1.8 < 5; at 4 (4 + 8) / 1.8 < 8; so K = 1 throughout.
+    content = json.loads((tmp_path / "out/results.json").read_text())
+    assert content["schedules"]["vllm-schedule.json"] == json.loads((tmp_path / "out/vllm-schedule.json").read_text())
+    assert json.loads((tmp_path / "out/sglang-schedule.json").read_text()) == {"1": {"candidate_steps": [1]}}
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Requests at once: 1. Serve with K=1: 1.50x" in shown and "Requests at once: 4. Serve" in shown

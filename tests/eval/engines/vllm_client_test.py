@@ -18,7 +18,7 @@ GOOD: dict[str, Any] = {
     "/v1/models": {"data": [{"id": "served", "max_model_len": 64}]},
     "/version": {"version": "1.0"},
     "/metrics": f'vllm:spec_decode_num_drafts_total{{engine="0"}} 3.0\n{PLACES}{{position="0"}} 2.0\n'
-    'vllm:request_decode_time_seconds_sum{engine="0"} 1.5\nvllm:request_decode_time_seconds_count{engine="0"} 7.0\n',
+    'vllm:request_success_total{engine="0",finished_reason="stop"} 7.0\n',
     "/tokenize": {"tokens": [1, 2]},
 }
 
@@ -65,11 +65,11 @@ def client() -> Iterator[Callable[[dict[str, Any]], VllmClient]]:
 
 def ask(client: VllmClient) -> tuple[Any, ...]:
     counts = client.counts()
-    return client.version, client.length, client.num_drafted, counts.drafts, counts.decode_s, client.templated("Hi")
+    return client.version, client.length, client.num_drafted, counts.drafts, counts.finished, client.templated("Hi")
 
 
 def test_a_good_server_is_read(client):
-    assert ask(client({})) == ("1.0", 64, 1, (3, 2), 1.5, [1, 2])
+    assert ask(client({})) == ("1.0", 64, 1, (3, 2), 7, [1, 2])
 
 
 @pytest.mark.parametrize(
