@@ -1,1 +1,1 @@
-"""Measurement: benchmarks, sweeps, losslessness, calibration, latency and reports."""
+"""Measurement: benchmarks, sweeps, certificates and reports."""

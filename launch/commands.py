@@ -130,11 +130,8 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.bench.compare:CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)
         ),
         "eval report": Command("eval.report.command:ReportConfig", "Finished runs as one HTML page", ("runs",)),
-        "eval lossless": Command(
-            "eval.lossless.command:LosslessConfig", "Certify that methods leave the output as it is"
-        ),
         "eval certify": Command(
-            "eval.lossless.answers:CertifyConfig", "Certify that a server's answers follow the target"
+            "eval.certify:CertifyConfig", "Certify that answers follow the target: a server's, or a method's"
         ),
     },
     "Your machine": {

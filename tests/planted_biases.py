@@ -1,4 +1,4 @@
-"""Samplers made wrong on purpose, in the decoder's real loop: what `eval lossless` must find.
+"""Samplers made wrong on purpose, in the decoder's real loop: what `eval certify` must find.
 
 Each entry of PLANTED is planted with pytest's monkeypatch; its name says what it does, its loop where it acts.
 """

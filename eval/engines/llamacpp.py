@@ -16,7 +16,6 @@ from draftsmith.data.settings import ServerConfig
 from draftsmith.eval.engines.chain import Counts, EngineAnswer, counts_of
 from draftsmith.modules.types import InputError
 
-
 TOKENS = {"tokens": [int]}
 
 

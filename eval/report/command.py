@@ -20,7 +20,8 @@ class ReportConfig:
     """Show runs as one HTML file that needs no network: tables, charts, and traces round by round.
 
     Attributes:
-        runs: directories with results.json (`eval bench`, `eval served`), and of trainings, which may still run.
+        runs: directories with results.json (of `eval bench`, `served` and `certify`), and of trainings, which may
+            still run.
             Benchmarks with the same target, prompts, sampling and machine share their tables; others get sections of
             their own.
         output: the HTML file; by default report.html in the first run's directory.

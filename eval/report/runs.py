@@ -16,8 +16,6 @@ from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
 MEASURE = "Measure it again."
-# Of other commands, which print all they have to show.
-VERDICTS = ("lossless.json", "certificate.json")
 SHAPE: dict[str, Any] = {
     "meta": {f"{name}?": (dict, None) for name in ("settings", "hardware", "prompts", "versions", "models")},
     "methods?": [{"method": str, "temperature": float, "by_task?": {"*": dict}}],
@@ -68,9 +66,6 @@ def read_results(directory: Path) -> Mapping[str, Any]:
     if not directory.is_dir():
         raise InputError("runs", f"no directory {directory}", "directories of finished runs", "Check the path.")
     if not (directory / RESULTS).exists():
-        if other := next((name for name in VERDICTS if (directory / name).exists()), None):
-            expected = "a run of `eval bench` or a training, which the page shows"
-            raise InputError("runs", f"{other} in {directory}", expected, f"Read {other} itself, or leave it out.")
         remedy = "Run its command again: it continues with what is left."
         raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
     results = read_object(directory / RESULTS, SHAPE, MEASURE)

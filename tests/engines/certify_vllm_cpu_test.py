@@ -28,8 +28,8 @@ from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
-from draftsmith.eval.lossless.answers import CertifyConfig
-from draftsmith.eval.lossless.answers import run as certify
+from draftsmith.eval.certify import CertifyConfig
+from draftsmith.eval.certify import run as certify
 from draftsmith.modules.pretrained.hub import resolve_model
 
 torch.set_num_threads(1)
@@ -77,6 +77,6 @@ def test_a_server_that_does_not_follow_its_target_is_found(prompts, control, tmp
         target=TARGET, answers=served, control=control, draft=DRAFT, output=tmp_path / "certificate", num_threads=1
     )
     assert certify(config) == code
-    plain, server = json.loads((tmp_path / "certificate/certificate.json").read_text())["answers"]
+    plain, server = json.loads((tmp_path / "certificate/results.json").read_text())["answers"]
     assert plain["tokens"] == server["tokens"] == 120 * 64 and plain["p_value"] > 0.01
     assert (server["p_value"] < 1e-20) == bool(code)

@@ -23,11 +23,11 @@ from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.data.settings import ServerConfig
+from draftsmith.eval.certify import CertifyConfig
+from draftsmith.eval.certify import run as certify
 from draftsmith.eval.check.engine import EngineCheckConfig, run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
-from draftsmith.eval.lossless.answers import CertifyConfig
-from draftsmith.eval.lossless.answers import run as certify
 from draftsmith.launch.export.export import ExportConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.block.net import default_layers

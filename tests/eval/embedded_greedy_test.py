@@ -1,6 +1,6 @@
 """On the shipped pair: greedy answers of 96 tokens are the target's own, token by token, of a method of each kind.
 
-Tiny targets are decoded by every method (tests/modules). `draftsmith eval lossless` compares on as many prompts as one
+Tiny targets are decoded by every method (tests/modules). `draftsmith eval certify` compares on as many prompts as one
 likes.
 """
 

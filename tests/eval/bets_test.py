@@ -11,7 +11,7 @@ import torch
 from table_methods import EAGLE_TREES, METHODS, method
 from table_models import PROMPT, TableLM, emitted_rounds
 
-from draftsmith.eval.lossless.sampling import (
+from draftsmith.eval.bets import (
     MAX_GAP,
     SCORES,
     DecidedTokens,

@@ -1,25 +1,34 @@
-"""The certificate: it passes what is lossless, and finds what is planted in either of the decoder's real loops."""
+"""`eval certify`: what follows the target passes, and what is planted is found: in the decoder's own loops, and in
+answers of the decoder that stands for a server."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from planted_biases import PLANTED, Planted, child_twice, past_the_end
+from planted_biases import PLANTED, Planted, accepts_too_often, child_twice, past_the_end
+from quick_heads import captured_head
 from tiny_world import draft_options, draft_words
 
+from draftsmith.data.prompts import PromptsConfig
+from draftsmith.data.prompts import run as make_prompts
+from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.responses import run as answer
+from draftsmith.eval import certify
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless import command
-from draftsmith.eval.lossless.command import LosslessConfig, certify, greedy_answers, greedy_test, run
-from draftsmith.eval.lossless.sampling import RecordingRunner, ends_as_asked
+from draftsmith.eval.bets import RecordingRunner, ends_as_asked
+from draftsmith.eval.certify import Answered, CertifyConfig, greedy_answers, greedy_test, methods_rows, run
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
 from draftsmith.modules.decoding.drafter import EachRow
+from draftsmith.modules.decoding.loop import RowAnswer
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.methods import known_methods, parse_methods
+from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
@@ -33,14 +42,13 @@ FLAGS = {
 }
 
 
-def config(models, output: Path, **changes) -> LosslessConfig:
-    return LosslessConfig(**draft_options(models), output=output, **{**FLAGS, **changes})
+def config(models, output: Path, **changes) -> CertifyConfig:
+    return CertifyConfig(**draft_options(models), output=output, **{**FLAGS, **changes})
 
 
 def rows(output: Path) -> dict[str, dict]:
     """Of the result, by `method, loop`."""
-    found = json.loads((output / "lossless.json").read_text())["methods"]
-    return {f"{method['method']}, {row['loop']}": row for method in found for row in method["loops"]}
+    return {row["of"]: row for row in json.loads((output / "results.json").read_text())["answers"]}
 
 
 def test_lossless_methods_pass_in_both_loops(models, tmp_path, capsys):
@@ -53,7 +61,7 @@ def test_lossless_methods_pass_in_both_loops(models, tmp_path, capsys):
         test = row["sampling"]
         assert test["impossible"] == test["wrong_ends"] == 0 and test["p_value"] > test["level"]
         assert test["level"] == pytest.approx(1e-3 / 8) and test["tokens"] >= 500
-    assert capsys.readouterr().out.count("lossless") >= 6
+    assert capsys.readouterr().out.count("follows the target") == 8
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +71,17 @@ def loaded(models) -> tuple[Models, list[BenchPrompt]]:
     return Models(target, draft, capacity=200), prompts
 
 
+def asked(output: Path, **settings) -> CertifyConfig:
+    return CertifyConfig(target="", prompts="", output=output, **settings)
+
+
 def planted_row(loaded, planted: Planted, tmp_path: Path, monkeypatch, **changes) -> dict:
     """The result of the planted method's loop."""
     lms, prompts = loaded
     planted.plant(monkeypatch)
     size = 1 if planted.loop == "single" else FLAGS["batch_size"]
     settings = {**FLAGS, "sampled_tokens": 30_000, "ignore_eos": True, "batch_size": size, **changes}
-    settings = LosslessConfig("", "", tmp_path, **settings)
-    (method,) = certify(settings, parse_methods(planted.method), lms, prompts, None)
-    return method["loops"][-1]
+    return methods_rows(asked(tmp_path, **settings), parse_methods(planted.method), lms, prompts, lms.target)[-1]
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -105,22 +115,20 @@ def test_a_second_draw_at_a_trees_nodes_is_found(loaded, tmp_path, monkeypatch):
 
 def test_an_end_token_that_does_not_end_is_found(models, loaded, tmp_path, monkeypatch):
     lms, prompts = loaded
-    common = greedy(lms, prompts, tmp_path)[0][5]
+    common = greedy(lms, prompts, tmp_path)[0].tokens[5]
     ending = (replace(lms, ends=(common,)), prompts)
     row = planted_row(ending, Planted(past_the_end), tmp_path, monkeypatch)
     assert not row["passed"] and row["sampling"]["wrong_ends"] > 0
 
 
-def greedy(lms: Models, prompts: list[BenchPrompt], output: Path) -> list[list[int]]:
-    return greedy_answers(
-        RecordingRunner(None, replace(lms, ends=())), prompts, LosslessConfig("", "", output, **FLAGS)
-    )
+def greedy(lms: Models, prompts: list[BenchPrompt], output: Path) -> list[Answered]:
+    return greedy_answers(RecordingRunner(None, replace(lms, ends=())), prompts, asked(output, **FLAGS))
 
 
 def test_a_biased_sampler_fails_with_exit_code_1_and_the_result_says_by_what(models, tmp_path, monkeypatch):
     PLANTED["replaced from p"].plant(monkeypatch)
     flags = draft_words({**models, **FLAGS})
-    assert main(["eval", "lossless", *flags, "--methods", "spec:k=3", "--output", str(tmp_path)]) == 1
+    assert main(["eval", "certify", *flags, "--methods", "spec:k=3", "--output", str(tmp_path)]) == 1
     row = rows(tmp_path)["spec:k=3, single"]
     assert row["greedy"]["passed"] and not row["sampling"]["passed"]
     assert row["sampling"]["strongest_bet"] and row["sampling"]["p_value"] < row["sampling"]["level"]
@@ -139,37 +147,32 @@ def test_the_batched_loops_greedy_answers_are_tested_too(models, tmp_path, monke
     def changed(runner, *more):
         answers = greedy_answers(runner, *more)
         if runner.rows > 1:
-            answers[1][-1] += 1
+            answers[1].tokens[-1] += 1
         return answers
 
-    monkeypatch.setattr(command, "greedy_answers", changed)
+    monkeypatch.setattr(certify, "greedy_answers", changed)
     assert run(config(models, tmp_path, sampled_tokens=0, methods="spec:k=3")) == 1
     found = rows(tmp_path)
     assert found["spec:k=3, single"]["passed"] and not found["spec:k=3, batched"]["passed"]
     assert found["spec:k=3, batched"]["greedy"]["identical"] == 2
-    assert found["spec:k=3, batched"]["greedy"]["first_difference"]["prompt"] == "row-1"
+    assert found["spec:k=3, batched"]["greedy"]["first_difference"]["id"] == "row-1"
 
 
 def test_another_dtype_is_compared_by_the_gap_to_the_best_logit(models, tmp_path):
     assert run(config(models, tmp_path, methods="spec:k=3", dtype="bfloat16", sampled_tokens=0)) == 0
     for row in rows(tmp_path).values():
-        assert 0 <= row["greedy"]["largest_logit_gap"] <= 0.5
+        assert 0 <= row["greedy"]["largest_gap"] <= 0.5
 
 
 @pytest.mark.parametrize("cut", [lambda tokens: [], lambda tokens: tokens[:-1], lambda tokens: tokens * 2])
-def test_a_truncated_empty_or_overlong_answer_fails_outside_float32(cut, loaded, tmp_path, monkeypatch):
+def test_a_truncated_empty_or_overlong_answer_fails_whatever_its_gaps(cut, loaded, tmp_path):
     """A gap looks at the tokens that are there: lengths are held against the rule, too."""
     lms, prompts = replace(loaded[0], ends=()), [BenchPrompt("0", [5, 6, 7])]
-    expected = greedy(lms, prompts, tmp_path)
-    monkeypatch.setattr(command, "MAX_GAP", 1e9)
-    settings = LosslessConfig("", "", tmp_path, **FLAGS)
-
-    def tested(answers) -> dict:
-        return greedy_test(answers, expected, prompts, lms, settings, lms.target)
-
-    assert tested(expected)["passed"]
-    found = tested([cut(expected[0])])
-    assert not found["passed"] and not found["ended_as_asked"] and found["first_difference"]["prompt"] == "0"
+    runner, (whole,) = RecordingRunner(None, lms), greedy(lms, prompts, tmp_path)
+    assert greedy_test(lms.target, [whole], 1e9)["passed"]
+    short = certify.answered(runner, prompts[0], cut(whole.tokens), asked(tmp_path, **FLAGS))
+    found = greedy_test(lms.target, [short], 1e9)
+    assert not found["passed"] and found["wrong_ends"] == 1
 
 
 def test_answers_end_with_the_first_end_token_or_at_the_limit():
@@ -194,14 +197,83 @@ def test_typical_acceptance_is_announced_found_and_never_called_lossless(
     own = {"target": models["target"], "draft": str(Path(models["eagle"]).with_name("medusa"))}
     settings = {**own, "prompts": models["prompts"], **FLAGS, "sampled_tokens": sampled, "batch_size": 1}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-    assert (
-        main(["eval", "lossless", *flags, "--methods", "medusa-static:accept=typical", "--output", str(tmp_path)]) == 1
-    )
+    words = ["eval", "certify", *flags, "--methods", "medusa-static:accept=typical", "--output", str(tmp_path)]
+    assert main(words) == 1
     said = capsys.readouterr()
     assert (
         "medusa-static:accept=typical (not lossless): its rule of acceptance changes the output" in said.out + said.err
     )
-    assert "NOT lossless, by its rule" in said.out
+    assert "does NOT follow it, by its rule" in said.out
     row = rows(tmp_path)["medusa-static:accept=typical (not lossless), single"]
     assert row["greedy"]["passed"] and not row["passed"]
     assert row["sampling"] is None if not sampled else not row["sampling"]["passed"]
+
+
+# -- answers of a server
+
+
+@pytest.fixture(scope="module")
+def prompts(models, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("asked")
+    rows = [{"id": f"q{i}", "prompt": f"Question {i}: what is {i} + {i}?"} for i in range(160)]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return make_prompts(
+        PromptsConfig(source=str(root / "rows.jsonl"), target=models["target"], output=root / "prompts")
+    )
+
+
+def answers(models, prompts: Path, output: Path, draft: bool = True, **changes: Any) -> Path:
+    options: dict[str, Any] = {"max_new_tokens": 64, "ignore_eos": True, "batch_size": 32, "seed": 1, **changes}
+    options |= {"draft": models["draft"]} if draft else {}
+    return answer(ResponsesConfig(prompts=prompts, target=models["target"], output=output, **options))
+
+
+@pytest.fixture(scope="module")
+def control(models, prompts, tmp_path_factory) -> Path:
+    return answers(models, prompts, tmp_path_factory.mktemp("control") / "plain", draft=False, seed=2)
+
+
+def certified(models, tmp_path, served: Path, control: Path | None, **changes: Any) -> tuple[int, list[dict]]:
+    config = CertifyConfig(
+        target=models["target"], answers=served, control=control, output=tmp_path / "certificate", **changes
+    )
+    return run(config), json.loads((tmp_path / "certificate" / "results.json").read_text())["answers"]
+
+
+def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, prompts, control, tmp_path, monkeypatch):
+    honest = answers(models, prompts, tmp_path / "honest")
+    accepts_too_often(monkeypatch)
+    mistaken = answers(models, prompts, tmp_path / "mistaken")
+    for served, ttt_steps in ((honest, True), (mistaken, False)):
+        code, (plain, server) = certified(models, tmp_path, served, control, draft=models["draft"])
+        plain_test, test = plain["sampling"], server["sampling"]
+        assert plain["passed"] and plain_test["tokens"] == test["tokens"] == 160 * 64
+        assert (code, server["passed"]) == (1 - ttt_steps, ttt_steps)
+    assert test["strongest_bet"].startswith("towards")
+    assert 0 < test["detectable"]["what was drafted"] < 0.1
+
+
+def test_the_drafter_may_read_states_of_inner_layers(models, control, tmp_path):
+    target = load_lm(models["target"])
+    path = save_head(tmp_path / "head", captured_head(target).float(), {"target": target.info.identity}, "card")
+    code, (server,) = certified(models, tmp_path, control, None, draft=str(path), limit=16)
+    assert code == 0 and server["sampling"]["detectable"]["the draft's first choice"] > 0
+
+
+def test_greedy_answers_are_the_targets_first_choices(models, prompts, tmp_path, monkeypatch):
+    greedy = answers(models, prompts, tmp_path / "greedy", temperature=0.0, ignore_eos=False)
+    code, (server,) = certified(models, tmp_path, greedy, None)
+    assert code == 0 and server["greedy"]["largest_gap"] < 1e-3
+    emit = RowAnswer.emit
+    monkeypatch.setattr(RowAnswer, "emit", lambda self, tokens: emit(self, [*tokens[:-1], (tokens[-1] + 1) % 60]))
+    wrong = answers(models, prompts, tmp_path / "wrong", draft=False, temperature=0.0, ignore_eos=False)
+    code, (server,) = certified(models, tmp_path, wrong, None)
+    test = server["greedy"]
+    assert code == 1 and test["first_difference"]["id"] == "q0" and test["largest_gap"] > test["allowed"]
+
+
+def test_answers_that_were_asked_for_otherwise_are_refused(models, prompts, control, tmp_path, capsys):
+    greedy = answers(models, prompts, tmp_path / "greedy", draft=False, temperature=0.0)
+    words = ["eval", "certify", "--target", models["target"], "--answers", str(greedy), "--control", str(control)]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 2
+    assert "control" in capsys.readouterr().err

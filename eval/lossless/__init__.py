@@ -1,1 +1,0 @@
-"""Statistical certificate that decoding methods keep the target's output distribution."""
