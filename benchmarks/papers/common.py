@@ -233,7 +233,8 @@ def write_results(
     """Write results.json last, and print the tables."""
     models = loaded.models
     smaller = {"draft": models.draft, "mid": models.mid}
-    meta = describe(kind, config, models.target, loaded.prompts, config.prompts, smaller)
+    identities = {role: lm.info.identity for role, lm in smaller.items() if lm is not None}
+    meta = describe(kind, config, loaded.prompts, config.prompts, target=models.target.info.identity, models=identities)
     meta["command"] = shlex.join(["python", *sys.argv])
     make_directory(config.output)
     write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "summary": json_values(summary)})

@@ -9,22 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Literal
 
 import numpy as np
 import torch
 
 from draftsmith.benchmarks.papers.rollouts import ChainRollouts, Floats, Ints, TargetAnswer, TreeRollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.online import OnlinePredictor
-from draftsmith.modules.decoding.confidence import log_odds
 from draftsmith.modules.decoding.stop import (
-    CostRule,
     DraftView,
     PredictionRule,
     Predictor,
     PredictorStop,
-    RunningEntropy,
     ThresholdRule,
 )
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -33,11 +29,9 @@ from draftsmith.modules.drafters.methods import by_drafter, chain_method
 
 # Row of a round and the most tokens it may draft -> drafted, accepted, forwards of the drafter.
 PlayRound = Callable[[int, int], tuple[int, int, int]]
-RuleName = Literal["k", "t", "entropy", "h", "cost", "oracle"]
-ONLINE = "online, q(y) and repeats"
-FITTED, TRUE_PROBS = "q(y) fitted on dev", "true p/q"
+RuleName = Literal["k", "t", "h", "oracle"]
+TRUE_PROBS = "true p/q"
 RAW = ", raw"  # suffix of a head's name: its output without calibration
-ON_TOP = ", online on top"  # suffix of a head's name: an online fit corrects it
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class Policy:
 
     Attributes:
         value: K, t or h of the rule.
-        predictor: name of the probabilities that the rules h and cost read.
+        predictor: name of the probabilities that the rule h reads.
         minimum, maximum: shortest and longest draft.
     """
 
@@ -67,26 +61,18 @@ class Policy:
     @property
     def head(self) -> str:
         """Name of the head whose probabilities it reads."""
-        return self.predictor.removesuffix(RAW).removesuffix(ON_TOP)
+        return self.predictor.removesuffix(RAW)
 
-    def method(self, drafter: str, c: float) -> str | None:
+    def method(self, drafter: str) -> str | None:
         """Return the method of `eval bench` (a head is passed beside it), or None if no decoder can run it."""
         by = by_drafter(drafter)
         limits = f"min={self.minimum}:max={self.maximum}{by}"
         if self.rule == "k":
             return f"{chain_method(drafter)}:k={self.value:g}"
-        if self.rule == "entropy":
-            return f"self-verify:k={self.maximum}{by}"
         if self.rule == "t":
             return f"confidence:t={self.value:g}:{limits}"
-        if self.predictor == ONLINE:
-            return f"online:c={c:.3g}:{limits}"
-        if self.predictor.endswith(ON_TOP):
-            return f"online:head=on:c={c:.3g}:{limits}"
-        if self.predictor in (FITTED, TRUE_PROBS, ""):
+        if self.predictor in (TRUE_PROBS, ""):
             return None
-        if self.rule == "cost":
-            return f"cost:c={c:.3g}:{limits}"
         return f"specdec++:h={self.value:g}:{limits}{'' if self.predictor.endswith(RAW) else ':calibrated=on'}"
 
 
@@ -106,42 +92,32 @@ class PolicyReplay:
             for suffix, calibrated in ((RAW, False), ("", True)):
                 values = head_probs(rollouts.heads[name], head, calibrated)
                 self.predictors[name + suffix] = KnownPredictor(values, head.config.late)
-        self._replayed: dict[tuple[Policy, float], list[DecodeTrace]] = {}
+        self._replayed: dict[Policy, list[DecodeTrace]] = {}
 
-    def traces(self, policy: Policy, c: float = 0.0) -> list[DecodeTrace]:
-        """Return one trace per response. c: cost of a drafted token, for the cost rule."""
-        key = policy, c if policy.rule == "cost" else 0.0
-        if key not in self._replayed:
-            self._replayed[key] = self._replay(policy, c)
-        return self._replayed[key]
+    def traces(self, policy: Policy) -> list[DecodeTrace]:
+        """Return one trace per response."""
+        if policy not in self._replayed:
+            self._replayed[policy] = self._replay(policy)
+        return self._replayed[policy]
 
     def pairs(self, policy: Policy, c: float) -> Floats:
         """Return tokens and their time [prompts, 2], in target calls: 1 per round and c per drafted token."""
         counts = [
-            (trace.num_tokens, trace.num_target_calls + c * trace.num_draft_tokens) for trace in self.traces(policy, c)
+            (trace.num_tokens, trace.num_target_calls + c * trace.num_draft_tokens) for trace in self.traces(policy)
         ]
         return np.array(counts, float)
 
-    def _replay(self, policy: Policy, c: float) -> list[DecodeTrace]:
+    def _replay(self, policy: Policy) -> list[DecodeTrace]:
         rollouts, limits = self.rollouts, (policy.minimum, policy.maximum)
         if policy.rule == "k":
             assert 1 <= policy.value <= rollouts.depth
             return replay(rollouts, np.full(len(rollouts.start), int(policy.value), np.int64))
         if policy.rule == "t":
             return replay(rollouts, confidence_lengths(rollouts, policy.value, *limits))
-        if policy.rule == "entropy":
-            return self_verify(rollouts, policy.maximum)
         if policy.rule == "oracle":
             return replay(rollouts, oracle(rollouts))
-        predictor: RecordedPredictor
-        if policy.predictor.endswith(ON_TOP):
-            predictor = RecordedOnline(rollouts, head=self.predictors[policy.head])
-        elif policy.predictor == ONLINE:
-            predictor = RecordedOnline(rollouts)
-        else:
-            predictor = self.predictors[policy.predictor]
-        rule = ThresholdRule(policy.value) if policy.rule == "h" else CostRule(c)
-        return replay_by_prediction(rollouts, predictor, rule, *limits)
+        predictor = self.predictors[policy.predictor]
+        return replay_by_prediction(rollouts, predictor, ThresholdRule(policy.value), *limits)
 
 
 def head_probs(logits: Floats, head: AcceptanceHead, calibrated: bool) -> Floats:
@@ -180,38 +156,6 @@ def replay(rollouts: ChainRollouts, lengths: Ints) -> list[DecodeTrace]:
     return [walk_rounds(answer, first, play) for answer, first in first_rounds(rollouts)]
 
 
-def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
-    """Replay HSDDW's self-verification with at most k tokens.
-
-    A draft stops at the first token whose distribution has more entropy than the running mean at rejected tokens,
-    which is 0 before the first rejection.
-    """
-    assert 1 <= k <= rollouts.depth
-    available = np.minimum(rollouts.available(), k)
-    accepted, policy = rollouts.num_accepted + rollouts.past_end, RunningEntropy()
-
-    def play(row: int, most: int) -> tuple[int, int, int]:
-        entropies = rollouts.entropy[row, : min(int(available[row]), most)]
-        above = np.flatnonzero(entropies > policy.threshold)
-        drafted = int(above[0]) + 1 if len(above) else len(entropies)
-        kept = min(drafted, int(accepted[row]))
-        policy.entropies = entropies.tolist()
-        policy.observe(drafted, kept)
-        return drafted, kept, drafted
-
-    traces = []
-    for answer, first in first_rounds(rollouts):
-        policy.reset()
-        traces.append(walk_rounds(answer, first, play))
-    return traces
-
-
-class RecordedPredictor(Predictor, Protocol):
-    """Predictor of recorded rounds. row: number of the round that is being replayed."""
-
-    row: int
-
-
 class KnownPredictor(Predictor):
     """Predictor with recorded probabilities."""
 
@@ -231,31 +175,8 @@ class KnownPredictor(Predictor):
         return math.log(prob / (1 - prob)) if 0 < prob < 1 else (prob - 0.5) * math.inf
 
 
-class RecordedOnline(OnlinePredictor):
-    """`OnlinePredictor` on recorded confidences, with an optional head whose probabilities it corrects."""
-
-    def __init__(self, rollouts: ChainRollouts, head: KnownPredictor | None = None):
-        super().__init__(cast(Any, head))
-        self._recorded_features: list[list[list[float]]] = online_features(rollouts).tolist()
-        self._recorded, self.row = head, 0
-
-    def prob(self, view: DraftView) -> float:
-        if self._recorded is not None:
-            self._recorded.row = self.row
-        return super().prob(view)
-
-    def features(self, view: DraftView) -> tuple[float, ...]:
-        return tuple(self._recorded_features[self.row][view.num_drafted - 1])
-
-
-def online_features(rollouts: ChainRollouts) -> Floats:
-    """Return the inputs [S, K, F] of `OnlinePredictor`."""
-    assert rollouts.repeat is not None
-    return np.stack([log_odds(torch.from_numpy(rollouts.log_q)).numpy(), rollouts.repeat], -1)
-
-
 def replay_by_prediction(
-    rollouts: ChainRollouts, predictor: RecordedPredictor, rule: PredictionRule, min_drafted: int, max_drafted: int
+    rollouts: ChainRollouts, predictor: KnownPredictor, rule: PredictionRule, min_drafted: int, max_drafted: int
 ) -> list[DecodeTrace]:
     """Replay `PredictorStop` with this predictor and rule, response after response.
 

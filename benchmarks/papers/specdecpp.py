@@ -278,7 +278,7 @@ class Study:
         timing = self.published or next(iter(self.heads))
         timed = [*(Policy("k", k) for k in spread), self.threshold(timing, PUBLISHED_H, False)]
         timed.append(self.threshold(timing, 0.5, True))
-        methods = [str(policy.method("draft", 0.0)) for policy in timed]
+        methods = [str(policy.method("draft")) for policy in timed]
         dev_rows, clock = self.bench(config.dev_split, config.dev_prompts, methods, timing)
         times = ForwardTimes.fit(drafting(dev_rows), clock)
 
@@ -287,7 +287,7 @@ class Study:
         runs: dict[str, list[Row]] = {}
         for head in dict.fromkeys(policy.head for policy in chosen.values() if policy.head in self.heads):
             own = [policy for policy in chosen.values() if policy.head in ("", head)]
-            methods = list(dict.fromkeys(str(policy.method("draft", 0.0)) for policy in own))
+            methods = list(dict.fromkeys(str(policy.method("draft")) for policy in own))
             runs[head], _ = self.bench(split, config.limit, methods, head)
 
         throughput = self.throughput_rows(chosen, times, runs, clock)
@@ -362,7 +362,7 @@ class Study:
             if policy != fixed:
                 row["gain_theory"] = common.rate(pairs) / common.rate(base) - 1
                 row["gain_theory_ci"] = gain_text(common.ratio_interval(pairs, base, config.seed))
-            method, base_method = policy.method("draft", 0.0), str(fixed.method("draft", 0.0))
+            method, base_method = policy.method("draft"), str(fixed.method("draft"))
             if method is not None and policy.rule != "oracle":
                 of_run = runs[policy.head] if policy.head else next(iter(runs.values()))
                 row["measured"] = common.rate(measured_pairs(of_run, method, clock))

@@ -15,7 +15,7 @@ from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.benchmarks.papers import replay
-from draftsmith.benchmarks.papers.replay import ON_TOP, ONLINE, RAW, Policy, PolicyReplay
+from draftsmith.benchmarks.papers.replay import RAW, Policy, PolicyReplay
 from draftsmith.benchmarks.papers.rollouts import (
     ChainRecorder,
     ChainRollouts,
@@ -31,7 +31,6 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.repeats import RepeatIndex, repeat_scores
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.stop import SelfVerifyStop
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import DynamicTreeMethod, parse_method
@@ -102,16 +101,13 @@ def world(tmp_path_factory) -> World:
     "policy",
     [
         Policy("k", 1), Policy("k", 4), Policy("k", 9), Policy("t", 0.5, maximum=9), Policy("t", 0.9, "", 3, 6),
-        Policy("entropy", maximum=9), Policy("h", 0.6, "late" + RAW, 2, 9), Policy("h", 0.3, "before", 1, 7),
-        Policy("cost", 0.0, "late", 1, 7), Policy("cost", 0.0, "before", 1, 9),
-        Policy("cost", 0.0, ONLINE, 1, 9),
-        Policy("cost", 0.0, "late" + ON_TOP, 1, 9),
+        Policy("h", 0.6, "late" + RAW, 2, 9), Policy("h", 0.3, "before", 1, 7),
     ],
     ids=lambda policy: f"{policy.label} {policy.predictor}",
 )  # fmt: skip
 def test_a_replay_is_the_decoders_trace(world, drafter, policy):
-    decoded = world.decoded(str(policy.method(drafter, 0.2)), policy.head)
-    assert PolicyReplay(world.chains[drafter], world.heads).traces(policy, 0.2) == decoded
+    decoded = world.decoded(str(policy.method(drafter)), policy.head)
+    assert PolicyReplay(world.chains[drafter], world.heads).traces(policy) == decoded
     # Drafts were right in part and wrong in part, else this would show little.
     assert 0 < pool(decoded).num_accepted < pool(decoded).num_draft_tokens
 
@@ -137,9 +133,9 @@ def test_drafts_that_end_with_an_end_token_are_replayed_too(world, drafter):
     how = Recording(GREEDY, DEPTH, NEW_TOKENS, 0, world.eos_ids)
     rollouts = record_all(ChainRecorder(models, drafter, how, {}), world.prompts)
     ending = dataclasses.replace(world, models=models)
-    for policy in (Policy("k", DEPTH), Policy("t", 0.2, maximum=DEPTH), Policy("cost", 0.0, ONLINE, 1, DEPTH)):
-        decoded = ending.decoded(str(policy.method(drafter, 0.2)))
-        assert PolicyReplay(rollouts, {}).traces(policy, 0.2) == decoded
+    for policy in (Policy("k", DEPTH), Policy("t", 0.2, maximum=DEPTH)):
+        decoded = ending.decoded(str(policy.method(drafter)))
+        assert PolicyReplay(rollouts, {}).traces(policy) == decoded
 
 
 def test_probabilities_along_the_draft_are_those_of_the_target_read_token_by_token(world):
@@ -201,20 +197,6 @@ def test_a_confidence_that_equals_the_threshold_continues(t, minimum, maximum, l
     rollouts = hand_rollouts([[True] * 3], 5)
     rollouts.log_q[:] = np.log([0.75, 0.5, 0.5, 0.5, 0.5])
     assert set(replay.confidence_lengths(rollouts, t, minimum, maximum)) == {length}
-
-
-def test_self_verification_continues_at_an_entropy_that_equals_the_mean():
-    """Greedy rounds whose third token is rejected: its entropy of 0.5 nats becomes the threshold, which is 0 before."""
-    rollouts = hand_rollouts([[True, True, False, True, True, True, True, True]], 5)
-    by_place = np.array([0.0, 0.0, 0.5, 0.5, 0.5, 0.75, 0.75, 0.75] + [0.75] * 5)
-    for row, start in enumerate(rollouts.start):
-        rollouts.entropy[row] = by_place[start : start + 5]
-    (trace,) = replay.self_verify(rollouts, 5)
-    assert [(step.num_drafted, step.num_accepted) for step in trace.steps] == [(2, 1), (3, 3), (1, 1)]
-    policy = SelfVerifyStop(5)
-    policy.entropies = [0.5]
-    policy.observe(1, 0)
-    assert policy.threshold == 0.5
 
 
 def test_the_oracle_leaves_the_last_token_to_the_target():

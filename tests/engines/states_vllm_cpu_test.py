@@ -219,14 +219,3 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
     away = max(float((heads[1][name] - value).norm() / value.norm()) for name, value in heads[0].items())
     FIGURES.append(f"a head from a server, both sides killed: weights within {away:.1e} of those from stored features")
     assert away < 1e-3
-
-
-def test_the_benchmark_counts_what_both_engines_do(responses: Path, tmp_path: Path):
-    words = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "vllm_engine.py"), "--target", TARGET]
-    words += ["--prompts", str(responses.parent / "prompts"), "--limit", "4", "--max-new-tokens", "8"]
-    subprocess.run([*words, "--dtype", "float32", "--repeats", "1", "--output", str(tmp_path)], check=True)
-    numbers = json.loads((tmp_path / "vllm.json").read_text())
-    for kind in ("answers", "states"):
-        assert numbers[kind]["own"] > 0 and numbers[kind]["vllm"] > 0
-        seconds = [numbers["seconds"][f"{kind}, {engine}"][0] for engine in ("our own engine", "vLLM")]
-        assert numbers[kind]["ratio"] == pytest.approx(seconds[0] / seconds[1])
