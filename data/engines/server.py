@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import os
@@ -62,27 +63,32 @@ class Server:
 
     def page(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Get a page, or post `body` to it, and return its content."""
-        import httpx
-
         method, limit_s = ("GET", INFO_S) if body is None else ("POST", self.config.timeout_s)
         with self._errors(path):
-            reply = httpx.request(method, f"{self.url}/{path}", timeout=limit_s, headers=self._headers, json=body)
+            reply = self._session.request(method, f"{self.url}/{path}", timeout=limit_s, json=body)
         if not reply.is_success:
             raise self._error(path, f"status {reply.status_code}, {reply.text[:SHOWN_CHARS]!r}")
         return reply.content
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Post `body` and yield the events of a streamed reply. Closing the iterator ends the request."""
-        import httpx
-
-        options: dict[str, Any] = {"json": body, "headers": self._headers, "timeout": self.config.timeout_s}
-        with self._errors(path), httpx.stream("POST", f"{self.url}/{path}", **options) as reply:
+        options: dict[str, Any] = {"json": body, "timeout": self.config.timeout_s}
+        with self._errors(path), self._session.stream("POST", f"{self.url}/{path}", **options) as reply:
             if not reply.is_success:
                 text = reply.read()[:SHOWN_CHARS].decode("utf-8", "replace")
                 raise self._error(path, f"status {reply.status_code}, {text!r}")
             for line in reply.iter_lines():
                 if line.startswith("data: {"):  # OpenAI's protocol ends with [DONE]
                     yield json.loads(line.removeprefix("data: "))
+
+    @functools.cached_property
+    def _session(self) -> httpx.Client:
+        """Return the client of `page` and `events`. Building one loads certificates, which takes longer than a page."""
+        import httpx
+
+        # A connection that is kept may be closed by the server just when the next request takes it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        return httpx.Client(headers=self._headers, limits=limits)
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """Post `body` and return the reply's JSON, with retries while the server is unavailable.
