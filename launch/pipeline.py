@@ -1,13 +1,15 @@
 """`draftsmith run`: commands of a YAML file, one after the other, of which finished ones are skipped.
 
-A pipeline names its variables and its stages. A stage is a command of Draftsmith (`run`) or of the shell (`shell`), in
-which {names} stand for variables. configs/pipelines holds those that ship; docs/command-line.md describes the form.
+A pipeline names its variables and its stages. A stage is a command of Draftsmith (`run`) or another program (`program`,
+started without a shell), in which {names} stand for variables. configs/pipelines holds those that ship;
+docs/command-line.md describes the form.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -27,7 +29,7 @@ from draftsmith.modules.types import InputError
 SHIPPED = Path(__file__).parents[1] / "configs" / "pipelines"
 STAGES = "stages.json"  # finished commands, with their seconds
 KEYS = {"about": str, "base": str, "output": str, "variables": dict, "measured": dict, "stages": list, "show": list}
-STAGE_KEYS = {"title": str, "run": str, "shell": str, "when": str, "otherwise": str, "minutes": list}
+STAGE_KEYS = {"title": str, "run": str, "program": str, "when": str, "otherwise": str, "minutes": list}
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,13 @@ class Stage:
     """One command of a pipeline. minutes: expected on two idle cores of the machine that measured them; 0: unknown."""
 
     title: str
-    argv: tuple[str, ...] = ()
-    shell: str = ""
+    argv: tuple[str, ...]  # behind `draftsmith`, or of another program
+    is_program: bool = False
     minutes: float = 0.0
 
     @property
     def command(self) -> str:
-        return self.shell or f"draftsmith {shlex.join(self.argv)}"
+        return shlex.join(self.argv if self.is_program else ("draftsmith", *self.argv))
 
     def is_done(self, finished: Mapping[str, Any], output: Path) -> bool:
         """Return whether the stage finished with this command, and what it wrote is still there."""
@@ -133,7 +135,7 @@ def run_stages(plan: Mapping[str, Any], values: Mapping[str, Any], output: Path,
         log_note(Text(f"  {stage.command}", "cyan"))
         if done:
             continue
-        resumed, started = stage.argv and has_begun(stage), time.monotonic()
+        resumed, started = has_begun(stage), time.monotonic()
         if code := execute(stage):  # the command has printed why
             raise SystemExit(code)
         seconds = time.monotonic() - started
@@ -151,9 +153,9 @@ def has_begun(stage: Stage) -> bool:
 
 
 def execute(stage: Stage) -> int:
-    """Run a stage and return its exit code: in this process, but for a shell's command and what a launcher starts."""
-    if stage.shell:
-        return subprocess.run(stage.shell, shell=True, check=False).returncode
+    """Run a stage and return its exit code: in this process, but for other programs and what a launcher starts."""
+    if stage.is_program:
+        return subprocess.run(stage.argv, check=False).returncode
     if stage.argv[0] == "launch":  # it replaces its process
         return subprocess.run([sys.executable, "-m", "draftsmith", *stage.argv], check=False).returncode
     return dispatch(list(stage.argv))
@@ -183,9 +185,9 @@ def read_pipeline(name: str) -> dict[str, Any]:
     for number, stage in enumerate(plan["stages"], 1):
         place = f"{path}, stage {number}"
         check_keys(place, stage, STAGE_KEYS)
-        if "title" not in stage or ("run" in stage) == ("shell" in stage):
+        if "title" not in stage or ("run" in stage) == ("program" in stage):
             found = f"the keys {', '.join(stage)}"
-            raise InputError(place, found, "title, and run or shell", "Correct the file.")
+            raise InputError(place, found, "title, and run or program", "Correct the file.")
     return plan
 
 
@@ -230,6 +232,7 @@ def variables(plan: Mapping[str, Any], given: Sequence[str], output: Path) -> di
     values: dict[str, Any] = {
         "output": str(output),
         "python": sys.executable,
+        "configs": str(SHIPPED.parent),
         "dtype": Computed(lambda: "bfloat16" if bfloat16_is_fast() else "float32"),
         "precision": Computed(lambda: "bf16" if bfloat16_is_fast() else "32"),
         "llama_server": Computed(has_llama_server),
@@ -274,14 +277,14 @@ def holds(condition: str, values: Mapping[str, Any]) -> bool:
 
 def make_stages(plan: Mapping[str, Any], values: Mapping[str, Any]) -> list[Stage]:
     """Build the stages whose `when` is true. `minutes` are a constant and what 1,000 `prompts` add."""
-    quoted = {name: shlex.quote(value) if isinstance(value, str) else value for name, value in values.items()}
     stages = []
     for stage in plan["stages"]:
         if holds(stage["when"], values) if "when" in stage else True:
-            argv = tuple(fill(word, values) for word in shlex.split(stage.get("run", "")))
+            words = shlex.split(stage["program" if "program" in stage else "run"])
             constant, per_thousand = map(float, stage.get("minutes", (0, 0)))
             minutes = constant + per_thousand * float(values.get("prompts", 0)) / 1000
-            stages.append(Stage(stage["title"], argv, fill(stage.get("shell", ""), quoted), minutes))
+            argv = tuple(fill(word, values) for word in words)
+            stages.append(Stage(stage["title"], argv, "program" in stage, minutes))
     return stages
 
 
@@ -291,11 +294,14 @@ def check_stage(stage: Stage) -> None:
     Raises:
         UsageError, InputError: it is not.
     """
-    if stage.argv:
-        name = command_name(stage.argv)
-        if name is None or name == "run":
-            raise unknown_command(stage.argv)
-        configure(name, stage.argv[len(name.split()) :])
+    if stage.is_program:
+        if not stage.argv or shutil.which(stage.argv[0]) is None:
+            raise InputError(stage.title, f"no program {stage.command!r}", "one on the PATH", "Correct the file.")
+        return
+    name = command_name(stage.argv)
+    if name is None or name == "run":
+        raise unknown_command(stage.argv)
+    configure(name, stage.argv[len(name.split()) :])
 
 
 def read_finished(output: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_the_demo_measures_headline_tasks_only():
 
 def test_the_laptop_fetches_its_default_model_and_takes_the_minutes_it_says():
     stages = stages_of("laptop")
-    assert "--require-hashes" in stages[0].shell and stages[1].argv[:4] == ("data", "prompts", "--source", "self")
+    assert "--require-hashes" in stages[0].argv and stages[1].argv[:4] == ("data", "prompts", "--source", "self")
     assert all(stage.minutes > 0 for stage in stages) and stages[-1].argv[0] == "check"
     # 45 minutes, with five for the installation and seven for llama.cpp.
     assert sum(stage.minutes for stage in stages) <= 33
@@ -78,12 +78,22 @@ def test_the_fastest_setting_of_each_method_is_chosen(tmp_path):
     assert pipeline.fastest_methods(tmp_path) == "spec:k=5,eagle:k=3"
 
 
-THREE = """
-variables: {word: [a, "b c"], last: 0}
+# A program that appends a word to a file and ends with an exit code.
+APPEND = """{python} -c "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + chr(10)); exit(int(sys.argv[3]))" """
+THREE = f"""
+variables: {{word: [a, "b c; exit 4"], last: 0}}
 stages:
-  - {title: One, shell: "echo {word} >> {output}/log"}
-  - {title: Two, when: "{last} == 0", otherwise: "Two is left out", shell: "echo {word} > {output}/two"}
-  - {title: Three, shell: "echo three >> {output}/log; exit {last}"}
+  - title: One
+    program: >-
+      {APPEND} {{output}}/log {{word}} 0
+  - title: Two
+    when: "{{last}} == 0"
+    otherwise: Two is left out
+    program: >-
+      {APPEND} {{output}}/two {{word}} 0
+  - title: Three
+    program: >-
+      {APPEND} {{output}}/log three {{last}}
 """
 
 
@@ -95,11 +105,11 @@ def test_finished_stages_are_skipped_and_a_failed_one_is_run_again(tmp_path, cap
     assert "Three (2 of 2)" in captured.err and "left out" not in captured.err
     assert main(words) == 0
     assert "One (done before)" in capfd.readouterr().err
-    assert (tmp_path / "out" / "log").read_text() == "a,b c\nthree\nthree\n"
+    assert (tmp_path / "out" / "log").read_text() == "a,b c; exit 4\nthree\nthree\n"
     # Another command is not the one that finished.
     assert main([*words, "--set", "word=a,c", "--set", "last=0"]) == 0
     assert (tmp_path / "out" / "log").read_text().splitlines()[-1] == "a,c"
-    assert (tmp_path / "out" / "two").read_text() == "a,c\n"
+    assert (tmp_path / "out" / "two").read_text() == "a,b c; exit 4\na,c\n"
 
 
 def test_a_command_whose_output_was_deleted_is_run_again_and_launchers_get_a_process(tmp_path, monkeypatch):
@@ -134,12 +144,13 @@ def test_a_file_may_change_another_one(tmp_path):
         ("stages: 3", [], "stages: found '3', expected a list"),
         ("stagse: []", [], "found the key 'stagse'"),
         ("about: x", [], "no stages"),
-        ("stages: [{title: A, run: x, shell: y}]", [], "stage 1: found the keys title, run, shell"),
+        ("stages: [{title: A, run: x, program: y}]", [], "stage 1: found the keys title, run, program"),
         ("stages: [{title: A, run: 'decode {who}'}]", [], "found 'decode'|found '{who}'"),
         ("stages: [{title: A, run: 'data x'}]", [], "data x"),
         ("stages: [{title: A, run: 'run demo'}]", [], "run demo"),
         ("stages: [{title: A, run: 'data prompts --limit x'}]", [], "no --source"),
-        ("stages: [{title: A, shell: x, when: yes}]", [], "when: found 'yes', expected A == B or A != B"),
+        ("stages: [{title: A, program: no-such-program x}]", [], "A: found no program 'no-such-program x'"),
+        ("stages: [{title: A, program: x, when: yes}]", [], "when: found 'yes', expected A == B or A != B"),
         ("variables: {word: }\nstages: []", [], "found no word.*--set word=VALUE"),
         ("variables: {word: 1}\nstages: []", ["wrod=2"], "found 'wrod=2'.*Did you mean word"),
         ("stages: []", ["word"], "found 'word', expected KEY=VALUE"),
@@ -156,7 +167,7 @@ def test_the_time_left_follows_the_pace_of_the_machine(tmp_path, monkeypatch, ca
     """Four stages of 2, 2, 4 and 6 expected minutes; the first is finished, and each minute takes three."""
     now = 0.0
     minutes = {"a": 2, "b": 2, "c": 4, "d": 6}
-    stages = [{"title": name, "shell": name, "minutes": [str(each), "0"]} for name, each in minutes.items()]
+    stages = [{"title": name, "program": name, "minutes": [str(each), "0"]} for name, each in minutes.items()]
 
     def execute(stage: Stage) -> int:
         nonlocal now
