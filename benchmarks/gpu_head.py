@@ -43,7 +43,7 @@ FILE_BYTES = 15 * 2**20  # of the heads' files
 METHODS = {"eagle3": "eagle3:k=3,eagle3:k=5", "dspark": "dspark"}
 IMPORTED = (  # by the stages
     "transformers", "lightning.pytorch", "draftsmith.data.prompts", "draftsmith.data.responses",
-    "draftsmith.train.fit", "draftsmith.train.module", "draftsmith.train.tau", "draftsmith.eval.bench.command",
+    "draftsmith.train.fit", "draftsmith.train.module", "draftsmith.train.callbacks", "draftsmith.eval.bench.command",
 )  # fmt: skip
 RECIPES = {
     "eagle3": "--version 3-norm --draft-vocab 8192 --unknown keep --ttt-steps 3 --ttt-steps-after 0.3 "

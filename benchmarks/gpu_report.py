@@ -46,7 +46,7 @@ from draftsmith.train.fit import fit
 from draftsmith.train.module import LitDrafter
 from draftsmith.train.plan import plan_of
 from draftsmith.train.strategies import resolve_precision
-from draftsmith.train.tracking import Telemetry, listed_peak
+from draftsmith.train.tracking import Telemetry
 
 HEADINGS = ("what", "value", "aim")
 METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5")
@@ -280,19 +280,14 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
             torch.cuda.reset_peak_memory_stats(device)
         module, data = training_objects(config, settings, target, steps)
         fit(module, data, limit_val_batches=0)
-        # Of the steps after the warm-up; with a peak of 1 the utilization is FLOP/s.
+        # Of the steps after the warm-up.
         numbers = {name.removeprefix("cost/"): value for name, value in module.logged.items()}
         dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-        listed = (
-            listed_peak(torch.cuda.get_device_name(device), settings.precision, True)
-            if config.device != "cpu"
-            else None
-        )
-        peak = listed or measured_peak(device, dtype)
+        peak = measured_peak(device, dtype)
         planned = plan_of(settings).peak
     what = f"eagle3, {config.ttt_steps} ttt_steps, {settings.precision}"
     yield Measured(f"{what}: tokens a second", numbers["tokens_per_s"], "tokens/s")
-    yield Measured(f"{what}: model FLOPs of what the device could do", 100 * numbers["mfu"] / peak, "%", ">= 50")
+    yield Measured(f"{what}: model FLOPs of what the device could do", 100e12 * numbers["tflops"] / peak, "%", ">= 50")
     yield Measured(f"{what}: waiting for data", 100 * numbers["data_wait"], "%", "< 2")
     yield Measured(f"{what}: peak memory", numbers["memory_gb"], "GB")
     yield Measured(f"{what}: peak memory, planned / measured", planned / 1e9 / numbers["memory_gb"], "", "0.9 to 1.1")
@@ -344,7 +339,7 @@ def training_objects(config: GpuReportConfig, settings: Any, target: LlamaLM, st
     texts = Texts(steps * (config.tokens // config.document), config.document, target.info.vocab_size)
     samples = Samples(texts, range(len(texts)))
     module = TimedDrafter(head, target, settings)
-    module.telemetry = Telemetry(peak=1.0)
+    module.telemetry = Telemetry(count_flops=True)
     return module, HeadDataModule(samples, samples, settings)
 
 

@@ -40,7 +40,7 @@ from draftsmith.train.config import drafter_config
 from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples
 from draftsmith.train.fit import fit
 from draftsmith.train.module import LitDrafter
-from draftsmith.train.optimizers import lr_schedule
+from draftsmith.train.optimizers import lr_share
 
 HEADINGS = ("what", "value", "aim")
 WARM_UP = 2  # steps that are not counted
@@ -178,8 +178,8 @@ class BareLoop:
             {"params": [p for p in self.head.parameters() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
-        share = lr_schedule(config.schedule, config.max_steps, config.warmup_share, config.min_lr_share)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
+        plan = (config.max_steps, config.schedule, config.warmup_share, config.min_lr_share)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_share(step, *plan))
         order = Order(work.samples.lengths, config.seed, 1, config.tokens_per_batch)
         rows = [order.step(step)[1] for step in range(config.max_steps)]
         dataset: Any = work.samples.dataset

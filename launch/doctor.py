@@ -104,7 +104,7 @@ def yes(available: bool) -> str:
 
 def surroundings() -> dict[str, Any]:
     """Return free disk space, tracking, launchers, and environment variables that matter; never the value of a key."""
-    from draftsmith.data.tracking import has_wandb_key
+    from draftsmith.train.config import has_wandb_key
 
     facts: dict[str, Any] = {"free here": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB"}
     facts["Weights & Biases key"] = "found" if has_wandb_key() else "none: runs stay offline"

@@ -13,7 +13,7 @@ FILES = [
     *(f"modules/{name}.py" for name in ("sampling", "losses", "attention", "transfer")),
     *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain", "growth")),
     *(f"modules/drafters/{name}.py" for name in ("net", "draft_model", "feature_heads", "eagle", "eagle3")),
-    *(f"train/{name}.py" for name in ("module", "bad_steps", "features", "metrics", "tracking")),
+    *(f"train/{name}.py" for name in ("module", "features", "metrics", "tracking")),
 ]
 HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"
 ALLOWED = {
@@ -38,7 +38,7 @@ ALLOWED = {
     "modules/decoding/growth.py:_trees": (1, "one transfer a draft"),
     "modules/decoding/growth.py:_draw_level": (1, "of a drawn tree: each level, and each draw"),
     "modules/drafters/eagle3.py:loss_count": (1, HOST),
-    "train/bad_steps.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
+    "train/metrics.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
     "train/module.py:agree": (1, "between ranks only, at the step's begin: what they count together"),
     "train/features.py:feature_std": (1, "before the first step"),
     "train/features.py:item": (1, "of a feature server only, on the host"),

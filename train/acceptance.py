@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,12 @@ from draftsmith.data.store.datasets import (
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.stored_target import load_stored
 from draftsmith.modules.acceptance.head import FEATURES, AcceptanceHead, AcceptanceHeadConfig, acceptance_training
-from draftsmith.modules.acceptance.metrics import acceptance_metrics, expected_calibration_error, fit_platt
+from draftsmith.modules.acceptance.metrics import (
+    acceptance_metrics,
+    expected_calibration_error,
+    fit_logistic,
+    fit_platt,
+)
 from draftsmith.modules.decoding.confidence import TokenConfidence
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.losses import acceptance_loss
@@ -47,33 +52,19 @@ from draftsmith.modules.pretrained.heads import (
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
-from draftsmith.train.acceptance_fitting import initialize_head, predicted
 from draftsmith.train.config import TrainAcceptanceConfig, TrainConfig
 from draftsmith.train.data import HeadDataModule, MicroBatch, Samples, train_and_val
 from draftsmith.train.metrics import gather_rows, say_on_rank_zero
-from draftsmith.train.module import LitHead, Provenance
+from draftsmith.train.module import LitHead
 from draftsmith.train.strategies import local_device, model_dtype
 from draftsmith.train.tracking import features_flops
 
 # Defaults for labels of mixed text: SpecDec++, section 4.
-MIXED: dict[str, Any] = {
-    "num_blocks": 3,
-    "tied": False,
-    "state": "after",
-    "features": (),
-    "width": 0,
-    "w_rej": 6.0,
-    "mix": 0.15,
-}
+MIXED: dict[str, Any] = {"num_blocks": 3, "tied": False, "state": "after", "features": (), "width": 0}
+MIXED |= {"w_rej": 6.0, "mix": 0.15}
 # Defaults for labels of real rounds, chosen by measurement (docs/heads.md).
-ROLLOUTS: dict[str, Any] = {
-    "num_blocks": 0,
-    "tied": False,
-    "state": "before",
-    "features": ("log_q", "logit_q", "depth", "repeat"),
-    "width": 128,
-    "w_rej": 1.0,
-}
+ROLLOUTS: dict[str, Any] = {"num_blocks": 0, "tied": False, "state": "before", "width": 128, "w_rej": 1.0}
+ROLLOUTS |= {"features": ("log_q", "logit_q", "depth", "repeat")}
 # Settings that a head given as --init brings along.
 SHAPE = ("num_blocks", "tied", "state", "features", "width")
 # Tokens of a training sample: enough that a batch is collated quickly, few enough that it is drawn from many answers.
@@ -82,6 +73,10 @@ BLOCK = 64
 LEAST_WEIGHT = 1e-3
 # Stored tokens that are read at once outside of training steps.
 TOKENS_AT_ONCE = 2**14
+# Scale of an input that never changes.
+SMALLEST_SCALE = 1e-3
+# In tokens: keeps the logistic finite if the labels are separable.
+RIDGE = 1e-2
 
 
 def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
@@ -138,18 +133,14 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
     config = with_defaults(config)
     rollouts = Manifest.read(config.data).kind == "rollouts"
     # The drafter, and labels of its drafts.
-    load = functools.partial(
-        load_lm,
-        dtype=model_dtype(config),
-        device=local_device(config),
-        engine=config.engine,
-        trust_remote_code=config.trust_remote_code,
-    )
+    dtype, device = model_dtype(config), local_device(config)
+    how: dict[str, Any] = {"engine": config.engine, "trust_remote_code": config.trust_remote_code}
+    load: Any = functools.partial(load_lm, dtype=dtype, device=device, **how)
 
     def target() -> CausalLM:
         if config.target_features is None:
             return load(read_model(config))
-        return load_stored(read_model(config), config.target_features, model_dtype(config), local_device(config))
+        return load_stored(read_model(config), config.target_features, dtype, device)
 
     drafter = load_drafter(config.draft, target, load)
 
@@ -228,6 +219,46 @@ def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return AcceptanceHead(settings)
+
+
+@torch.no_grad()
+def initialize_head(head: AcceptanceHead, batches: Iterable[AcceptanceBatch]) -> None:
+    """Set the head's means and scales to those of its inputs, and its output to the logistic of its features that fits
+    the weighted batches best, so that training never starts worse than that.
+
+    The hidden layer's part of the output starts at 0.
+    """
+    config = head.config
+    # Sums of x and x^2, in float64: states can be large.
+    count, sums = 0, torch.zeros(2, config.input_size, dtype=torch.float64)
+    labels = []
+    for batch in batches:
+        parts = (batch.hidden, batch.embeds, batch.features)
+        inputs = torch.cat([part.double() for part in parts if part is not None], -1)  # [N, input_size]
+        count, sums = count + len(inputs), sums + torch.stack([inputs.sum(0), inputs.square().sum(0)]).cpu()
+        labels.append((batch.features, batch.accept_prob, batch.weight))
+    if config.standardize:
+        mean, square = sums / count
+        head.mean.copy_(mean)
+        head.scale.copy_((square - mean.square()).clamp_min(0).sqrt().clamp_min(SMALLEST_SCALE))
+    # The output starts without the hidden layer.
+    head.out.weight.zero_()
+    if head.direct is None:
+        return
+    features, accept_prob, weight = (torch.cat(parts) for parts in zip(*labels, strict=True))
+    if config.standardize:
+        last = slice(config.input_size - len(config.features), None)
+        features = (features - head.mean[last].to(features)) / head.scale[last].to(features)
+    *weights, bias = fit_logistic(features, accept_prob, [0.0] * (len(config.features) + 1), RIDGE, weight).tolist()
+    head.direct.weight.copy_(torch.tensor([weights]))
+    # The bias is that of the probability; `AcceptanceHead.corrected` adds the loss weights' part.
+    head.out.bias.fill_(bias - float(head.corrected(0.0)))
+
+
+def predicted(head: AcceptanceHead, batch: AcceptanceBatch) -> Tensor:
+    """Return raw logits, in float32 also under bf16 autocast."""
+    with torch.autocast(batch.hidden.device.type, enabled=False):
+        return head(batch.hidden, batch.embeds, batch.features)
 
 
 def num_loss_tokens(data: Any) -> float:
@@ -424,34 +455,29 @@ class LitAcceptance(LitHead):
     head: AcceptanceHead
     monitor, larger_is_better = "kl", False
 
-    def __init__(
-        self,
-        head: AcceptanceHead,
-        reader: MixedText | RolloutReader,
-        config: TrainConfig,
-    ):
+    def __init__(self, head: AcceptanceHead, reader: MixedText | RolloutReader, config: TrainConfig):
         super().__init__(head, config, frozen=reader.model)
         self.reader = reader
         # A head for real rounds starts as a logistic, which may stay the best.
         self.validates_first = reader.weighted
         self._rows: list[Tensor] = []
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["calibration"] = list(self.head.config.calibration)
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        scale, shift = checkpoint["calibration"]
-        self.head.config = dataclasses.replace(self.head.config, calibration=(scale, shift))
+        self.head.config = dataclasses.replace(self.head.config, calibration=self.state.calibration)
 
-    def provenance(self, data: HeadDataModule) -> Provenance:
+    def provenance(self, data: HeadDataModule) -> dict[str, Any]:
         manifest, drafter, init = data.train.dataset.manifest, self.reader.drafter, getattr(self.config, "init", None)
-        inputs = self.digests(data) | (starting_weights(init) if init is not None else {})
         greedy = (manifest.sampling or {}).get("temperature") == 0
-        labels = {"labels": "rollout" if self.reader.weighted else "mix", "mode": "greedy" if greedy else "sampling"}
-        labels |= {"drafter": drafter.name}
-        return Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, labels)
+        return {
+            "target": drafter.identity,
+            "models": manifest.identity,
+            "sampling": manifest.sampling,
+            "inputs": self.digests(data) | (starting_weights(init) if init is not None else {}),
+            "labels": "rollout" if self.reader.weighted else "mix",
+            "mode": "greedy" if greedy else "sampling",
+            "drafter": drafter.name,
+        }
 
     def read(self, batch: MicroBatch, validating: bool = False) -> tuple[DraftedTokens, Tensor]:
         tokens = self.reader.read(batch.data, with_log_q=validating)
@@ -479,7 +505,8 @@ class LitAcceptance(LitHead):
             keys = torch.tensor([key.index for key in micro_batch.keys], device=batch.accept_prob.device)
             columns = [predicted(self.head, batch), batch.accept_prob, log_q, keys[inputs.row]]
             columns += [batch.weight] if batch.weight is not None else []
-            self._rows.append(torch.stack([column.float() for column in columns], dim=1))
+            # Of a filler none counts.
+            self._rows.append(torch.stack([column.float() for column in columns], dim=1)[batch.loss_mask])
 
     @torch.no_grad()
     def validation_metrics(self) -> dict[str, float]:
@@ -505,7 +532,8 @@ class LitAcceptance(LitHead):
         everything = AcceptanceBatch(raw, accept_prob, torch.ones_like(raw, dtype=torch.bool), weight)
         metrics["loss"] = float(acceptance_loss(raw, everything, plain.w_acc, plain.w_rej).loss)
         metrics["ece_platt"] = cross_fitted_ece(head, raw, accept_prob, sample, weight)
-        head.config = dataclasses.replace(plain, calibration=fit_platt(logit, accept_prob, weight=weight))
+        self.state.calibration = fit_platt(logit, accept_prob, weight=weight)
+        head.config = dataclasses.replace(plain, calibration=self.state.calibration)
         return metrics
 
 

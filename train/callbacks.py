@@ -1,4 +1,4 @@
-"""Callbacks between steps: when to validate, what to save, how a run ends, and its verdict.
+"""Callbacks between steps: when to validate, tau, what to save, how a run ends, and its verdict.
 
 They stand in the order of time: a step ends, Lightning validates, and everything is saved. A checkpoint is taken when
 all that belongs to a step is done, so that a resumed run repeats nothing and skips nothing.
@@ -6,30 +6,48 @@ all that belongs to a step is done, so that a resumed run repeats nothing and sk
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
-from torch import nn
+import torch
 
 from draftsmith.data.console import log_note, progress_bar
+from draftsmith.data.store.manifest import open_artifact
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.text.answers import spans
+from draftsmith.data.text.template import prompt_ids
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
+from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.net import ChainDrafter
+from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.files import CannotWrite
+from draftsmith.modules.pretrained.heads import head_fields, save_head
+from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
+from draftsmith.modules.pretrained.models import vocabulary_size
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer, text_identity
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
-from draftsmith.train.config import TrainConfig
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig
+from draftsmith.train.data import HeadDataModule, Samples
 from draftsmith.train.deepspeed import whole_head
-from draftsmith.train.metrics import rank, say_on_rank_zero
-from draftsmith.train.module import SIGNALS, LitHead
+from draftsmith.train.metrics import num_ranks, rank, say_on_rank_zero, sum_over_ranks
+from draftsmith.train.module import SIGNALS, LitDrafter, LitHead
 from draftsmith.train.tracking import TrackedRun
 
-# Saves a head under a name (best, last) with its step and metrics; called on rank 0.
-SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
 REQUEUE_S = 60
 # Fewer validations do not show a trend.
 LEAST_VALIDATIONS = 3
@@ -37,6 +55,8 @@ LEAST_VALIDATIONS = 3
 NOISE = 0.02
 # Warn if tau_general is below this fraction of tau.
 LEAST_GENERAL = 0.9
+# Prompts of tau_general: chat, code, maths.
+GENERAL = f"{EMBEDDED}chat-prompts"
 
 
 def validates(trainer: pl.Trainer) -> bool:
@@ -72,8 +92,6 @@ class Progress(pl.Callback):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        # The first step of this process, and when it began.
-        self._began, self._began_at = 0, 0.0
         self._bar = ExitStack()
         self._advance: Callable[[float], None] = lambda amount: None
 
@@ -82,33 +100,26 @@ class Progress(pl.Callback):
         size = (pl_module.total_steps, "steps", trainer.global_step)
         if limit is not None:
             size = (round(60 * self.config.minutes), "s", limit.begin())
-        drawn = progress_bar(
-            f"train {pl_module.head.kind}", *size, enabled=rank() == 0, state=lambda: training_loss(pl_module, ", ")
-        )
+        enabled, title = rank() == 0, f"train {pl_module.head.kind}"
+        drawn = progress_bar(title, *size, enabled=enabled, state=lambda: training_loss(pl_module))
         self._advance = self._bar.enter_context(drawn)
-        self._began, self._began_at = trainer.global_step, time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         limit = pl_module.state.time_limit
         self._advance(1 if limit is None else limit.passed())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        step, total, state = trainer.global_step, pl_module.total_steps, pl_module.state
-        probe, earlier = pl_module.probe, state.curve[:-1]
-        if probe is not None and probe.monitor in state.latest and not any(probe.monitor in m for _, m in earlier):
+        state, probe = pl_module.state, pl_module.probe
+        if probe is not None and "tau" in state.latest and not any("tau" in metrics for _, metrics in state.curve[:-1]):
             say_on_rank_zero(probe.measured)
-        rate = pl_module.logged.get("cost/tokens_per_s")
-        pace = training_loss(pl_module, "; ") + ("" if rate is None else f", {rate:,.0f} tokens/s")
-        if self._began < step < total:
-            left = (time.monotonic() - self._began_at) / (step - self._began) * (total - step)
-            pace += f", {left:.0f} s left" if left < 120 else f", {left / 60:.0f} min left"
-        say_on_rank_zero(f"step {step}/{total}: {shown(state.latest)}{pace}")
+        position = f"step {trainer.global_step}/{pl_module.total_steps}"
+        say_on_rank_zero(f"{position}: {shown(state.latest)}{training_loss(pl_module)}")
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self._bar.close()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        self._bar.close()
+    # Lightning tears callbacks down after a whole training only.
+    on_exception: Any = on_train_end
 
 
 class Save(pl.Callback):
@@ -118,8 +129,9 @@ class Save(pl.Callback):
     checkpoint. unsaved: maps "best" and "last" to the error of its last save, if that failed.
     """
 
-    def __init__(self, config: TrainConfig, save_head: SaveHead, checkpoints: Checkpoints):
-        self.config, self.save_head, self.checkpoints = config, save_head, checkpoints
+    def __init__(self, config: TrainConfig, manifest: Mapping[str, Any], checkpoints: Checkpoints):
+        """manifest: entries of the heads' manifests, beside step and metrics."""
+        self.config, self.manifest, self.checkpoints = config, manifest, checkpoints
         self.saved_step = 0
         self.unsaved: dict[str, str] = {}
         # When the last step ended; and after which one last/ and a checkpoint were due.
@@ -135,12 +147,8 @@ class Save(pl.Callback):
         pl_module.telemetry.resume()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        step, metrics, state, every = (
-            trainer.global_step,
-            pl_module.state.latest,
-            pl_module.state,
-            self.config.save_every,
-        )
+        step, state, every = trainer.global_step, pl_module.state, self.config.save_every
+        metrics = state.latest
         monitor, sign = best_metric(pl_module, metrics, pl_module.probe is not None)
         # The best so far may be without it: tau may be measured since a resumption only.
         kept = state.best.get(monitor, float("nan"))
@@ -177,8 +185,10 @@ class Save(pl.Callback):
         failure, step = "", trainer.global_step
         with whole_head(trainer, module) as head:
             if rank() == 0:
+                manifest = {**self.manifest, "step": step, "metrics": metrics}
+                card = model_card(head.kind, {"head": head_fields(head), **manifest})
                 try:
-                    self.save_head(head, name, step, metrics)
+                    save_head(self.config.output / name, head, manifest, card)
                 except (OSError, CannotWrite) as error:
                     failure = str(error)
         failure = self._agree_on_failure(trainer, f"{name}/ of step {step}", failure)
@@ -223,19 +233,21 @@ class StopOnSignal(pl.Callback):
         for number in SIGNALS:
             self._replaced[number] = signal.signal(number, handle)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         for number, before in self._replaced.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         self._replaced = {}
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+    on_exception: Any = on_train_end
 
 
-def training_loss(module: LitHead, before: str) -> str:
-    """Return the newest logged training loss behind `before`; empty before the first one."""
-    loss = module.logged.get("train/loss")
-    return "" if loss is None else f"{before}training loss {loss:.4g}"
+# -- verdict
+
+
+def training_loss(module: LitHead) -> str:
+    """Return the newest logged training loss and speed, to end a line; empty before the first ones."""
+    texts = {"train/loss": ", training loss {:.4g}", "cost/tokens_per_s": ", {:,.0f} tokens/s"}
+    return "".join(text.format(module.logged[name]) for name, text in texts.items() if name in module.logged)
 
 
 def best_metric(module: LitHead, metrics: Mapping[str, float], tau: bool) -> tuple[str, int]:
@@ -244,15 +256,15 @@ def best_metric(module: LitHead, metrics: Mapping[str, float], tau: bool) -> tup
     tau: it is measured, and picks: a head can lose teacher-forced accuracy and gain tau. If no answer is as long as a
     draft, the head's own metric is missing, and the loss picks.
     """
-    if tau and module.probe is not None:
-        return module.probe.monitor, 1
+    if tau:
+        return "tau", 1
     return (module.monitor, 1 if module.larger_is_better else -1) if module.monitor in metrics else ("loss", -1)
 
 
 def judge(module: LitHead) -> str:
     """Judge a finished training: by tau, if it was measured often enough, else by the validation's own metric."""
-    curve, probe = module.state.curve, module.probe
-    tau = probe is not None and sum(probe.monitor in metrics for _, metrics in curve) >= LEAST_VALIDATIONS
+    curve = module.state.curve
+    tau = module.probe is not None and sum("tau" in metrics for _, metrics in curve) >= LEAST_VALIDATIONS
     name, sign = best_metric(module, module.state.latest, tau)
     return verdict(name, [(step, metrics[name]) for step, metrics in curve if name in metrics], sign > 0)
 
@@ -309,16 +321,14 @@ def verdict(metric: str, curve: Sequence[tuple[int, float]], larger_is_better: b
     sign = 1 if larger_is_better else -1
     last_step, last = curve[-1]
     best_step, best = max(curve, key=lambda point: sign * point[1])
-    noise = NOISE * abs(last)
-    if sign * (best - last) > noise:
+    if sign * (best - last) > NOISE * abs(last):
         lost = f"{metric} went from {best:.3g} at step {best_step} to {last:.3g}"
         return f"overfits: {lost}, and best/ is of step {best_step}; more answers would help, more steps would not"
     steps, values = zip(*curve, strict=True)
     half = float(np.interp(last_step / 2, steps, values))
-    if sign * (last - half) <= noise:
-        change = f"{metric} {half:.3g} after half of the steps, {last:.3g} at the end"
-        return f"settled: {change}; more steps on these answers would bring little"
     change = f"{metric} {half:.3g} after half of the steps, {last:.3g} at the end"
+    if sign * (last - half) <= NOISE * abs(last):
+        return f"settled: {change}; more steps on these answers would bring little"
     return f"still learning: {change}; more steps would bring more, on new answers best"
 
 
@@ -331,3 +341,145 @@ def mismatch(metrics: Mapping[str, float]) -> str:
         f"warning: tau is {own:.2f} on held-out text of the training's own kind and {general:.2f} on general prompts: "
         "what is served decides. Train on prompts like those (--tau-data measures on them)"
     )
+
+
+# -- tau: emitted tokens per target call, by real decoding
+
+
+class TauProbe:
+    """Measures tau by greedy chain decoding of prompts, on all ranks, at validations; tau then picks best/.
+
+    Beside it stands `tau_general`, on general prompts that ship: tau on held-out training data does not predict other
+    text.
+
+    measured: description of the measurement, for the log.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        prompts: Sequence[Sequence[int]],
+        config: TrainDrafterConfig,
+        every: int,
+        general: Sequence[Sequence[int]] = (),
+    ):
+        """prompts, general: the same on every rank; each rank decodes its share. every: steps between measurements."""
+        self.target, self.prompts, self.every, self.general = target, prompts, every, general
+        self.k, self.max_new_tokens = config.tau_k, config.tau_max_new_tokens
+        lengths = sorted(map(len, prompts))
+        sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
+        answers = f"{self.max_new_tokens} each, end tokens ignored, chains of {self.k}"
+        shipped = f", tau_general on {len(general)} that ship" if general else ""
+        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens{shipped}, {answers}"
+
+    def __call__(self, head: DraftHead, device: torch.device) -> dict[str, float]:
+        """Return tau over all prompts of all ranks, tau_general, and the share of tau's tokens behind an end token.
+
+        device: that ranks communicate through.
+        """
+        tau, behind = self._decode(head, self.prompts, device)
+        general, _ = self._decode(head, self.general, device)
+        measured = {"tau": tau, "tau_general": general, "tau_behind_end": behind}
+        return {name: value for name, value in measured.items() if value is not None}
+
+    def _decode(
+        self, head: DraftHead, prompts: Sequence[Sequence[int]], device: torch.device
+    ) -> tuple[float | None, float | None]:
+        """Decode these prompts: return tau, and the share of the tokens behind an end token; None without prompts."""
+        if not prompts:
+            return None, None
+        target = self.target
+        counts = torch.zeros(3, dtype=torch.float64)
+        own = prompts[rank() :: num_ranks()]
+        with torch.autocast(target.device.type, enabled=False):
+            # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
+            capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
+            drafter = ChainDrafter(head.net(target), [FixedLengthStop(self.k)], capacity)
+            setup = DecodeOptions(session=target.session(1, capacity, head.aux_layers), max_nodes=self.k)
+            for prompt in own:
+                done = generate_one(
+                    target, drafter, prompt, SamplingParams(), self.max_new_tokens, TorchSource(0), (), setup
+                )
+                tokens, trace = done.tokens, done.trace
+                first_end = next((i for i, token in enumerate(tokens) if token in target.info.eos_ids), len(tokens) - 1)
+                behind = len(tokens) - 1 - first_end
+                counts += torch.tensor([trace.num_tokens, trace.num_target_calls, behind], dtype=torch.float64)
+        emitted, calls, behind = sum_over_ranks(counts.to(device)).tolist()
+        return emitted / calls, behind / emitted
+
+
+def tau_probe(module: LitHead, data: HeadDataModule) -> TauProbe | None:
+    """Return the probe of a training; None for heads that do not draft, or without prompts.
+
+    Raises:
+        InputError: as `probe_prompts`.
+    """
+    if not isinstance(module, LitDrafter):
+        return None
+    config, context = module.config, min(module.target.info.max_position, cast(Any, module.head.config).max_position)
+    prompts = probe_prompts(config, data.val, context)
+    every = config.tau_every or config.val_every or data.order.steps_per_epoch
+    return TauProbe(module.target, prompts, config, every, general_prompts(config, context)) if prompts else None
+
+
+def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:
+    """Return prompts to measure tau on, preferring those that leave room for an answer in the context.
+
+    Raises:
+        InputError: `tau_data` holds no prompts, or those of another tokenizer.
+    """
+    count = config.tau_prompts
+    if not count:
+        return []
+    if config.tau_data is None:
+        prompts = held_out_prompts(val)
+    else:
+        manifest = open_artifact(config.tau_data, "prompts", text_identity(config.target))
+        rows = Rows(config.tau_data, manifest, ["prompt_ids"], vocab_size=vocabulary_size(config.target))
+        prompts = (row["prompt_ids"] for row in rows.iterate())
+    chosen: list[list[int]] = []
+    tight: list[list[int]] = []
+    for prompt in prompts:
+        if len(prompt) <= context - config.tau_max_new_tokens:
+            chosen.append(prompt)
+        elif len(prompt) < context and len(tight) < count:
+            tight.append(prompt)
+        if len(chosen) == count:
+            break
+    return chosen or tight
+
+
+def general_prompts(config: TrainDrafterConfig, context: int) -> list[list[int]]:
+    """Return the general prompts that ship (chat, code, maths; those not for tests), as the target's template has them.
+
+    Return [] if --tau-data is given, the target has no chat template (logged), or it is an embedded model.
+    """
+    if not config.tau_prompts or config.tau_data is not None or config.target.startswith(EMBEDDED):
+        return []
+    tokenizer = load_tokenizer(config.target)
+    if not tokenizer.chat_template:
+        say_on_rank_zero("note: no tau_general: the target has no chat template")
+        return []
+    rows = (json.loads(line) for line in Path(resolve_model(GENERAL)).read_text("utf-8").splitlines())
+    asked = [[{"role": "user", "content": row["prompt"]}] for row in rows if row["split"] == "dev"]
+    prompts = [list(prompt_ids(tokenizer, messages)) for messages in asked]
+    return [prompt for prompt in prompts if len(prompt) <= context - config.tau_max_new_tokens][: config.tau_prompts]
+
+
+def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
+    """Yield the text before an answer of each validation text, then before the texts' other answers.
+
+    It is the first answer of the first text, the second of the second, and so on, so that prompts are as long as
+    conversations get. Texts are whole: an answer in a piece of one has lost its context.
+    """
+    texts = list(samples.dataset.whole_texts(samples.indices))
+    begins: dict[int, list[int]] = {}
+    for more in itertools.count():
+        for i in range(len(texts)) if more == 0 else list(begins):
+            ids, mask = texts[i]
+            starts = begins.setdefault(i, [start for start, _ in spans(mask) if start > 0])
+            if more < len(starts):
+                yield ids[: starts[(i + more) % len(starts)]].tolist()
+        begins = {i: starts for i, starts in begins.items() if more + 1 < len(starts)}
+        if not begins:
+            return

@@ -24,13 +24,14 @@ from draftsmith.modules.pretrained.files import CannotWrite, make_directory, pub
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
-from draftsmith.train.bad_steps import BadSteps
-from draftsmith.train.metrics import Means, rank
+from draftsmith.train.metrics import BadSteps, Means, rank
 from draftsmith.train.optimizers import TimeLimit
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
 SHAPE = {"files": {"*": {"sha256": str}}}
 NAME = re.compile(r"step-(\d{8,})")
+# Parts of the state that are plain values.
+PLAIN = ("best", "latest", "curve", "calibration")
 # Exceptions that reading a damaged file or manifest may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
 
@@ -41,6 +42,7 @@ class TrainState:
 
     means: losses that are yet to be logged. bad_steps: skipped ones. time_limit: plan of a training by the clock. best,
     latest: metrics of the validation of best/, and of the last one. curve: step and metrics of each validation.
+    calibration: scale and shift of an acceptance head, fitted by the last validation.
     """
 
     bad_steps: BadSteps
@@ -49,10 +51,11 @@ class TrainState:
     best: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
     curve: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    calibration: tuple[float, float] = (1.0, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks together; all of them must call it."""
-        plain = {"best": self.best, "latest": self.latest, "curve": self.curve}
+        plain = {name: getattr(self, name) for name in PLAIN}
         parts = {"means": self.means.state(), "bad_steps": self.bad_steps.state()}
         return plain | parts | ({} if self.time_limit is None else {"time_limit": self.time_limit.state()})
 
@@ -60,7 +63,8 @@ class TrainState:
         if rank() == 0:
             self.means.load(state["means"])
         self.bad_steps.load(state["bad_steps"])
-        self.best, self.latest, self.curve = (state[name] for name in ("best", "latest", "curve"))
+        for name in PLAIN:
+            setattr(self, name, state[name])
         if self.time_limit is not None:
             self.time_limit.load(state["time_limit"])
 

@@ -75,6 +75,11 @@ class MicroBatch:
         """Tokens of each sample, without fillers."""
         return [length for key, length in zip(self.keys, self.lengths, strict=True) if not key.filler]
 
+    @property
+    def samples(self) -> list[int]:
+        """Numbers of the samples, without fillers."""
+        return [key.index for key in self.keys if not key.filler]
+
 
 class Order:
     """Samples of every step, shuffled anew in each epoch by (seed, epoch) alone.
@@ -142,11 +147,6 @@ def _shuffled(count: int, rng: random.Random) -> np.ndarray:
     numbers = array("q", range(count))
     rng.shuffle(numbers)
     return np.frombuffer(numbers, dtype=np.int64)
-
-
-def order_of(config: TrainConfig, lengths: Sequence[int] | np.ndarray) -> Order:
-    """Return the steps of a training on samples of these lengths."""
-    return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch)
 
 
 def rank_keys(
@@ -255,14 +255,14 @@ class WholeSteps:
         self._start = state["step"]
 
 
-def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def held_out(num_samples: int, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Split sample numbers into training and validation, each with at least one sample.
 
     A sample's side depends on its number alone, so it does not change when data is added.
     """
 
     def score(sample: int) -> bytes:
-        return hashlib.sha256(f"{seed}/{sample}".encode()).digest()
+        return hashlib.sha256(f"0/{sample}".encode()).digest()
 
     heads = (int.from_bytes(score(sample)[:4], "big") for sample in range(num_samples))
     kept = np.fromiter(heads, dtype=np.int64, count=num_samples) >= int(share * 2**32)
@@ -274,12 +274,12 @@ def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[np.ndarray,
 
 
 def train_and_val(
-    config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0, log: bool = True
+    config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0
 ) -> tuple[Samples, Samples]:
     """Return training and validation samples; `val` is the dataset of --val, if there is one.
 
     Sequences longer than --max-length, or than the frozen model's `context`, are split into pieces that share
-    `overlap` tokens. log: report how many were split.
+    `overlap` tokens.
 
     Raises:
         InputError: there are too few samples.
@@ -291,12 +291,9 @@ def train_and_val(
     def split(dataset: Any) -> Any:
         if int(np.max(dataset.lengths, initial=0)) <= limit:
             return dataset
-        pieces = dataset.in_pieces(limit, overlap)
-        if log:
-            longer = int((np.asarray(dataset.lengths) > limit).sum())
-            sequences = f"{longer:,} of {len(dataset):,} sequences"
-            say_on_rank_zero(f"{sequences} are longer than {limit:,} tokens: split into pieces")
-        return pieces
+        sequences = f"{int((np.asarray(dataset.lengths) > limit).sum()):,} of {len(dataset):,} sequences"
+        say_on_rank_zero(f"{sequences} are longer than {limit:,} tokens: split into pieces")
+        return dataset.in_pieces(limit, overlap)
 
     train = split(train)
     if val is not None:
@@ -333,13 +330,21 @@ class HeadDataModule(pl.LightningDataModule):
             InputError: there are no samples, or one is longer than a step may be.
         """
         super().__init__()
-        self.train, self.val, self.config = _samples_of(train), _samples_of([] if val is None else val), config
-        if val is None:
-            longest = int(self.train.lengths.max(initial=1))
-            self.train, self.val = train_and_val(config, self.train.dataset, None, longest)
-        for name, samples in (("train", self.train), ("val", self.val)):
-            if not len(samples):
+        self.config, parts = config, []
+        for name, part in (("train", train), ("val", train if val is None else val)):
+            if isinstance(part, str | Path):
+                part = open_dataset(part)
+            if not isinstance(part, Samples):
+                part = part if hasattr(part, "item") else ListedRows(part)
+                part = Samples(part, range(len(part)))
+            if not len(part):
                 raise InputError(name, "no samples", "at least one", "Give some.")
+            parts.append(part)
+        self.train, self.val = parts
+        if val is None:
+            longest = int(self.train.lengths.max())
+            self.train, self.val = train_and_val(config, self.train.dataset, None, longest)
+        for samples in (self.train, self.val):
             if count is None:
                 drafter = cast(Any, config).drafter
                 samples.collate = pack_features if config.tokens_per_batch else collate_features
@@ -347,17 +352,18 @@ class HeadDataModule(pl.LightningDataModule):
                 samples.logit_rows = functools.partial(drafter.logit_rows, settings=config)
             else:
                 samples.collate, samples.count = collate or collate_features, count
-        self.order = order_of(config, self.train.lengths)
+        self.order = Order(self.train.lengths, config.seed, config.batch_size, config.tokens_per_batch)
         self.total_steps = config.num_steps(self.order.steps_per_epoch)
 
     def train_dataloader(self) -> WholeSteps:
         assert self.trainer is not None
         return WholeSteps(self, self.trainer)
 
-    def val_dataloader(self) -> UnsizedLoader:
+    def val_dataloader(self) -> DataLoader:
         """Return this rank's share of the validation samples as they are in epoch 0, each once over all ranks.
 
-        The longest come first, so that running out of memory shows at once.
+        The longest come first, so that running out of memory shows at once. A rank without a sample has a filler: of a
+        loader without batches Lightning would skip the validation, on that rank alone.
         """
         assert self.trainer is not None
         rank, num_ranks = self.trainer.global_rank, self.trainer.world_size
@@ -369,7 +375,7 @@ class HeadDataModule(pl.LightningDataModule):
             size = max(1, by_tokens if self.config.tokens_per_batch else self.config.batch_size // shares)
             keys.append(tuple(SampleKey(0, i) for i in order[:size]))
             order = order[size:]
-        return UnsizedLoader(self.batches(self.val, keys))
+        return self.batches(self.val, keys or [(SampleKey(0, 0, filler=True),)])
 
     def batches(self, samples: Samples, keys: Any) -> DataLoader:
         """Return a loader of one micro-batch for each tuple of keys; for a GPU they are in pinned memory."""
@@ -382,16 +388,6 @@ class HeadDataModule(pl.LightningDataModule):
         )
 
 
-class UnsizedLoader:
-    """Loader without a length: of one without batches Lightning would skip the validation, on that rank alone."""
-
-    def __init__(self, loader: DataLoader):
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(self._loader)
-
-
 class PrefetchedKeys:
     """Keys of micro-batches whose features the stream is asked for ahead of time, anew in each iteration."""
 
@@ -400,12 +396,3 @@ class PrefetchedKeys:
 
     def __iter__(self) -> Iterator[tuple[SampleKey, ...]]:
         return self._samples.stream.ahead(self._samples, self._keys)
-
-
-def _samples_of(data: Any) -> Samples:
-    if isinstance(data, Samples):
-        return data
-    if isinstance(data, str | Path):
-        data = open_dataset(data)
-    dataset = data if hasattr(data, "item") else ListedRows(data)
-    return Samples(dataset, range(len(dataset)))

@@ -217,7 +217,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
 
 @contextmanager
-def whole_head(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[nn.Module]:
+def whole_head(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[Any]:
     """Gather ZeRO-3 weights into a full copy, so that ranks may call the head a different number of times. All ranks
     must enter together.
 

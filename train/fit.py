@@ -19,56 +19,42 @@ from typing import Any
 import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
-from torch import nn
 
 from draftsmith.data.console import print_text
 from draftsmith.data.store.manifest import decisive, resolved
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.data.text.answers import Supervision
-from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.heads import head_fields, made_with, save_head
+from draftsmith.modules.pretrained.heads import made_with
 from draftsmith.modules.pretrained.provenance import differences, flatten
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import (
     Progress,
     Save,
-    SaveHead,
     StopOnSignal,
     Validate,
     exit_code,
     judge,
     mismatch,
+    tau_probe,
 )
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import HeadDataModule
 from draftsmith.train.metrics import rank, say_on_rank_zero
-from draftsmith.train.module import IN_PYTHON, LitHead, Provenance
+from draftsmith.train.module import IN_PYTHON, LitHead
 from draftsmith.train.optimizers import TimeLimit
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
 from draftsmith.train.tracking import make_loggers
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 # Flags of Lightning's Trainer that an option decides.
-OPTION_OF_FLAG = {
-    "accelerator": "accelerator",
-    "accumulate_grad_batches": "accumulate",
-    "check_val_every_n_epoch": "val_every",
-    "default_root_dir": "output",
-    "devices": "devices",
-    "gradient_clip_val": "clip",
-    "log_every_n_steps": "log_every",
-    "max_epochs": "epochs",
-    "max_steps": "max_steps",
-    "max_time": "minutes",
-    "num_nodes": "devices (or a launcher)",
-    "plugins": "strategy",
-    "precision": "precision",
-    "strategy": "strategy",
-    "val_check_interval": "val_every",
-}
+OPTION_OF_FLAG = dict.fromkeys(("check_val_every_n_epoch", "val_check_interval"), "val_every")
+OPTION_OF_FLAG |= {name: name for name in ("accelerator", "devices", "max_steps", "precision", "strategy")}
+OPTION_OF_FLAG |= {"accumulate_grad_batches": "accumulate", "default_root_dir": "output", "gradient_clip_val": "clip"}
+OPTION_OF_FLAG |= {"log_every_n_steps": "log_every", "max_epochs": "epochs", "max_time": "minutes"}
+OPTION_OF_FLAG |= {"num_nodes": "devices (or a launcher)", "plugins": "strategy"}
 
 
 def finished(config: TrainConfig) -> Path | None:
@@ -124,42 +110,37 @@ def _fit(
     since: float | None,
     flags: dict[str, Any],
 ) -> Path:
-    config, provenance = module.config, module.provenance(data)
-    module.probe = module.tau_probe(data)
-    state = {
-        "config": decisive(config),
-        "inputs": provenance.inputs,
-        "models": provenance.models,
-        "read_model": provenance.read_model,
-    }
-    begun = (config.output / STARTED).exists()
-    if begun:
-        _check_begun(config, state)
-    checkpoint = newest_intact(config.output / FOLDER, say_on_rank_zero)
-    step = step_of(checkpoint)
+    config, provenance, versions = module.config, module.provenance(data), made_with()
+    module.probe = tau_probe(module, data)
+
+    # Begin the run, or check that the one to resume was begun alike.
+    state = {"config": decisive(config), **{name: provenance[name] for name in ("inputs", "models", "target")}}
     supervision = Supervision.of(data.train.dataset.answer_lengths(data.train.indices))
     say_on_rank_zero("\n".join(filter(None, (f"data: {supervision.text()}", supervision.warning()))))
-    make_directory(config.output)
-    if rank() == 0 and not begun:
+    if (config.output / STARTED).exists():
+        _check_begun(config, state)
+    elif rank() == 0:
+        make_directory(config.output)
         text = yaml.safe_dump(resolved(config), sort_keys=False)
-        write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
+        write_text(config.output / RESOLVED, f"# draftsmith train {module.head.kind} --config THIS_FILE\n{text}")
         write_json(config.output / STARTED, flatten(state))
-
-    # Callbacks and loggers.
-    checkpoints = Checkpoints(config.keep, {"world_size": world_size(config), "strategy": config.strategy})
-    val_every = config.val_every or data.order.steps_per_epoch
-    versions = made_with()
-    save_head = _head_saver(config, provenance, data, dataclasses.asdict(supervision), versions)
-    save = Save(config, save_head, checkpoints)
-    made_from = {name: value for name, value in dataclasses.asdict(provenance).items() if name != "job"}
-    loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, made_from | versions)
-    given = flags.pop("logger", None) or []
-    if step:
-        of_all = "" if config.minutes else f" of {data.total_steps}"
-        say_on_rank_zero(f"resuming at step {step}{of_all}")
-
+    checkpoint = newest_intact(config.output / FOLDER, say_on_rank_zero)
+    if step := step_of(checkpoint):
+        say_on_rank_zero(f"resuming at step {step}" + ("" if config.minutes else f" of {data.total_steps}"))
     if config.minutes:
         module.state.time_limit = TimeLimit(config.minutes, since)
+
+    # Manifest of the heads, callbacks and loggers.
+    parts = {"training": data.train.lengths, "validation": data.val.lengths}
+    samples = {name: {"samples": len(lengths), "tokens": int(sum(lengths))} for name, lengths in parts.items()}
+    samples["training"] |= dataclasses.asdict(supervision)
+    manifest = {**provenance, "samples": samples, "config": resolved(config), "options": decisive(config)}
+    manifest |= {"seed": config.seed, **versions}
+    checkpoints = Checkpoints(config.keep, {"world_size": world_size(config), "strategy": config.strategy})
+    save, val_every = Save(config, manifest, checkpoints), config.val_every or data.order.steps_per_epoch
+    loggers = make_loggers(config, module.head.kind, step, say_on_rank_zero, provenance | versions)
+    given = flags.pop("logger", None) or []
+
     with quiet(), tensor_cores(config):
         arguments = trainer_arguments(config)
         arguments["plugins"].append(checkpoints)
@@ -180,20 +161,19 @@ def _fit(
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
-    return _conclude(module, trainer, save, provenance.job)
+    return _conclude(module, trainer, save)
 
 
-def _conclude(module: LitHead, trainer: pl.Trainer, save: Save, job: str) -> Path:
+def _conclude(module: LitHead, trainer: pl.Trainer, save: Save) -> Path:
     """Record that a run is complete, and return best/; or say how to resume one that was interrupted.
 
     Raises:
         InputError, SystemExit: as `fit`.
     """
-    config = module.config
-    # An interrupted run says how to resume it.
+    config, kind = module.config, module.head.kind
     interrupted = module.signal_agreed or module.signal_received
     if interrupted and trainer.global_step < module.total_steps:
-        command = ["draftsmith", "train", job, "--config", str(config.output / RESOLVED)]
+        command = ["draftsmith", "train", kind, "--config", str(config.output / RESOLVED)]
         saved = f"saved step {save.saved_step}" if save.saved_step else "nothing was saved"
         again = "the same script" if config.data == Path(IN_PYTHON) else shlex.join(command)
         say_on_rank_zero(f"{signal.Signals(interrupted).name}: {saved}. Resume with: {again}")
@@ -210,7 +190,7 @@ def _conclude(module: LitHead, trainer: pl.Trainer, save: Save, job: str) -> Pat
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")
     if rank() == 0:
-        print_text(f"{job} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
+        print_text(f"{kind} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
         for line in filter(None, (verdict, mismatch(latest))):
             print_text(line)
     # A signal in the last step: the training is complete, but nothing more was wanted.
@@ -237,46 +217,9 @@ def quiet() -> Iterator[None]:
 
 def _check_begun(config: TrainConfig, state: Mapping[str, Any]) -> None:
     """Raise InputError with every entry of these parts of started.json that differs from those of the run to resume."""
-    remedy = "Restore it, or choose another output."
-    begun = read_object(config.output / STARTED, {}, remedy)
-    flat = flatten(state)
-    if differing := differences(flat, {key: value for key, value in begun.items() if key.split(".")[0] in state}):
+    begun = read_object(config.output / STARTED, {}, "Restore it, or choose another output.")
+    flat = {key: value for key, value in begun.items() if key.split(".")[0] in state}
+    if differing := differences(flatten(state), flat):
         found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
         remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
         raise InputError("output", found, "the settings and data that the run was begun with", remedy)
-
-
-def _head_saver(
-    config: TrainConfig,
-    provenance: Provenance,
-    data: HeadDataModule,
-    supervision: Mapping[str, float],
-    versions: Mapping[str, Any],
-) -> SaveHead:
-    """Return a function that saves a head under output/NAME, with its manifest and model card."""
-    parts = {"training": data.train.lengths, "validation": data.val.lengths}
-    samples: dict[str, dict[str, float]] = {
-        name: {"samples": len(lengths), "tokens": int(sum(lengths))} for name, lengths in parts.items()
-    }
-    samples["training"] |= supervision
-
-    def save(head: nn.Module, name: str, step: int, metrics: Mapping[str, float]) -> None:
-        manifest = {
-            "target": provenance.read_model,
-            "models": provenance.models,
-            "sampling": provenance.sampling,
-            **provenance.labels,
-            "inputs": provenance.inputs,
-            "tied_to_target": list(provenance.tied_to_target),
-            "samples": samples,
-            "config": resolved(config),
-            "options": decisive(config),
-            "seed": config.seed,
-            "step": step,
-            "metrics": dict(metrics),
-            **versions,
-        }
-        card = model_card(provenance.job, {"head": head_fields(head), **manifest})
-        save_head(config.output / name, head, manifest, card)
-
-    return save

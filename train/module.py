@@ -6,12 +6,13 @@ what they read and learn: drafters (`LitDrafter`) and acceptance heads (acceptan
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-import importlib.util
+import runpy
 import signal
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,16 +30,14 @@ from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
-from draftsmith.train.bad_steps import BadSteps
 from draftsmith.train.checkpoints import TrainState
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
 from draftsmith.train.data import HeadDataModule, MicroBatch
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.features import FeatureSource, feature_std
-from draftsmith.train.metrics import Means, sum_over_ranks
-from draftsmith.train.optimizers import lr_schedule, make_optimizer
+from draftsmith.train.metrics import BadSteps, Means, sum_over_ranks
+from draftsmith.train.optimizers import lr_share, make_optimizer
 from draftsmith.train.strategies import resolve_precision
-from draftsmith.train.tau import TauProbe, tau_probe
 from draftsmith.train.tracking import Telemetry, features_flops, log_metrics
 
 # Signals that stop training after the current step. If ranks received different ones, the first in this list wins.
@@ -48,24 +47,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 IN_PYTHON = "given in Python"
 
 Config = TypeVar("Config", bound=TrainDrafterConfig)
-
-
-@dataclasses.dataclass(frozen=True)
-class Provenance:
-    """Models and data that a head is made from, for its manifest and to compare when a run is resumed.
-
-    job: kind of the head. inputs: name -> digest of each artifact. read_model: identity of the model whose hidden
-    states the head reads. models: identities of all models concerned. sampling: of the answers, or that labels hold
-    for, if it is known; labels: their kind, as in the head's config.json. tied_to_target: see `DraftHead`.
-    """
-
-    job: str
-    inputs: dict[str, str]
-    read_model: dict[str, str]
-    models: dict[str, Any]
-    sampling: dict[str, Any] | None = None
-    labels: dict[str, str] = dataclasses.field(default_factory=dict)
-    tied_to_target: tuple[str, ...] = ()
 
 
 class LitHead(pl.LightningModule):
@@ -78,12 +59,13 @@ class LitHead(pl.LightningModule):
     has measured it. state: what a resumed training continues with. total_steps: of the data module; 0 before `setup`.
     """
 
+    head: Any
     monitor: str
     larger_is_better: bool
     validates_first = False
     feature_std: float | None = 1.0
-    # Measures tau at validations, which then picks best/; `fit` sets it.
-    probe: TauProbe | None = None
+    # Measures tau at validations, which then picks best/ (`callbacks.TauProbe`); `fit` sets it.
+    probe: Any = None
 
     def __init__(self, head: nn.Module, config: TrainConfig, frozen: str):
         """frozen: option that names the frozen model, for errors."""
@@ -104,13 +86,13 @@ class LitHead(pl.LightningModule):
         self._grad_norm = 0.0
         self._whole = ExitStack()
 
-    def tau_probe(self, data: HeadDataModule) -> TauProbe | None:
-        """Return what measures tau at validations; None for heads that do not draft."""
-        return None
-
     @abstractmethod
-    def provenance(self, data: HeadDataModule) -> Provenance:
-        """Return the models and data that the head is made from."""
+    def provenance(self, data: HeadDataModule) -> dict[str, Any]:
+        """Return what the head is made from, as its manifest has it; a run is resumed with the same only.
+
+        target: identity of the model whose hidden states the head reads. models: identities of all models concerned.
+        inputs: name -> digest of each artifact. sampling: of the answers, or that labels hold for, if it is known.
+        """
 
     def digests(self, data: HeadDataModule) -> dict[str, str]:
         """Return the digests of the artifacts that the data module reads; rows in memory have none."""
@@ -162,7 +144,7 @@ class LitHead(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self.state.bad_steps.watch(self.head)
-        self.telemetry.start(self.device, self.config.precision)
+        self.telemetry.start(self.device)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a validation batch. A step moves its parts one by one, as each is computed."""
@@ -173,8 +155,10 @@ class LitHead(pl.LightningModule):
         self.telemetry.begin(parts, self.flops)
         optimizer, ranks, done = cast(Any, self.optimizers()), self.trainer.world_size, self.trainer.global_step
         tokens = self.agree(float(sum(part.tokens for part in parts)))
+        config = self.config
+        share = lr_share(done, self.total_steps, config.schedule, config.warmup_share, config.min_lr_share)
         for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_share(done)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
 
         # Forward and backward of each part; gradients are exchanged once, with those of the last.
         for number, part in enumerate(parts):
@@ -184,7 +168,7 @@ class LitHead(pl.LightningModule):
                     inputs, frozen_states = self.read(part.to(self.device))
                     output = self.loss(inputs, self.train_step(part))
                 # Sums on the device: nothing waits for it until the step ends.
-                self.state.bad_steps.add(output.loss, part.keys, frozen_states, begins_step=number == 0)
+                self.state.bad_steps.add(output.loss, part.samples, frozen_states, begins_step=number == 0)
                 self.state.means.add(output, only_finite=True)
                 # Every strategy takes the mean over ranks: undo it for a sum over ranks and parts.
                 self.manual_backward(output.loss * (part.tokens * ranks / tokens))
@@ -200,8 +184,8 @@ class LitHead(pl.LightningModule):
             self.skips_step, self._grad_norm = self.state.bad_steps.agree(norm, self.sample_name)
             if self.skips_step:
                 optimizer.zero_grad()
-            elif self.config.clip:
-                torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
+            elif config.clip:
+                torch.nn.utils.clip_grads_with_norm_(params, config.clip, norm)
 
         optimizer.step()
         optimizer.zero_grad()
@@ -246,11 +230,6 @@ class LitHead(pl.LightningModule):
         bf16 = self.config.precision == "bf16"
         with any_shape(self.device), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             yield
-
-    def lr_share(self, step: int) -> float:
-        """Return the share of the peak learning rate that a step takes."""
-        config = self.config
-        return lr_schedule(config.schedule, self.total_steps, config.warmup_share, config.min_lr_share)(step)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.head, self.config)
@@ -308,7 +287,7 @@ class LitHead(pl.LightningModule):
         metrics, step = self.validation_metrics(), self.trainer.global_step
         last = step == self.total_steps or self.validates_next
         if self.probe is not None and (last or step % self.probe.every == 0):
-            metrics |= self.probe(cast(DraftHead, self.head), self.device)
+            metrics |= self.probe(self.head, self.device)
         self.state.latest = metrics
         self.state.curve.append((step, metrics))
         named = {f"val/{name}": value for name, value in metrics.items()}
@@ -403,56 +382,45 @@ class LitDrafter(LitHead):
         head_flops = head.flops(head.config, self.settings, step, rows)
         return head_flops and target_flops + head_flops
 
-    def tau_probe(self, data: HeadDataModule) -> TauProbe | None:
-        context = min(self.target.info.max_position, cast(Any, self.head.config).max_position)
-        return tau_probe(self.config, self.target, data, context)
-
     def costs(self) -> dict[str, float]:
         return {} if self.source.stream is None else self.source.stream.costs(self.device)
 
-    def provenance(self, data: HeadDataModule) -> Provenance:
+    def provenance(self, data: HeadDataModule) -> dict[str, Any]:
         config, manifest = self.config, getattr(data.train.dataset, "manifest", None)
-        inputs = {**self.digests(data), **loss_digest(config)}
-        if config.init != "random":
-            saved_as_model = config.drafter.saved_as_model
-            inputs |= (
-                {"init": saved_identity(config.init)["weights"]} if saved_as_model else starting_weights(config.init)
-            )
-        identity = self.target.info.identity
-        models = {"target": identity} if manifest is None else manifest.identity
-        sampling = None if manifest is None else manifest.sampling
-        return Provenance(self.head.kind, inputs, identity, models, sampling, tied_to_target=self.head.tied_to_target)
+        inputs = self.digests(data)
+        if (file := loss_file(config)) is not None:
+            inputs["loss"] = file_sha256(file)[:16]
+        if config.init != "random" and config.drafter.saved_as_model:
+            inputs["init"] = saved_identity(config.init)["weights"]
+        elif config.init != "random":
+            inputs |= starting_weights(config.init)
+        target = self.target.info.identity
+        return {
+            "target": target,
+            "models": {"target": target} if manifest is None else manifest.identity,
+            "sampling": None if manifest is None else manifest.sampling,
+            "inputs": inputs,
+            "tied_to_target": list(self.head.tied_to_target),
+        }
 
 
 # -- a loss of the user's own, `--loss FILE.py:FUNCTION`: draft logits and target probabilities [N, V] -> losses [N]
 
 
-def loss_name(config: TrainDrafterConfig) -> str:
-    """Return FILE.py:FUNCTION of a config, or nothing if its loss is a built-in one."""
-    name = getattr(config, "loss", None)
-    if not isinstance(name, str):
-        return ""
+def loss_file(config: TrainDrafterConfig) -> Path | None:
+    """Return the file of the user's own loss; None if it is a built-in one, or there is none."""
+    name, default = getattr(config, "loss", None), getattr(config.drafter.Settings, "loss", None)
     # Where the default is none, there are no built-in losses to name.
-    has_built_in = any(field.name == "loss" and field.default is not None for field in dataclasses.fields(config))
-    return "" if has_built_in and ":" not in name else name
-
-
-def loss_digest(config: TrainDrafterConfig) -> Mapping[str, str]:
-    """Return the hash of the user's loss file as `loss`, recorded to detect changes on resume.
-
-    Raises:
-        InputError: a loss that cannot be loaded.
-    """
-    if not (name := loss_name(config)):
-        return {}
-    load_loss(name)
-    return {"loss": file_sha256(Path(name.rpartition(":")[0]))[:16]}
+    return Path(name.rpartition(":")[0]) if isinstance(name, str) and (":" in name or default is None) else None
 
 
 def with_loss(config: Config) -> Config:
     """Return the config with the function in place of its name."""
-    changes: dict[str, Any] = {"loss": load_loss(name)} if (name := loss_name(config)) else {}
-    return dataclasses.replace(config, **changes)
+    if loss_file(config) is None:
+        return config
+    config = copy.copy(config)
+    object.__setattr__(config, "loss", load_loss(cast(Any, config).loss))
+    return config
 
 
 @functools.cache
@@ -464,14 +432,12 @@ def load_loss(name: str) -> TokenLoss:
     """
     path, _, function = name.rpartition(":")
     expected = "FILE.py:FUNCTION, of draft logits [N, V] and target probabilities [N, V]"
-    spec = importlib.util.spec_from_file_location(f"loss_{Path(path).stem}", path) if Path(path).is_file() else None
-    if spec is None or spec.loader is None:
+    if not Path(path).is_file():
         raise InputError("loss", repr(name), expected, "Name a Python file that exists.")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        loss = runpy.run_path(path).get(function)
     except Exception as error:
         raise InputError("loss", f"{path}: {error!r}", "a Python file that runs", "Mend the file.") from error
-    if not callable(loss := getattr(module, function, None)):
+    if not callable(loss):
         raise InputError("loss", f"{path} without a function {function!r}", expected, "Check the name.")
     return loss

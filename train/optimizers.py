@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,28 +19,24 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 TRIAL_SHARE, RESERVED_TIMES, RESERVED_SHARE = 0.1, 1.25, 0.15
 
 
-def lr_schedule(name: str, total_steps: int, warmup_share: float, min_lr_share: float) -> Callable[[int], float]:
-    """Return a function from the step, 0 to total_steps - 1, to its share of the peak learning rate.
+def lr_share(step: int, total_steps: int, schedule: str, warmup_share: float, min_lr_share: float) -> float:
+    """Return the share of the peak learning rate that a step, 0 to total_steps - 1, takes.
 
     Warm-up rises linearly and reaches 1 at the step after its last. Then `cosine` and `linear` fall to `min_lr_share`,
     reached right after the last step; `hold` stays for half of the rest before it falls linearly; `constant` stays.
     """
     # Step 0 already learns: the rise starts above 0.
     warmup = round(total_steps * warmup_share)
-
-    def share(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        shapes = {
-            "cosine": (1 + math.cos(math.pi * progress)) / 2,
-            "linear": 1 - progress,
-            "hold": min(1.0, 2 * (1 - progress)),
-            "constant": 1.0,
-        }
-        return min_lr_share + (1 - min_lr_share) * shapes[name]
-
-    return share
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    shapes = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "hold": min(1.0, 2 * (1 - progress)),
+        "constant": 1.0,
+    }
+    return min_lr_share + (1 - min_lr_share) * shapes[schedule]
 
 
 def orthogonalise(batch: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
@@ -61,12 +56,13 @@ def orthogonalise(batch: Tensor, steps: int = 5, dtype: torch.dtype | None = Non
     return x if wide else x.mT
 
 
-def hidden_matrices(head: nn.Module, vocab_size: int | None) -> set[nn.Parameter]:
+def hidden_matrices(head: nn.Module) -> set[nn.Parameter]:
     """Return the weights that Muon is made for: matrices from states to states.
 
     Tables with a row for each token (embeddings, lm_heads, of a draft's vocabulary too) and single rows are AdamW's, as
     in nanochat and speculators: a row without a gradient would move, and a vector has no spectrum.
     """
+    vocab_size = getattr(head.config, "vocab_size", None)
     tables = {module.weight for module in head.modules() if isinstance(module, nn.Embedding)}
     tables |= {weight for name, weight in head.named_parameters() if "lm_head" in name.split(".")}
     matrices = {weight for weight in head.parameters() if weight.ndim == 2 and min(weight.shape) > 1}
@@ -104,37 +100,27 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]  # torch declares two
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            if not group["orthogonal"]:
+            if group["orthogonal"]:
+                # One batched iteration per shape.
+                for shape in dict.fromkeys(param.shape for param in params):
+                    self._step_muon([param for param in params if param.shape == shape], group)
+            else:
                 for param in params:
                     self._step_adam(param, group)
-                continue
-            # One batched iteration per shape.
-            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
-            for param in params:
-                by_shape[param.shape].append(param)
-            for equal in by_shape.values():
-                self._step_muon(equal, group)
         return loss
 
     def _step_muon(self, params: list[torch.nn.Parameter], group: dict) -> None:
         """Update matrices of one shape."""
         directions = []
         for param in params:
-            assert param.grad is not None
-            state = self.state[param]
-            if not state:
-                state["momentum"] = torch.zeros_like(param)
-            state["momentum"].lerp_(param.grad, 1 - group["momentum"])
+            momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+            momentum.lerp_(cast(Tensor, param.grad), 1 - group["momentum"])
             # Nesterov momentum.
-            directions.append(torch.lerp(param.grad, state["momentum"], group["momentum"]))
-        rows, columns = params[0].shape
-        scale = group["lr"] * 0.2 * max(rows, columns) ** 0.5
+            directions.append(torch.lerp(cast(Tensor, param.grad), momentum, group["momentum"]))
+        scale = group["lr"] * 0.2 * max(params[0].shape) ** 0.5
         for param, update in zip(params, orthogonalise(torch.stack(directions), dtype=self._iterate_in), strict=True):
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.add_(update, alpha=-scale)
@@ -158,19 +144,14 @@ def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimize
     """Return the config's optimizer of a head's trained weights: matrices decay, vectors (norms, biases) do not."""
     trained = [weight for weight in head.parameters() if weight.requires_grad]
     if config.optimizer == "muon":
-        chosen = hidden_matrices(head, getattr(head.config, "vocab_size", None))
-        return MuonAdamW(
-            [weight for weight in trained if weight in chosen],
-            [weight for weight in trained if weight not in chosen],
-            config.lr, config.betas, weight_decay=config.weight_decay,
-            iterate_in=torch.bfloat16 if config.precision == "bf16" else None,
-        )  # fmt: skip
-    matrices, vectors = ([p for p in trained if (p.ndim >= 2) == many] for many in (True, False))
-    groups = [(matrices, config.weight_decay), (vectors, 0.0)]
-    return torch.optim.AdamW(
-        [{"params": params, "weight_decay": decay} for params, decay in groups if params],
-        lr=config.lr, betas=config.betas,
-    )  # fmt: skip
+        chosen = hidden_matrices(head)
+        others = [weight for weight in trained if weight not in chosen]
+        dtype, more = torch.bfloat16 if config.precision == "bf16" else None, {"weight_decay": config.weight_decay}
+        matrices = [weight for weight in trained if weight in chosen]
+        return MuonAdamW(matrices, others, config.lr, config.betas, iterate_in=dtype, **more)
+    matrices, vectors = ([weight for weight in trained if (weight.ndim >= 2) == many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas)
 
 
 class TimeLimit:

@@ -18,18 +18,17 @@ from torch import nn
 
 from draftsmith.data.console import Column, Table, add_result, print_facts, print_table
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
-from draftsmith.data.settings import FeatureDtype
-from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import cut_lengths, open_dataset
+from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
-from draftsmith.modules.losses import CHUNK_ELEMENTS
+from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import DTYPES, target_shape
-from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig
+from draftsmith.train.config import MOST, TrainDrafterConfig
 from draftsmith.train.optimizers import hidden_matrices
 from draftsmith.train.prepare import head_config
 from draftsmith.train.strategies import device_kind, model_dtype, process_memory, world_size
@@ -39,7 +38,7 @@ FLOAT32 = 4
 STEPS_LOOKED_AT = 2000
 # Share of the tokens that the loss counts, of an artifact that does not exist yet.
 ASSUMED_LOSS_SHARE = 0.6
-# FLOPs of an epoch are extrapolated from this many of its documents, from the shortest to the longest.
+# FLOPs of an epoch are extrapolated from about this many of its documents, from the shortest to the longest.
 COUNTED_DOCUMENTS = 32
 # float32 tensors the size of a chunk of logits that a loss holds at once: both models' logits, and their softmax.
 CHUNK_TENSORS = 4
@@ -76,13 +75,12 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
     if not (config.data / MANIFEST).exists():
         samples, length = config.plan_samples, config.plan_length
         count = samples if config.val is not None else len(held_out(samples, config.val_share)[0])
-        limit = min(config.max_length or context, context)
-        _, _, lengths = cut_lengths(np.full(count, length), limit, num_lost_rows)
+        _, _, lengths = cut_lengths(np.full(count, length), min(config.max_length or context, context), num_lost_rows)
         source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
         return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
 
     counts, texts = Manifest.read(config.data).counts, open_dataset(config.data, check="size")
-    train, _ = train_and_val(config, texts, None if config.val is None else texts, context, num_lost_rows, log=False)
+    train, _ = train_and_val(config, texts, None if config.val is None else texts, context, num_lost_rows)
     total = int(texts.lengths.sum())
     share = counts.get("loss_tokens", counts.get("response_tokens", total)) / max(1, total)
     return TrainingDocuments(train.lengths.tolist(), share, str(config.data))
@@ -93,8 +91,7 @@ class TrainingPlan:
     """Costs of a training, in bytes, elements, tokens and model FLOPs.
 
     part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
-    most on the disk at a time. feature_bytes: dtype -> bytes on disk, None for heads that read no features.
-    features_stored: the data has them.
+    most on the disk at a time. feature_bytes: dtype -> bytes on disk, empty for heads that read no features.
     """
 
     trained: int
@@ -109,8 +106,7 @@ class TrainingPlan:
     memories: dict[str, dict[str, int]]
     checkpoint_bytes: int
     disk_bytes: int
-    feature_bytes: dict[str, int] | None
-    features_stored: bool
+    feature_bytes: dict[str, int]
 
     @property
     def peak(self) -> int:
@@ -126,13 +122,12 @@ def meta_head(config: TrainDrafterConfig, target: LlamaConfig) -> DraftHead:
     return head
 
 
-def saved_bytes(config: TrainConfig, head: DraftHead) -> tuple[int, int, int]:
+def saved_bytes(config: TrainDrafterConfig, head: DraftHead) -> tuple[int, int, int]:
     """Return the bytes of the trained weights, of a checkpoint, and the most that a training has on the disk."""
     trained = [p for p in head.parameters() if p.requires_grad]
     weights = FLOAT32 * sum(p.numel() for p in trained)
     # Muon keeps one average of a matrix, AdamW two of everything.
-    vocab_size = getattr(head.config, "vocab_size", None)
-    matrices = hidden_matrices(head, vocab_size) if config.optimizer == "muon" else set()
+    matrices = hidden_matrices(head) if config.optimizer == "muon" else set()
     checkpoint = 3 * weights - FLOAT32 * sum(p.numel() for p in trained if p in matrices)
     # `keep` checkpoints and the one being written; best/, last/ and the one that replaces either.
     return weights, checkpoint, (config.keep + 1) * checkpoint + 3 * weights
@@ -156,7 +151,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
         InputError: no such model, or one of a family that the head cannot take its layer from; or data that the
             training itself would refuse.
     """
-    from draftsmith.train.data import order_of
+    from draftsmith.train.data import Order
 
     drafter, world = config.drafter, config.plan_ranks or world_size(config)
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
@@ -167,15 +162,12 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
         target = LlamaModel(dataclasses.replace(shape, num_layers=0) if is_outer else shape)
     head = meta_head(config, shape)
     head_shape: Any = head.config
-    # Layers whose states are the features.
-    captured = drafter.loss_layers(head_shape, shape.num_layers)
-    feature_size = shape.hidden_size * max(1, len(captured))
+    feature_size = shape.hidden_size * max(1, len(drafter.loss_layers(head_shape, shape.num_layers)))
 
-    # Steps, as the training's own order makes them. A head to fine-tune may reach less far than its target.
-    context = min(shape.max_position, head_shape.max_position)
-    documents = training_documents(config, context, drafter.num_lost_rows)
-    order = order_of(config, documents.lengths)
-    # With --minutes the number of steps is unknown: plan one epoch.
+    # Steps, as the training's own order makes them. A head to fine-tune may reach less far than its target. With
+    # --minutes the number of steps is unknown: plan one epoch.
+    documents = training_documents(config, min(shape.max_position, head_shape.max_position), drafter.num_lost_rows)
+    order = Order(documents.lengths, config.seed, config.batch_size, config.tokens_per_batch)
     steps = order.steps_per_epoch if config.minutes else config.num_steps(order.steps_per_epoch)
 
     # The largest part of a rank: samples of a step are dealt out in turn to ranks and accumulated parts.
@@ -193,13 +185,18 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
     strategy = str(config.strategy)
     if strategy == "auto":
         strategy = "ddp" if world > 1 else "one process"
-    shown = {key for key in LAYOUTS if key != "one process" or world == 1} | {strategy}
+    shown = [key for key in LAYOUTS if key != "one process" or world == 1 or key == strategy]
 
-    # Bytes on disk.
+    # FLOPs at the end of the training, when all passes run.
+    apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
+    lengths = sorted(documents.lengths)[apart // 2 :: apart]
+    count = sum(round(length * documents.loss_share) for length in lengths)
+    step_flops = head.flops(head_shape, config, TrainStep(MOST, MOST, lengths, ()), count)
+    if read_in_step:
+        step_flops += flops.layers_forward(shape, lengths)
+
     (_, checkpoint, disk_bytes), tokens = saved_bytes(config, head), sum(documents.lengths)
-    dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8") if feature_size else ()
-    features = {d: feature_codec.token_bytes(feature_size, d) + INDEX_BYTES_PER_TOKEN for d in dtypes}
-    epoch = epoch_flops(config, head, shape if read_in_step else None, documents)
+    per_token = {dtype: token_bytes(feature_size, dtype) + INDEX_BYTES_PER_TOKEN for dtype in ("bf16", "fp8")}
     return TrainingPlan(
         trained=process["weights"] // FLOAT32,
         frozen=sum(p.numel() for p in target.parameters()),
@@ -207,31 +204,14 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
         world=world,
         steps_per_epoch=order.steps_per_epoch,
         steps=steps,
-        step_flops=epoch / order.steps_per_epoch,
+        step_flops=step_flops * tokens / sum(lengths) / order.steps_per_epoch,
         part_tokens=part_tokens,
         strategy=strategy,
-        memories={key: rank_memory(process, key, world) for key in LAYOUTS if key in shown},
+        memories={key: rank_memory(process, key, world) for key in shown},
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
-        feature_bytes={dtype: tokens * size for dtype, size in features.items()} or None,
-        features_stored=stored,
+        feature_bytes={dtype: tokens * size for dtype, size in per_token.items()} if feature_size else {},
     )
-
-
-def epoch_flops(
-    config: TrainDrafterConfig, head: DraftHead, target: LlamaConfig | None, documents: TrainingDocuments
-) -> float:
-    """Return the FLOPs of an epoch at the end of the training, when all passes run.
-
-    target: if it runs in the steps.
-    """
-    apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
-    lengths = sorted(documents.lengths)[apart // 2 :: apart]
-    count = sum(round(length * documents.loss_share) for length in lengths)
-    total = head.flops(head.config, config, TrainStep(MOST, MOST, lengths, ()), count)
-    if target is not None:
-        total += flops.layers_forward(target, lengths)
-    return total * sum(documents.lengths) / sum(lengths)
 
 
 def process_bytes(
@@ -257,33 +237,35 @@ def process_bytes(
     # input and normalized output in float32. Logits are made and freed in chunks, so an lm_head of the head's own
     # counts as chunks.
     head_width = 2 if config.precision == "bf16" else FLOAT32
-    kept, vocab = 0, shape.vocab_size
+    kept, vocab, whole_gradient = 0, shape.vocab_size, False
     for module in head.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Linear) and module.out_features > 8 * module.in_features:
-            vocab = module.out_features
+            vocab, whole_gradient = module.out_features, module.weight.requires_grad
         elif isinstance(module, nn.Linear):
             kept += head_width * (module.in_features + module.out_features)
         elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
             kept += 2 * FLOAT32 * weight.numel()
     ttt_steps = getattr(config, "unroll", getattr(config, "ttt_steps", 1))
-    logits = CHUNK_TENSORS * FLOAT32 * min(CHUNK_ELEMENTS, round(part_tokens * documents.loss_share) * vocab)
+    rows, device = round(part_tokens * documents.loss_share), torch.device("cuda" if on_gpu else "cpu")
+    chunk = max(part.stop - part.start for part in row_chunks(rows, vocab, device, fewest=whole_gradient))
     # Features as they came, and in the head's type.
-    activations = part_tokens * (ttt_steps * kept + feature_size * (width + head_width)) + logits
+    activations = part_tokens * (ttt_steps * kept + feature_size * (width + head_width))
+    activations += CHUNK_TENSORS * FLOAT32 * chunk * vocab
     # The target keeps nothing but its features.
     target_token = width * (FROZEN_WIDTHS * shape.hidden_size + 3 * shape.intermediate_size)
-    stored = 0 if read_in_step else 2 * feature_size
+    buffers = sum(buffer.nbytes for model in (target, head) for buffer in model.buffers())
     return {
         # Interpreter and libraries, which on a CPU are most of a small training.
         "libraries": 0 if on_gpu else process_memory(),
         "frozen": width * sum(p.numel() for p in target.parameters())
-        + sum(buffer.nbytes for model in (target, head) for buffer in model.buffers())
-        + sum(p.nbytes for p in head.parameters() if not p.requires_grad),
+        + sum(p.nbytes for p in head.parameters() if not p.requires_grad)
+        + buffers,
         "weights": weights,
         "gradients": weights,
         "optimizer": checkpoint - weights,
         # All parts of a step are in memory together, and the samples that the next one is made of.
-        "batch": (config.accumulate + 1) * part_tokens * (BATCH_BYTES + stored),
+        "batch": (config.accumulate + 1) * part_tokens * (BATCH_BYTES + (0 if read_in_step else 2 * feature_size)),
         # Activations are gone before the optimizer steps. On a GPU it steps all tensors at once, with temporaries.
         "activations": max(weights if on_gpu else 0, activations, part_tokens * target_token if read_in_step else 0),
     }
@@ -318,44 +300,34 @@ def show(config: TrainDrafterConfig) -> None:
     documents, tokens = plan.documents, sum(plan.documents.lengths)
     per_step = tokens / plan.steps_per_epoch
     facts = {
-        "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
+        "parameters": f"{short(plan.trained)}trained, {short(plan.frozen)}frozen",
         "data": f"{documents.source}: {len(documents.lengths):,} training samples, {tokens:,} tokens",
-        "steps": f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.steps / plan.steps_per_epoch:.3g} epochs of "
-        f"{plan.steps_per_epoch:,} steps; {per_step * plan.steps:,.0f} tokens in all",
+        "steps": f"{plan.steps:,} steps of {per_step:,.0f} tokens, {plan.steps / plan.steps_per_epoch:.3g} epochs",
         "compute": f"{short(plan.step_flops)}FLOPs a step, {short(plan.step_flops * plan.steps)}FLOPs in all",
-        "largest part": f"{plan.part_tokens:,} tokens on a rank at once "
-        f"({plan.world} ranks, {config.accumulate} parts)",
-        "checkpoints": f"{short(plan.checkpoint_bytes)}B each, float32 weights and averages; "
-        f"{short(plan.disk_bytes)}B at most, with best/ and last/",
+        "largest part": f"{plan.part_tokens:,} tokens of {config.accumulate} parts on each of {plan.world} ranks",
+        "checkpoints": f"{short(plan.checkpoint_bytes)}B each; at most {short(plan.disk_bytes)}B with best/ and last/",
+        "features": ", ".join(f"{short(size)}B in {dtype}" for dtype, size in plan.feature_bytes.items()) or None,
     }
-    if plan.feature_bytes:
-        there = "on disk" if plan.features_stored else "if stored"
-        facts[f"features {there}"] = ", ".join(f"{short(v)}B in {k}" for k, v in plan.feature_bytes.items())
     print_facts(facts, f"{config.kind} head for {config.target}, planned from its config.json")
 
     unit, divisor, digits = ("GB", 1e9, 2) if plan.peak >= 1e10 else ("MB", 1e6, 0)
     titles = {key: LAYOUTS[key] + ("*" if key == plan.strategy else "") for key in plan.memories}
     rows: list[dict[str, Any]] = []
     for part in plan.memories[plan.strategy]:
-        sizes = {titles[key]: memory[part] / divisor for key, memory in plan.memories.items()}
+        sizes = {title: plan.memories[key][part] / divisor for key, title in titles.items()}
         if any(sizes.values()):
             cells = {title: f"{size:,.{digits}f}" for title, size in sizes.items()}
             rows.append({"part": part, **cells, "peak": part == "peak"})
     columns = [Column("part", "part"), *(Column(title, title, ">") for title in titles.values())]
     title = f"Memory of a rank, {unit}; * as configured, off: with offload to host memory"
     print_table(Table("memory", title, columns, rows), bold="peak")
-    add_result(
-        **{
-            **dataclasses.asdict(plan),
-            "documents": {"source": documents.source, "samples": len(documents.lengths), "tokens": tokens},
-            "memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()},
-        }
-    )
+    values = dataclasses.asdict(plan) | {"documents": {"source": documents.source, "tokens": tokens}}
+    add_result(**values | {"memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()}})
 
 
 def short(number: float) -> str:
     """Return 1234567 as `1.23 M`, to be followed by a unit or a noun."""
-    for step, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= step:
-            return f"{number / step:.3g} {letter}"
-    return f"{number:,.0f} "
+    power = 0
+    while number >= 1000 and power < 6:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {'kMGTPE'[power - 1] if power else ''}"

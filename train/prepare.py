@@ -53,18 +53,23 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train import acceptance
     from draftsmith.train.data import HeadDataModule, train_and_val
-    from draftsmith.train.module import LitDrafter, loss_digest
+    from draftsmith.train.module import LitDrafter, with_loss
 
     if isinstance(config, TrainAcceptanceConfig):
         return acceptance.prepare(config)
     # Its errors come before anything is loaded.
-    loss_digest(config)
+    with_loss(config)
 
     # The target, and the config of the head.
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
-    config = disable_tau_for_served_target(config)
+    served = config.features == "vllm"
+    if served and config.tau_prompts:
+        log_note("tau is not measured while training: the target is at the server (eval bench measures it)")
+        config = dataclasses.replace(config, tau_prompts=0)
+    stored = all(Manifest.read(path).kind == "features" for path in (config.data, config.val) if path is not None)
     target: CausalLM
-    if needs_only_embeddings(config):
+    if (stored or served) and not config.tau_prompts and not config.device_map:
+        # No layer of it is needed.
         target = load_outer(config.target, dtype, device)
     else:
         how = (dtype, device, config.engine, config.trust_remote_code)
@@ -101,31 +106,16 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             found = f"{config.features}, and features in {directory}"
             remedy = "Pass --features online: these are stored."
             raise InputError("features", found, "responses to compute them of", remedy)
-        size = sum(entry.bytes for entry in manifest.files)
         identity = captured(target.info.identity, layers)
-        stored = manifest.identity.get("target", {}).get("layers", "final-norm")
-        wanted = identity.get("layers", "final-norm")
+        stored, wanted = (own.get("layers", "final-norm") for own in (manifest.identity.get("target", {}), identity))
         if stored != wanted:
             expected = f"those of {wanted}, which this head learns from"
             remedy = f"Make them with data features --drafter {config.kind}."
             raise InputError("data", f"features of layers {stored}", expected, remedy)
-        check = "sha256" if size < HASHED_BYTES else "size"
+        check = "sha256" if sum(entry.bytes for entry in manifest.files) < HASHED_BYTES else "size"
         return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
     open_artifact(directory, ("responses", "prompts", "features"), check="size")
     return text_dataset(directory, config.target, target.info.identity)
-
-
-def needs_only_embeddings(config: TrainDrafterConfig) -> bool:
-    """Return whether features are stored or served and tau is off, so that no layer of the target is needed."""
-    stored = all(Manifest.read(path).kind == "features" for path in (config.data, config.val) if path is not None)
-    return (stored or config.features == "vllm") and not config.tau_prompts and not config.device_map
-
-
-def disable_tau_for_served_target(config: TrainDrafterConfig) -> TrainDrafterConfig:
-    if config.features != "vllm" or not config.tau_prompts:
-        return config
-    log_note("tau is not measured while training: the target is at the server (eval bench measures it)")
-    return dataclasses.replace(config, tau_prompts=0)
 
 
 def feature_source(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from draftsmith.modules.pretrained.ranks import ProcessPlace, place
+from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 
@@ -24,18 +24,6 @@ def device_kind(config: TrainConfig) -> str:
     if config.accelerator != "auto":
         return config.accelerator
     return "gpu" if torch.cuda.device_count() else "cpu"
-
-
-def accelerator(config: TrainConfig) -> str:
-    """Return cpu or gpu.
-
-    Raises:
-        InputError: fewer GPUs than asked for.
-    """
-    kind, available = device_kind(config), torch.cuda.device_count()
-    if kind == "gpu" and available < _devices(config)[0]:
-        raise InputError("devices", f"{available} CUDA devices", str(_devices(config)[0]), "Pass --accelerator cpu.")
-    return kind
 
 
 def _devices(config: TrainConfig) -> tuple[int, int]:
@@ -60,8 +48,17 @@ def world_size(config: TrainConfig) -> int:
 
 
 def local_device(config: TrainConfig) -> str:
-    """Return the device of this process. Frozen models are loaded straight to it, before Lightning is set up."""
-    return "cpu" if accelerator(config) == "cpu" else f"cuda:{place().local_rank}"
+    """Return the device of this process. Frozen models are loaded straight to it, before Lightning is set up.
+
+    Raises:
+        InputError: fewer GPUs than asked for.
+    """
+    if device_kind(config) == "cpu":
+        return "cpu"
+    available, needed = torch.cuda.device_count(), _devices(config)[0]
+    if available < needed:
+        raise InputError("devices", f"{available} CUDA devices", str(needed), "Pass --accelerator cpu.")
+    return f"cuda:{place().local_rank}"
 
 
 def process_memory() -> int:
@@ -105,14 +102,14 @@ def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
     Raises:
         InputError: a strategy that does not fit the optimizer, or whose package is not installed.
     """
-    kind, (devices, nodes) = accelerator(config), _devices(config)
+    # Lightning refuses GPUs that are not there.
+    kind, (devices, nodes) = device_kind(config), _devices(config)
     return {
-        # Where the training runs.
         "accelerator": kind,
         "devices": devices,
         "num_nodes": nodes,
         "strategy": _strategy(config, kind, devices * nodes),
-        "plugins": [_environment(place())],
+        "plugins": [_environment()],
         # The data module counts all steps as one epoch, whose batches are steps.
         "max_epochs": 1,
         "check_val_every_n_epoch": None,
@@ -143,13 +140,14 @@ def _strategy(config: TrainConfig, kind: str, world: int) -> Any:
     return "auto"
 
 
-def _environment(process: ProcessPlace) -> Any:
+def _environment() -> Any:
     """Return the plugin that gives Lightning the ranks, under torchrun's names whatever launcher has set them.
 
     Lightning's own detection errs: it takes a batch script of SLURM for one of several processes.
     """
     from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
+    process = place()
     if not process.launched:
         return LightningEnvironment()
     names = {"RANK": process.rank, "WORLD_SIZE": process.world}

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import importlib.util
 import io
 import os
 import re
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,23 +26,14 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.loggers.wandb import WandbLogger
 from torch import Tensor
 
-from draftsmith.data.store.manifest import MANIFEST, resolved
-from draftsmith.data.tracking import (
-    check_names,
-    data_artifact,
-    finish_wandb,
-    has_wandb_key,
-    head_artifact,
-    start_wandb,
-    use_artifact,
-)
+from draftsmith.data.store.manifest import resolved
 from draftsmith.modules import flops
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.pretrained.files import CannotWrite, append, make_directory, write_text
-from draftsmith.modules.pretrained.reading import metric_rows
+from draftsmith.modules.pretrained.files import CannotWrite, append, copy_file, make_directory, write_text
+from draftsmith.modules.pretrained.reading import metric_rows, read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
-from draftsmith.train.config import TrainConfig
+from draftsmith.train.config import TrainConfig, has_wandb_key
 from draftsmith.train.data import MicroBatch
 from draftsmith.train.metrics import gather_rows, rank, say_on_rank_zero
 from draftsmith.train.strategies import process_memory
@@ -48,6 +41,19 @@ from draftsmith.train.strategies import process_memory
 # Metrics whose best value is kept in a run's summary, beside the last value of every other.
 BEST = {f"val/{name}": "max" for name in ("tau", "chain_length", "top1", "accepted", "auc")}
 BEST |= {"val/loss": "min", "val/kl": "min"}
+# Only what the run itself logs: no console text, machine load, git state, code, host name, paths or package list.
+SETTINGS: dict[str, Any] = {
+    "console": "off",
+    "silent": True,
+    "init_timeout": 20,  # seconds
+    "x_disable_stats": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "host": "",
+    "disable_git": True,
+    "save_code": False,
+}
 
 
 class CsvLogger(Logger):
@@ -115,17 +121,30 @@ class TrackedRun(WandbLogger):
             run.define_metric(name, step_metric="trainer/global_step", summary=best)
 
     def log_head(self, directory: Path) -> None:
-        """Log a head directory as the next version of the artifact `JOB-RUN`."""
+        """Log a head directory, with its card as the description, as the next version of the artifact `JOB-RUN`."""
         import wandb
 
+        manifest = read_object(directory / "manifest.json", {})
+        metadata = {key: manifest.get(key) for key in ("step", "metrics", "inputs", "models", "git_commit")}
+        text, name = (directory / "README.md").read_text("utf-8"), re.sub(r"[^A-Za-z0-9_.-]+", "-", self.run.name)
+        artifact = wandb.Artifact(name, type="model", description=text, metadata=metadata)
+        # Files are referenced, not copied: an offline run reads them when it is uploaded, and refuses changed ones. By
+        # then `eval bench --card` may have written the card anew, so that a copy is referenced.
         card = Path(self.run.dir).resolve().parent / "head-card.md"
-        artifact = head_artifact(wandb, self.run.name, directory, card)
-        self.run.log_artifact(artifact, aliases=["best", f"step-{artifact.metadata['step']}"])
+        copy_file(directory / "README.md", card)
+        for path in sorted(directory.resolve().iterdir()):
+            source = card if path.name == "README.md" else path
+            artifact.add_file(str(source), name=path.name, policy="immutable", skip_cache=True)
+        self.run.log_artifact(artifact, aliases=["best", f"step-{metadata['step']}"])
 
     def finalize(self, status: str) -> None:
-        if self._open:
-            self._open = False
-            finish_wandb(self.run, self._log, exit_code=0 if status == "success" else 1)
+        """End the run; log the command that uploads an offline one."""
+        if not self._open:
+            return
+        self._open, files = False, Path(self.run.dir).resolve().parent
+        self.run.finish(exit_code=0 if status == "success" else 1)
+        if self.run.offline:
+            self._log(f"Weights & Biases: logged offline. Upload it with: {shlex.join(['wandb', 'sync', str(files)])}")
 
 
 def wandb_mode(config: TrainConfig, log: Callable[[str], None] = lambda text: None) -> str:
@@ -143,14 +162,22 @@ def wandb_mode(config: TrainConfig, log: Callable[[str], None] = lambda text: No
 
 
 def check_loggers(config: TrainConfig) -> None:
-    """Raise InputError if a logger that is asked for is not installed, or Weights & Biases refuses a name."""
+    """Raise InputError if a logger that is asked for is not installed, or Weights & Biases refuses a name: its own
+    errors come late, as tracebacks."""
     if "tensorboard" in config.loggers and importlib.util.find_spec("tensorboard") is None:
         found = "tensorboard, which is not installed"
         raise InputError("loggers", found, "installed loggers", "Run: pip install 'draftsmith[tensorboard]'")
-    if wandb_mode(config):
-        import wandb
+    if not wandb_mode(config):
+        return
+    import wandb
 
-        check_names(wandb, config.project)
+    names = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    for name, value in {**names, "project": config.project}.items():
+        try:
+            wandb.Settings().update_from_env_vars({name if name in names else "WANDB_PROJECT": value})
+        except Exception as error:  # the client has a family of errors, and pydantic's
+            found, reason = "a value" if "KEY" in name else repr(value), " ".join(str(error).split())
+            raise InputError(name, found, f"one that Weights & Biases takes ({reason})", "Change it.") from error
 
 
 def start_run(
@@ -173,26 +200,22 @@ def start_run(
         write_text(id_file, uuid.uuid4().hex[:12] + "\n")
     options: dict[str, Any] = {
         "project": config.project,
+        "group": config.group,
         "name": f"{job} {config.output.name}",
         "job_type": job,
-        "group": config.group,
-        "dir": str(config.output),
-        "config": about,
-        "id": id_file.read_text().strip(),
-        "resume": "allow" if resumed else None,
     }
-    run = start_wandb(wandb, mode == "offline", options, log)
-    logger = TrackedRun(run, log)
-    # Data artifacts are inputs of the run, in the lineage of its head.
-    for path in (config.data, config.val):
-        if path is not None and (path / MANIFEST).is_file():
-            try:
-                use_artifact(run, data_artifact(wandb, path))
-            except Exception as error:
-                # An error of the network or the server: the training does not need it.
-                log(f"Weights & Biases: {path} is not in the head's lineage ({type(error).__name__})")
+    options |= {"dir": str(config.output), "id": id_file.read_text().strip()}
+    start, run = functools.partial(wandb.init, **options, config=about, settings=wandb.Settings(**SETTINGS)), None
+    if mode == "online":
+        try:
+            run = start(mode="online", resume="allow" if resumed else None)
+        except Exception as error:  # the client has a family of errors for network, key and server
+            log(f"Weights & Biases: did not start online ({type(error).__name__}), so this run is logged offline")
+            # Otherwise the next init waits for the failed one.
+            wandb.teardown()
+    logger = TrackedRun(start(mode="offline") if run is None else run, log)
     # An offline run starts empty.
-    if resumed and not run.resumed:
+    if resumed and not logger.run.resumed:
         for step, metrics in table.logged():
             logger.log_metrics(metrics, step)
     return logger
@@ -223,9 +246,8 @@ def make_loggers(
     if "tensorboard" in config.loggers:
         # A resumed run adds a file that hides what follows its checkpoint.
         purge: Any = resumed_step + 1 if resumed_step else None
-        board = TensorBoardLogger(
-            config.output, name="", version="tensorboard", default_hp_metric=False, purge_step=purge
-        )
+        place: dict[str, Any] = {"save_dir": config.output, "name": "", "version": "tensorboard"}
+        board = TensorBoardLogger(**place, default_hp_metric=False, purge_step=purge)
         # TensorBoard renders Markdown: four spaces make a code block.
         lines = yaml.safe_dump(about, sort_keys=False).splitlines()
         board.experiment.add_text("config", "\n".join("    " + line for line in lines), resumed_step)
@@ -258,43 +280,6 @@ def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
     return 2.0 * (sum(p.numel() for p in base.parameters()) - embeddings) * sum(lengths)
 
 
-# Peak TFLOP/s of dense products by the vendors' data sheets: bf16, TF32, float32. The first name found in the device's
-# name counts, so longer names stand before shorter ones. (Lightning's table gives some devices with sparsity and some
-# without their tensor cores.)
-PEAK_TFLOPS = {
-    "B200": (2250.0, 1125.0, 75.0),
-    "GH200": (989.5, 494.7, 67.0),
-    "H200": (989.5, 494.7, 67.0),
-    "H100 PCIe": (756.0, 378.0, 51.0),
-    "H100 NVL": (835.5, 417.5, 60.0),
-    "H100": (989.5, 494.7, 67.0),
-    "H20": (148.0, 74.0, 44.0),
-    "A100": (312.0, 156.0, 19.5),
-    "A10G": (70.0, 35.0, 31.2),
-    "A10": (125.0, 62.5, 31.2),
-    "A40": (149.7, 74.8, 37.4),
-    "RTX A6000": (154.8, 77.4, 38.7),
-    "L40S": (362.0, 183.0, 91.6),
-    "L40": (181.0, 90.5, 90.5),
-    "L4": (121.0, 60.0, 30.3),
-    "RTX 6000 Ada": (364.2, 182.1, 91.1),
-    "RTX 5090": (209.5, 104.8, 104.8),
-    "RTX 4090": (165.2, 82.6, 82.6),
-    "RTX 3090": (71.0, 35.6, 35.6),
-}
-
-
-def listed_peak(name: str, precision: str, tf32: bool) -> float | None:
-    """Return the peak FLOP/s of a GPU by its name; None if it is unlisted, a slice (MIG) or a laptop form."""
-    # Their peak is below that of the full card.
-    if {"MIG", "Laptop"} & set(name.split()):
-        return None
-    for known, (in_bf16, in_tf32, in_float32) in PEAK_TFLOPS.items():
-        if re.search(rf"\b{re.escape(known)}\b", name):
-            return 1e12 * (in_bf16 if precision == "bf16" else in_tf32 if tf32 else in_float32)
-    return None
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """Return the peak memory so far in 1e9 bytes: torch's on a GPU, else that of the process."""
     if device.type == "cuda":
@@ -319,18 +304,17 @@ class Telemetry:
     """Work and time of a rank's steps: tokens and FLOPs from shapes, time from the host, without validation and saving.
 
     Nothing here waits for a device. The time of a window is right on a GPU too: the losses are read back when a window
-    ends, and that waits for everything before. peak: FLOP/s of the device; FLOPs are counted if it is known.
+    ends, and that waits for everything before. count_flops: None for GPUs only.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, peak: float | None = None):
-        self._clock, self._peak = clock, peak
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, count_flops: bool | None = None):
+        self._clock, self._count_flops = clock, count_flops
         self._window, self._mark = StepWindow(), 0.0
 
-    def start(self, device: torch.device, precision: str) -> None:
-        """Start the clock, and look the device's peak up if it is not given."""
-        if self._peak is None and device.type == "cuda":
-            tf32 = torch.get_float32_matmul_precision() != "highest"
-            self._peak = listed_peak(torch.cuda.get_device_name(device), precision, tf32)
+    def start(self, device: torch.device) -> None:
+        """Start the clock."""
+        if self._count_flops is None:
+            self._count_flops = device.type == "cuda"
         self.resume()
 
     def begin(self, parts: Sequence[MicroBatch], flops: Callable[[MicroBatch], float]) -> None:
@@ -342,7 +326,7 @@ class Telemetry:
             window.tokens += sum(part.real_lengths)
             # With padding: the size of the first tensor, the ids.
             window.slots += next(v.numel() for v in vars(part.data).values() if isinstance(v, Tensor))
-            window.flops += flops(part) if self._peak else 0.0
+            window.flops += flops(part) if self._count_flops else 0.0
 
     def end(self) -> None:
         self._pass()
@@ -356,30 +340,27 @@ class Telemetry:
         """Return the numbers of all ranks since the last call. Every rank must call it, after reading the losses back.
 
         steps_per_s, tokens_per_s (without padding, all ranks together), data_wait (share of the time), real_tokens
-        (share of slots without padding), memory_gb (largest of any rank so far), and mfu (model FLOPs utilization:
-        FLOPs over the peak of all ranks' devices).
+        (share of slots without padding), memory_gb (largest of any rank so far), and tflops (model TFLOP/s of a
+        device; over its peak by the data sheet they are the model FLOPs utilization).
         """
         self._pass()
         window, self._window = self._window, StepWindow()
         # One gather for all numbers.
-        numbers = [*dataclasses.astuple(window), peak_memory_gb(device), self._peak or 0.0]
-        rows = gather_rows(torch.tensor([numbers], dtype=torch.float64, device=device))  # [ranks, 8]
-        steps, tokens, slots, total_flops, waited, worked, _, peak = rows.sum(0).tolist()
+        numbers = [*dataclasses.astuple(window), peak_memory_gb(device)]
+        rows = gather_rows(torch.tensor([numbers], dtype=torch.float64, device=device))  # [ranks, 7]
+        steps, tokens, slots, total_flops, waited, worked, _ = rows.sum(0).tolist()
         if not worked or not slots:
             return {}
         # Ranks work at the same time: times are averaged, work is summed.
-        ranks = len(rows)
         metrics = {
             "steps_per_s": steps / worked,
-            "tokens_per_s": tokens * ranks / worked,
+            "tokens_per_s": tokens * len(rows) / worked,
             "data_wait": waited / worked,
             "real_tokens": tokens / slots,
             "memory_gb": float(rows[:, 6].max()),
         }
         # FLOPs are 0 for a head that does not count them.
-        if total_flops and (rows[:, 7] > 0).all():
-            metrics["mfu"] = total_flops * ranks / (worked * peak)
-        return metrics
+        return metrics | ({"tflops": total_flops / worked / 1e12} if total_flops else {})
 
     def _pass(self) -> float:
         """Count the time since the last event as work, and return it in seconds."""

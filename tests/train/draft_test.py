@@ -20,11 +20,11 @@ from draftsmith.modules.drafters.draft_model import default_layers
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
+from draftsmith.train.callbacks import TauProbe
 from draftsmith.train.checkpoints import FOLDER, all_in
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 from draftsmith.train.prepare import make_head
-from draftsmith.train.tau import TauProbe
 
 SHORT = {name: value for name, value in QUICK.items() if name != "token_weight"}
 SHORT |= {"max_steps": 6, "save_every": 3, "keep": 9, "tau_prompts": 1}

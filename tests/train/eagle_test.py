@@ -137,7 +137,7 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_padded_one(artifact
 
 def test_training_in_bf16_on_packed_steps_with_split_sequences(artifacts, tmp_path, capsys):
     lengths = open_dataset(artifacts.features).lengths
-    limit = sorted(lengths)[-6]
+    limit = int(sorted(lengths)[-6])
     packed = {"tokens_per_batch": 200, "max_length": limit, "accumulate": 2}
     output = run(config(artifacts, tmp_path / "run", precision="bf16", **packed)).parent
     longer = sum(length > limit for length in lengths)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from devices import DEVICES
-from online_cases import config, curve, texts
-from trained_runs import fake_trainer, micro_batch, step_loss
+from eagle_trainings import a_module, config, texts
+from trained_runs import losses, micro_batch, step_loss
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data import prompts
@@ -21,17 +22,14 @@ from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.command import run
+from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data import MicroBatch, Samples
 from draftsmith.train.features import FeatureSource, feature_std
 from draftsmith.train.module import LitDrafter
-from draftsmith.train.prepare import make_head
 
 
-def a_module(artifacts, tmp_path) -> LitDrafter:
-    settings, target = config(artifacts, tmp_path, noise=0.0), load_lm(str(artifacts.target))
-    module = LitDrafter(make_head(settings, target), target, settings)
-    module.trainer = fake_trainer(texts(artifacts))
-    return module
+def in_step(artifacts, output: Path, **changes) -> TrainDrafterConfig:
+    return config(artifacts, output, **{"data": artifacts.responses, "log_every": 1, **changes})
 
 
 def part_of(batch: FeatureBatch) -> MicroBatch:
@@ -52,7 +50,7 @@ def test_supervised_prompts_are_texts_with_masks_of_their_own(artifacts, tmp_pat
 def test_features_are_transformers_states_packed_or_padded(artifacts, tmp_path):
     """Without gradient, and in float32 under autocast too."""
     oracle = AutoModelForCausalLM.from_pretrained(artifacts.target, dtype=torch.float32).eval()
-    data, module, rows = texts(artifacts), a_module(artifacts, tmp_path), (0, 5, 6)
+    data, module, rows = texts(artifacts), a_module(artifacts, tmp_path, noise=0.0), (0, 5, 6)
     padded, flat = (collate([data[i] for i in rows]) for collate in (collate_features, pack_features))
     with torch.autocast("cpu", torch.bfloat16):
         features, packed = (module.read(part_of(batch))[0].features for batch in (padded, flat))
@@ -67,7 +65,7 @@ def test_features_are_transformers_states_packed_or_padded(artifacts, tmp_path):
 
 
 def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artifacts, tmp_path):
-    data, module = texts(artifacts), a_module(artifacts, tmp_path)
+    data, module = texts(artifacts), a_module(artifacts, tmp_path, noise=0.0)
     batch = collate_features([data[i] for i in range(4)])
     brought = dataclasses.replace(batch, features=module.target.features(batch.input_ids))
     online, stored = (step_loss(module, part_of(b)) for b in (batch, brought))
@@ -77,14 +75,14 @@ def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artif
 
 
 def test_training_online_is_training_on_a_features_artifact_but_for_its_rounding(artifacts, tmp_path):
-    run(config(artifacts, tmp_path / "online"))
-    run(config(artifacts, tmp_path / "stored", data=artifacts.features))
+    run(in_step(artifacts, tmp_path / "online"))
+    run(in_step(artifacts, tmp_path / "stored", data=artifacts.features))
     # bf16 keeps 8 bits of the features' mantissas: losses differ by far less than 2^-8 of theirs, as rounding averages.
-    assert curve(tmp_path / "online") == pytest.approx(curve(tmp_path / "stored"), rel=4e-3)
-    assert curve(tmp_path / "online") != curve(tmp_path / "stored")
+    assert losses(tmp_path / "online") == pytest.approx(losses(tmp_path / "stored"), rel=4e-3)
+    assert losses(tmp_path / "online") != losses(tmp_path / "stored")
     for name in ("val/loss", "val/top1", "val/tau"):
         # top1 and tau are counts over few tokens: a near tie that falls the other way is one of them.
-        online, stored = curve(tmp_path / "online", name), curve(tmp_path / "stored", name)
+        online, stored = losses(tmp_path / "online", name), losses(tmp_path / "stored", name)
         assert len(online) == len(stored) and online == pytest.approx(stored, rel=0.05), name
 
 
@@ -98,7 +96,7 @@ def test_the_noise_unit_is_that_of_the_stored_features(artifacts, tmp_path):
 def test_data_that_no_head_can_be_trained_on_is_named(artifacts, tmp_path):
     def refused(words: str, **changes) -> None:
         with pytest.raises(InputError, match=words):
-            run(config(artifacts, tmp_path / "run", **changes))
+            run(in_step(artifacts, tmp_path / "run", **changes))
 
     refused(r"made with another target\.config", target=str(artifacts.draft))
     refused("expected kind responses or prompts or features", data=artifacts.acceptance)
@@ -108,11 +106,11 @@ def test_data_that_no_head_can_be_trained_on_is_named(artifacts, tmp_path):
 
 def test_the_universal_engine_trains_the_same_head(artifacts, tmp_path):
     short = {"max_steps": 4, "val_every": 4}
-    run(config(artifacts, tmp_path / "lean", **short))
-    run(config(artifacts, tmp_path / "hf", engine="hf", **short))
+    run(in_step(artifacts, tmp_path / "lean", **short))
+    run(in_step(artifacts, tmp_path / "hf", engine="hf", **short))
     for name in ("train/loss", "val/loss", "val/tau"):
         # Two implementations of one float32 forward.
-        assert curve(tmp_path / "hf", name) == pytest.approx(curve(tmp_path / "lean", name), rel=1e-4), name
+        assert losses(tmp_path / "hf", name) == pytest.approx(losses(tmp_path / "lean", name), rel=1e-4), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from online_cases import config
+from eagle_trainings import config
 
 from draftsmith.data import features
 from draftsmith.data.store.datasets import open_dataset

@@ -23,11 +23,11 @@ from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.train.callbacks import TauProbe, general_prompts, held_out_prompts, probe_prompts
 from draftsmith.train.checkpoints import FOLDER, all_in
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data import Samples
-from draftsmith.train.tau import TauProbe, general_prompts, held_out_prompts, probe_prompts
 
 
 def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artifacts, tmp_path):
