@@ -16,8 +16,9 @@ from draftsmith.modules.acceptance.online import OnlineLogistic, OnlinePredictor
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.confidence import confidence_of, confidences_of
 from draftsmith.modules.decoding.stop import DraftView, StepBatch
+from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.sampling import probabilities
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import AcceptanceBatch, InputError, SamplingParams
 
 H, V, DEPTH = 8, 30, 4
 ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat")
@@ -253,3 +254,28 @@ def test_one_token_is_predicted_as_in_training(head, views):
     many = torch.sigmoid(head.calibrated(head(states, embeds, features))).tolist()
     assert say(HeadPredictor(head, embed), views)[-len(many) :] == pytest.approx(many, abs=1e-5)
     assert confidence_of(predicted[0]).log_q == pytest.approx(float(distributions[0, tokens[0]].log()), abs=1e-5)
+
+
+def test_a_head_without_a_join_layer_cannot_standardize():
+    for changes in ({"activation": "relu"}, {"standardize": True}):
+        with pytest.raises(InputError, match=r"head: found activation .*, expected neither without a first layer"):
+            AcceptanceHeadConfig(H, **changes)
+
+
+@pytest.mark.parametrize("w_rej", [1.0, 3.0, 6.0, 12.0])
+def test_calibration_undoes_the_weights_of_the_loss(w_rej):
+    # Minimize the loss of a constant logit over soft labels, then calibrate: out comes their mean.
+    prob = torch.tensor([[0.2, 0.9, 0.7, 1.0]])
+    batch = AcceptanceBatch(torch.zeros(1, 4, H), prob, torch.ones(1, 4, dtype=torch.bool))
+    logit = torch.zeros(1, 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logit], max_iter=100, tolerance_grad=1e-9)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = acceptance_loss(logit.expand(1, 4), batch, 1.0, w_rej).loss
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    found = AcceptanceHead(AcceptanceHeadConfig(H, w_rej=w_rej)).calibrated(logit)
+    assert torch.sigmoid(found).item() == pytest.approx(prob.mean().item(), abs=1e-4)

@@ -13,7 +13,6 @@ from draftsmith.modules.decoding.stop import (
     ConfidenceStop,
     CostRule,
     DraftView,
-    FixedLengthStop,
     PredictorStop,
     RecentRatio,
     SelfVerifyStop,
@@ -96,10 +95,6 @@ def test_confidence_stops_at_the_first_token_below_the_threshold(t, minimum, max
         torch.tensor(distribution) for distribution in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])
     ]
     assert drafted(ConfidenceStop(t, minimum, maximum), distributions) == length
-
-
-def test_a_fixed_length_is_that_length():
-    assert drafted(FixedLengthStop(4)) == 4
 
 
 def test_self_verification_compares_with_the_mean_at_rejected_tokens_of_this_prompt():

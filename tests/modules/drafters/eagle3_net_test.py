@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.modules.attention import Documents
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rotate
 
@@ -83,23 +82,3 @@ def test_its_gradients_are_those_of_the_chains() -> None:
     theirs = sum((scale[j, t] * h).sum() for t, own in enumerate(chains) for j, h in enumerate(own))
     pairs = zip(torch.autograd.grad(ours, weights), torch.autograd.grad(theirs, weights), strict=True)
     assert max(((a - b).abs() / b.abs().clamp_min(1)).max() for a, b in pairs) < 1e-10
-
-
-def test_documents_end_to_end_are_those_apart() -> None:
-    net, lengths = net_of(), (6, 1, 4)
-    states = [torch.randn(n, 36).double() for n in lengths]
-    embeds = [torch.randn(n, 12).double() for n in lengths]
-    flat = torch.cat([*embeds, torch.zeros(PASSES - 1, 12).double()])[None]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    documents = Documents.of(lengths, torch.device("cpu"))
-    packed = net.unroll(flat, torch.cat(states)[None], PASSES, positions, documents)
-    first = 0
-    for own_states, own_embeds in zip(states, embeds, strict=True):
-        length = len(own_states)
-        apart = net.unroll(
-            torch.cat([own_embeds, torch.zeros(PASSES - 1, 12).double()])[None], own_states[None], PASSES
-        )
-        for j in range(min(PASSES, length)):
-            inside = length - j  # drafts that have not run out of the document
-            assert (packed[j][0, first : first + inside] - apart[j][0, :inside]).abs().max() < 1e-10
-        first += length

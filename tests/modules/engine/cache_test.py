@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.modules.engine.cache import KVCache, RowsCache, tree_mask
+from draftsmith.modules.engine.cache import KVCache, tree_mask
 
 LAYERS, BATCH, HEADS, CAPACITY, DIM = 2, 3, 2, 12, 4
 CPU = torch.device("cpu")
@@ -58,16 +58,6 @@ def test_keep_moves_the_accepted_path_behind_the_kept_tokens(length, slots, kept
             assert slots_of(cache, layer, row) == kept
 
 
-def test_write_returns_everything_up_to_the_new_slots():
-    cache = filled_cache(5)
-    new = torch.full((BATCH, HEADS, 2, DIM), 7.0)
-    keys, values = cache.write(1, joined(new, new + 1))
-    assert keys.shape == (BATCH, HEADS, 7, DIM)
-    assert keys[0, 0, :, 0].tolist() == [1000, 1001, 1002, 1003, 1004, 7, 7]
-    assert values[0, 0, 5:, 0].tolist() == [8, 8]
-    assert cache.length == 5  # written, not kept
-
-
 def test_what_is_written_again_at_the_same_place_after_a_wipe_is_wiped_again():
     cache = filled_cache(2)
     for _ in range(2):  # the same slices serve both
@@ -91,31 +81,3 @@ def test_a_node_sees_the_kept_tokens_its_ancestors_and_itself(choices, start):
             at = parents[at]
         assert depths[node] == len(path) - 1
         assert mask[node].nonzero()[:, 0].tolist() == [*range(start), *(start + i for i in sorted(path))]
-
-
-def test_rows_write_at_their_own_slots_and_read_the_span():
-    cache = RowsCache(torch.zeros(LAYERS, 2, BATCH, HEADS, CAPACITY, DIM))
-    slots = torch.tensor([[3, 4], [0, 1]])  # two of three rows are in use
-    new = torch.arange(2 * 2 * 2 * HEADS * DIM, dtype=torch.float32).view(2, 2, 2 * HEADS, DIM) + 1
-    cache.place(slots, 6)
-    keys, values = cache.write(1, new)
-    assert keys.shape == values.shape == (2, HEADS, 6, DIM)
-    expected = torch.zeros(2, 2, HEADS, 6, DIM)
-    for row in range(2):
-        for i, slot in enumerate(slots[row].tolist()):
-            expected[0, row, :, slot], expected[1, row, :, slot] = new[row, i, :HEADS], new[row, i, HEADS:]
-    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
-    assert cache.data[0].abs().sum() == cache.data[1, :, 2].abs().sum() == 0  # other layers, other rows
-
-
-def test_a_row_is_a_cache_of_its_own_over_the_same_memory_which_never_moves():
-    cache = RowsCache(torch.zeros(LAYERS, 2, BATCH, HEADS, CAPACITY, DIM))
-    memory = cache.data.data_ptr()
-    for row in range(BATCH):
-        own = cache.row(row)
-        content = torch.full((1, HEADS, 2, DIM), 10.0 * row + 1)
-        own.write(0, joined(content, content))
-        assert own.length == 0 and own.capacity == CAPACITY
-    cache.select_rows(torch.tensor([1, 2]))
-    assert cache.data.data_ptr() == memory
-    assert cache.data[0, 0, :2, 0, 0, 0].tolist() == [11, 21]
