@@ -20,7 +20,6 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
 from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
-from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import sampled_columns
@@ -218,19 +217,6 @@ def test_chains_of_any_number_of_rows_are_the_plain_ones(head, target, drafts):
 
 # Two ways through the same float64 arithmetic: sums in another order, of logits of some tens.
 TOLERANCE = 1e-7
-
-
-@torch.inference_mode()
-def test_branches_are_the_plain_drafts_from_every_place(head, target):
-    text, depth = [5, 9, 30, 4, 77, 8, 2, 250, 11], head.config.drafts
-    states = target.features(torch.tensor([text]), aux_layers=head.config.aux_layers)[0]
-    branches, starts = BranchDrafter(head.net(target), depth), [2, 5, len(text)]
-    branches.open(text, states)
-    drafted = branches.draft(starts, depth, [SamplingParams()] * len(starts))
-    for number, start in enumerate(starts):
-        logits, _, tokens = plain(head, target).draft(text[start - 1], states[: start - 1], depth)
-        assert drafted.tokens[number].tolist() == tokens
-        torch.testing.assert_close(branches.lm_head(drafted.hidden[number]), logits, rtol=0, atol=TOLERANCE)
 
 
 @torch.inference_mode()

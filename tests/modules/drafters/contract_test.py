@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
-from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
@@ -35,7 +35,7 @@ from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import Sampler, TorchSource, pick
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
@@ -231,20 +231,61 @@ def test_its_cost_grows_with_what_it_reads(drafter):
     assert 0 < cost(LENGTHS, 4) < cost(LENGTHS, 5) <= cost((*LENGTHS, 6), 5)
 
 
+class Given:
+    """A `Source` of given uniforms."""
+
+    def __init__(self, uniforms: Tensor):
+        self.uniforms = uniforms.tolist()
+
+    def draw(self, probs: Tensor) -> int:
+        return pick(probs, self.uniforms.pop(0))
+
+
+class Spy(FixedLengthStop):
+    """Keeps the logits that every drafted token was chosen by, and the results of rounds."""
+
+    def __init__(self, k: int):
+        super().__init__(k)
+        self.logits, self.results = list[Tensor](), list[tuple[int, int]]()
+
+    def should_stop(self, view: DraftView) -> bool:
+        self.logits.append(view.logits.clone())
+        return super().should_stop(view)
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.results.append((num_drafted, num_accepted))
+
+
 def test_its_branches_draft_what_its_chains_draft(drafter):
-    """Greedily, from the end of a text."""
-    target, text = TableLM(1), [2, 0, 1, 3, 0, 1]
-    drafter = drafter.double()
+    """From several places of a text side by side, greedily and drawn, by the same logits."""
+    target, text, drafter = TableLM(1), [2, 0, 1, 3, 0, 1, 2], drafter.double()
     features = captured(
         torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))]), drafter.aux_layers
     )
-    branches = BranchDrafter(drafter.net(target), 3)
+    branches, starts = BranchDrafter(drafter.net(target), 3), [2, 4, 5, len(text)]
+    branches.open(text[::-1], features)  # leaves nothing behind
     branches.open(text, features)
-    drafted = branches.draft([len(text)], 3, [SamplingParams()])
-    assert drafted.tokens.shape == (1, 3) and drafted.hidden.shape[:2] == (1, 3)
-    best = branches.lm_head(drafted.hidden, torch.arange(3)[None]).argmax(-1)
-    assert torch.equal(best, drafted.tokens)
-    assert torch.allclose(branches.states([len(text)], drafted.tokens)[:, :3], drafted.hidden)
+    uniforms = torch.rand(4, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    params = [SamplingParams(1.0), SamplingParams(), SamplingParams(0.5, 3), SamplingParams(2.0)]
+    drafted = branches.draft(starts, 3, params, uniforms)
+    for number, start in enumerate(starts):
+        spy = Spy(3)
+        chain = ChainDrafter(drafter.net(target), [spy], CAPACITY)
+        chain.begin(0, text[: start - 1], features[: start - 1], text[start - 1])
+        (tree,) = chain.propose([3], Sampler(params[number], [Given(uniforms[number])]))
+        assert drafted.tokens[number].tolist() == list(tree.tokens)
+        logits = branches.lm_head(drafted.hidden[number], torch.arange(3))
+        # Rotations are in float32.
+        torch.testing.assert_close(logits, torch.stack(spy.logits), rtol=0, atol=1e-5)
+    assert torch.allclose(branches.states(starts, drafted.tokens)[:, :3], drafted.hidden)
+
+
+def test_policies_are_shown_the_result_of_every_round_but_the_last(drafter):
+    target, stop = TableLM(1), Spy(2)
+    chain = ChainDrafter(drafter.double().net(target), [stop], 64)
+    steps = generate_one(target, chain, [2, 0], SamplingParams(1.0), 20, TorchSource(0), ()).trace.steps
+    assert stop.results == [(step.num_drafted, step.num_accepted) for step in steps[:-1]]
+    assert any(accepted for _, accepted in stop.results)
 
 
 @pytest.mark.parametrize(("own", "theirs"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])

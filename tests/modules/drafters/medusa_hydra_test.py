@@ -1,28 +1,41 @@
-"""Hydra's heads: their loss as the paper's formulas have it, prefix attention, and nodes by their paths' tokens."""
+"""Medusa's and Hydra's heads: their losses as the papers' formulas have them, prefix attention, nodes by their paths'
+tokens, and lm_heads of their own beside the target's."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from table_methods import random_hydra_heads
+from table_methods import random_hydra_heads, random_medusa_heads
 from table_models import H, TableLM, V
 from torch import Tensor
 
+from draftsmith.eval.bench.runner import read_tree
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
+from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import Sampler, TorchSource
-from draftsmith.modules.types import FeatureBatch, SamplingParams
+from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
-PLUS = pytest.mark.parametrize("plus", [False, True], ids=["hydra", "hydra++"])
 LLAMA = LlamaConfig(V, H, 8, 1, 1, 1, H, 32)
 LENGTHS = (9, 7)
+HEADS = {
+    "medusa": lambda seed: random_medusa_heads(seed, False),
+    "medusa, own": lambda seed: random_medusa_heads(seed, True),
+    "hydra": lambda seed: random_hydra_heads(seed, False),
+    "hydra++": lambda seed: random_hydra_heads(seed, True),
+}
+NUM_WEIGHTS = {"medusa": 3 * 2, "medusa, own": 3 * 3, "hydra": 3 * 4, "hydra++": 3 * 8 + 10}
+EACH = pytest.mark.parametrize("name", HEADS)
 
 
 def batch(packed: bool = False) -> FeatureBatch:
@@ -71,37 +84,48 @@ def prefix(head: HydraHead, states: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def logits_of(head: HydraHead, target: TableLM, number: int, state: Tensor, tokens: list[int]) -> Tensor:
-    """Section 3: head i reads the state and the embeddings of the tokens between, by an MLP whose first layer has a
-    linear way around it and whose later ones are one and the same."""
+def logits_of(head: Any, target: TableLM, number: int, state: Tensor, tokens: list[int]) -> Tensor:
+    """Medusa: W_k (h + SiLU(W h + b)), whatever the tokens are. Hydra, section 3: head i reads the state and the
+    embeddings of the tokens between, by an MLP whose first layer has a linear way around it and whose later ones are
+    one and the same."""
     assert len(tokens) == number + 1
     net = head.heads[number]
-    x = torch.cat([state, *(target._embedding[token] for token in tokens)])
-    x = net.skip.weight @ x + net.skip.bias + silu(net.linear.weight @ x + net.linear.bias)
-    for _ in range(head.config.num_layers - 1):
-        x = x + silu(net.block.linear.weight @ x + net.block.linear.bias)
-    if head.config.own_lm_head:
-        return head.lm_heads[number].weight @ x + head.lm_heads[number].bias
-    return target._lm_head @ x
+    if isinstance(head, HydraHead):
+        x = torch.cat([state, *(target._embedding[token] for token in tokens)])
+        x = net.skip.weight @ x + net.skip.bias + silu(net.linear.weight @ x + net.linear.bias)
+        for _ in range(head.config.num_layers - 1):
+            x = x + silu(net.block.linear.weight @ x + net.block.linear.bias)
+    else:
+        x = state + silu(net[0].linear.weight @ state + net[0].linear.bias)
+    if not head.config.own_lm_head:
+        return target._lm_head @ x
+    bias = head.lm_heads[number].bias
+    return head.lm_heads[number].weight @ x + (0 if bias is None else bias)
 
 
-def states_of(head: HydraHead, states: Tensor) -> Tensor:
-    return prefix(head, states) if head.config.prefix_attention else states
+def states_of(head: Any, states: Tensor) -> Tensor:
+    return prefix(head, states) if getattr(head.config, "prefix_attention", False) else states
 
 
 @pytest.mark.parametrize(
-    ("plus", "loss", "packed"), [(False, "soft", True), (True, "soft", False), (True, "hard", True)], ids=str
-)
-def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, plus: bool, loss: str, packed: bool) -> None:
-    """sum_i lambda^i CE(p_i(. | h_t, x_{t+1..t+1+i}), x_{t+2+i}), or in place of that token the target's distribution
-    of it."""
-    monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", 3 * V)
-    target, head = TableLM(1), random_hydra_heads(3, plus).requires_grad_(True)
+    ("name", "loss", "packed"),
+    [
+        ("medusa", "hard", False), ("medusa", "soft", True), ("medusa, own", "hard", True),
+        ("medusa, own", "soft", False), ("hydra", "soft", True), ("hydra++", "soft", False), ("hydra++", "hard", True),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("rows_at_once", [2, 100])
+def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, name, loss, packed, rows_at_once) -> None:
+    """sum_i lambda^i CE(p_i(. | h_t, ..), x_{t+2+i}) (Medusa, section 2.2.1), or in place of that token the target's
+    distribution of it."""
+    monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", rows_at_once * V)
+    target, head = TableLM(1), HEADS[name](3).requires_grad_(True)
     # Tables of random numbers this large saturate everything: smaller ones leave gradients to compare.
     for weight in head.parameters():
         weight.data *= 0.4
     data, decay = batch(), 0.7
-    output = head.loss(batch(packed), target, HydraSettings(head_decay=decay, loss=loss), None)
+    output = head.loss(batch(packed), target, head.Settings(head_decay=decay, loss=loss), None)
     terms, counted = [], 0
     for row, length in enumerate(LENGTHS):
         states, ids = states_of(head, data.features[row, :length]), data.input_ids[row].tolist()
@@ -118,16 +142,16 @@ def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, plus: bool, loss
                 counted += i == 0
     wanted = torch.stack(terms).sum() / counted
     # Some dozen float64 terms; but the prefix attention's rotations are in float32.
-    tolerance = 1e-9 if plus else 1e-12
+    tolerance = 1e-9 if name == "hydra++" else 1e-12
     assert float((output.loss - wanted).detach()) == pytest.approx(0, abs=tolerance)
     weights = list(head.parameters())
-    assert len(weights) == (3 * 8 + 10 if plus else 3 * 4)
+    assert len(weights) == NUM_WEIGHTS[name]
     ours, theirs = torch.autograd.grad(output.loss, weights), torch.autograd.grad(wanted, weights)
     assert all(torch.allclose(a, b, rtol=0, atol=10 * tolerance) for a, b in zip(ours, theirs, strict=True))
     assert all(weight.any() for weight in ours)
 
 
-@PLUS
+@pytest.mark.parametrize("plus", [False, True])
 def test_a_new_head_passes_what_it_reads_of_the_target_through(plus: bool) -> None:
     """So that it repeats the target's own choice, as Medusa's does."""
     shape = HydraHead.new_config(HydraSettings(prefix_attention=plus), LLAMA)
@@ -137,10 +161,10 @@ def test_a_new_head_passes_what_it_reads_of_the_target_through(plus: bool) -> No
     assert torch.equal(net(x), x[:, :H] + F.silu(net.linear.bias))
 
 
-@PLUS
+@EACH
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_path(plus: bool, rows: int) -> None:
-    target, head, rng = TableLM(1), random_hydra_heads(2, plus), torch.Generator().manual_seed(0)
+def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_path(name: str, rows: int) -> None:
+    target, head, rng = TableLM(1), HEADS[name](2), torch.Generator().manual_seed(0)
     paths = sorted([[0], [2], [0, 1], [2, 0], [2, 3], [2, 3, 1]], key=lambda path: (len(path), path))
     drafter = TreeDrafter(head.net(target), StaticTree.from_paths(paths), 32, rows)
     texts = [torch.randint(V, (4 + row,), generator=rng).tolist() for row in range(rows)]
@@ -153,13 +177,15 @@ def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_pat
             above = found[tuple(path[:-1])]
             ranked = logits_of(head, target, len(path) - 1, state, above).argsort(descending=True)
             found[tuple(path)] = [*above, int(ranked[path[-1]])]
-        assert list(tree.tokens) == [found[tuple(path)][-1] for path in paths] and tree.draft_calls == 3
+        assert list(tree.tokens) == [found[tuple(path)][-1] for path in paths] and tree.draft_calls == (
+            3 if "hydra" in name else 1
+        )
 
 
-@PLUS
-def test_a_chain_reads_what_it_has_drafted(plus: bool) -> None:
+@EACH
+def test_a_chain_reads_what_it_has_drafted(name: str) -> None:
     """Over several rounds, whose rejected tokens leave nothing behind."""
-    target, head, rng = TableLM(1), random_hydra_heads(2, plus), torch.Generator().manual_seed(0)
+    target, head, rng = TableLM(1), HEADS[name](2), torch.Generator().manual_seed(0)
     drafter, text = ChainDrafter(head.net(target), [FixedLengthStop(3)], 32), [1, 3]
     features = torch.randn(2, H, generator=rng, dtype=torch.float64)
     drafter.begin(0, text, features, 2)
@@ -175,21 +201,54 @@ def test_a_chain_reads_what_it_has_drafted(plus: bool) -> None:
         features, text = torch.cat([features, own]), text + emitted
 
 
-@PLUS
-def test_branches_read_the_tokens_of_their_own_drafts(plus: bool) -> None:
-    """Side by side from every place of a text, as `logits_of` has each alone."""
-    target, head, rng = TableLM(1), random_hydra_heads(5, plus), torch.Generator().manual_seed(1)
-    text = torch.randint(V, (7,), generator=rng).tolist()
-    features = torch.randn(7, H, generator=rng, dtype=torch.float64)
-    branches = BranchDrafter(head.net(target), 3)
-    branches.open(text, features)
-    starts = [2, 3, 5, 7]
-    drafted = branches.draft(starts, 3, [SamplingParams()] * 4)
-    states = states_of(head, features)
-    for row, start in enumerate(starts):
-        chain = [text[start - 1]]
-        for i in range(3):
-            wanted = logits_of(head, target, i, states[start - 2], chain)
-            assert torch.allclose(branches.lm_head(drafted.hidden[row, i], i), wanted, atol=1e-6)  # float32 rotations
-            chain.append(int(wanted.argmax()))
-        assert drafted.tokens[row].tolist() == chain[1:]
+class Weights:
+    """Of a target; nothing else is asked for."""
+
+    def lm_head(self) -> torch.Tensor:
+        return torch.arange(V * H, dtype=torch.float32).view(V, H)
+
+
+def test_lm_heads_of_their_own_begin_as_the_targets() -> None:
+    """So that a new head repeats the target's own choice, as one that reads the target's does."""
+    head = MedusaHead(MedusaConfig(H, V, 32, num_heads=2, own_lm_head=True))
+    head.start(Weights())
+    assert [torch.equal(layer.weight, Weights().lm_head()) for layer in head.lm_heads] == [True, True]
+    assert len({layer.weight.data_ptr() for layer in head.lm_heads}) == 2  # each its own
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_states_of_drafts_are_read_by_the_lm_head_of_their_level(own: bool) -> None:
+    target, head = TableLM(1), random_medusa_heads(2, own)
+    branches = BranchDrafter(head.net(target), 2)
+    hidden, level = torch.randn(7, H, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1, 0, 0])
+    wanted = [(head.lm_heads[n].weight if own else target._lm_head) @ h for n, h in zip(level, hidden, strict=True)]
+    assert torch.allclose(branches.lm_head(hidden, level), torch.stack(wanted))
+    assert torch.allclose(branches.lm_head(hidden[3], 2), wanted[3])
+
+
+def test_lm_heads_of_their_own_draft_in_fewer_bits() -> None:
+    """The target's lm_head is then nobody's, and is not copied."""
+    target = TableLM(1)
+    torch.manual_seed(0)
+    head = MedusaHead(MedusaConfig(H, V, 32, own_lm_head=True))
+    head.draft_in("int8", target)
+    assert head.output is None and head.precision == "int8"
+    hidden = torch.randn(4, H, dtype=torch.float64)
+    found, exact = BranchDrafter(head.net(target), 1).lm_head(hidden), hidden @ head.lm_heads[0].weight.double().T
+    assert not torch.equal(found, exact) and torch.allclose(found, exact, atol=0.05)  # 8 bits of 1 and less
+
+
+def test_the_published_tree_is_shipped() -> None:
+    """Its counts of nodes by depth, and its most children, as published."""
+    tree = read_tree("medusa-63")
+    assert [len(tree.level(depth)) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2] and len(tree.parents) == 63
+    assert max(tree.ranks) == 9
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_chain_has_a_token_a_head_at_most(kind: str) -> None:
+    heads = {"medusa": random_medusa_heads, "hydra": random_hydra_heads}[kind](1)
+    models = Models(TableLM(1), heads={kind: heads}, capacity=32)
+    with pytest.raises(InputError, match=r"k: found 4, expected a whole number, 3 or less"):
+        parse_method(f"{kind}:k=4").build(models)
+    assert [parse_method(f"{kind}{k}").policies(models, 1)[0].max_drafted for k in ("", ":k=2")] == [3, 2]
