@@ -125,10 +125,15 @@ class _Diagonal(torch.autograd.Function):
         attended, norm, state = _causal(query, key, value)
         weights = query.new_empty(0)
         if keys:
-            scores = _own_scores(query, keys)
+            # Of each row with its own keys, summed in float32 at least: [B, heads, T, passes].
+            wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+            scores = torch.stack([(query * _spread(own_key, query)).sum(-1, dtype=wide) for own_key in keys], -1)
+            scores = scores * query.shape[-1] ** -0.5
             total = torch.logaddexp(norm, scores.logsumexp(-1))
             weights = (scores - total[..., None]).exp()
-            attended = _add_own(attended * (norm - total).exp()[..., None].to(query.dtype), weights, values)
+            attended = attended * (norm - total).exp()[..., None].to(query.dtype)
+            for i, own_value in enumerate(values):
+                attended = torch.addcmul(attended, weights[..., i : i + 1].to(query.dtype), _spread(own_value, query))
             norm = total
         ctx.save_for_backward(query, key, value, attended, norm, *state, weights, *own)
         ctx.num_state = len(state)
@@ -198,19 +203,6 @@ def _takes_flash(query: Tensor) -> bool:
     half = query.dtype in (torch.float16, torch.bfloat16)
     modern = query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) >= (8, 0)
     return half and modern and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-
-
-def _own_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """Return scaled scores [B, heads, T, passes] of each row with its own keys, summed in float32 at least."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = [(query * _spread(key, query)).sum(-1, dtype=wide) for key in keys]
-    return torch.stack(scores, -1) * query.shape[-1] ** -0.5
-
-
-def _add_own(attended: Tensor, weights: Tensor, values: Sequence[Tensor]) -> Tensor:
-    for i, value in enumerate(values):
-        attended = torch.addcmul(attended, weights[..., i : i + 1].to(attended.dtype), _spread(value, attended))
-    return attended
 
 
 def _spread(shared: Tensor, like: Tensor) -> Tensor:

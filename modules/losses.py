@@ -130,24 +130,17 @@ def softmax_(logits: Tensor) -> Tensor:
 # -- q and p
 
 
-class Compared(NamedTuple):
-    """Comparison of C predictions q with p.
-
-    entropy: [C], -sum_v p_v log q_v. l1: [C], sum_v |q_v - p_v|; zeros if it is not asked for. q: [C, V], without a
-    gradient; valid until the gradient of the others is computed, which takes its memory.
-    """
-
-    entropy: Tensor
-    l1: Tensor
-    q: Tensor
-
-
-def compare(logits: Tensor, p: Tensor | None, labels: Tensor | None = None, l1: bool = False) -> Compared:
-    """Compare q = softmax(logits), which takes the memory of `logits`, with p [C, V].
+def compare(
+    logits: Tensor, p: Tensor | None, labels: Tensor | None = None, l1: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare C predictions q = softmax(logits), which takes the memory of `logits`, with p [C, V].
 
     labels: [C], which take the place of p in the entropy.
+
+    Returns the entropy [C], -sum_v p_v log q_v; l1 [C], sum_v |q_v - p_v|, zeros if it is not asked for; and q [C, V]
+    without a gradient, valid until the gradient of the others is computed, which takes its memory.
     """
-    return Compared(*_Compare.apply(logits, p, labels, l1))
+    return _Compare.apply(logits, p, labels, l1)
 
 
 class _Compare(torch.autograd.Function):
@@ -186,14 +179,14 @@ class _Compare(torch.autograd.Function):
 
 
 def divergence_of(divergence: Divergence, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the divergence [C] of q = softmax(logits) from p, and q [C, V] without a gradient (`Compared`).
+    """Return the divergence [C] of q = softmax(logits) from p, and q [C, V] without a gradient (`compare`).
 
     Raises:
         InputError: a user's loss is not one number for each token.
     """
     if not callable(divergence):
-        compared = compare(logits, p, l1=divergence == "tvd")
-        return compared.entropy if divergence == "forward" else compared.l1 / 2, compared.q
+        entropy, l1, q = compare(logits, p, l1=divergence == "tvd")
+        return entropy if divergence == "forward" else l1 / 2, q
     values = divergence(logits, p)
     if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
         found = f"{tuple(values.shape)} numbers" if isinstance(values, Tensor) else repr(values)
@@ -247,19 +240,19 @@ def soft_cross_entropy(
 # -- EAGLE-3, and draft models
 
 
-class Distances(NamedTuple):
-    """Comparison of P predictions of N tokens each with the target.
+class Measured(NamedTuple):
+    """Predictions q of N tokens beside the target's distributions p: P of each token, or one.
 
-    total: weighted sum of the divergence of q from p renormalized over the draft vocabulary, with a gradient.
-    accepted: [N, P], sum_v min(p_v, q_v) of the whole p, the probability that a drawn token is accepted at temperature
-    1. right: [N, P] bool, q's first choice is p's. known: [N] bool, p's first choice can be drafted. The three are
-    empty if they are not measured.
+    total: their weighted loss, with a gradient. accepted: [N, P] or [N], sum_v min(p_v, q_v), the probability that a
+    drawn token is accepted at temperature 1. right: bool, alike: q's first choice is p's. known: [N] bool, p's first
+    choice can be drafted. label_prob: [N], q(label). What is not measured is empty.
     """
 
     total: Tensor
     accepted: Tensor
     right: Tensor
     known: Tensor
+    label_prob: Tensor
 
 
 def distances(
@@ -273,8 +266,8 @@ def distances(
     drop_unknown: bool = True,
     measured: bool = True,
     divergence: Divergence = "forward",
-) -> Distances:
-    """Compare P predictions of N tokens with the target.
+) -> Measured:
+    """Sum a divergence of P predictions of N tokens from the target's p renormalized over the draft vocabulary.
 
     target_lm_head: gives the target's logits [N, V] for the states `wanted` [N, H]; neither gets a gradient. lm_head:
     [draft vocabulary, H], with a gradient if it requires one. d2t: [draft vocabulary], the target's ids; None if the
@@ -302,7 +295,8 @@ def distances(
             measures.append((torch.stack(accepted, -1), torch.stack(right, -1), known))
 
     total = chunked(loss, vocab_size, [*hidden, weights, wanted], [lm_head])
-    return Distances(total, *(torch.cat(parts) for parts in zip(*measures, strict=True)))
+    accepted, right, known = (torch.cat(parts) for parts in zip(*measures, strict=True))
+    return Measured(total, accepted, right, known, total.new_empty(0))
 
 
 def _draftable(
@@ -326,20 +320,6 @@ def _draftable(
 # -- DFlash, DSpark
 
 
-class Comparison(NamedTuple):
-    """Comparison of N predictions q with the target's distributions p.
-
-    total: sum of w (ce * -log q(label) + l1 * sum_v |p_v - q_v|), with a gradient. accepted: [N], sum_v min(p_v, q_v),
-    the probability that a drawn token is accepted at temperature 1. right: [N] bool, q's first choice is p's.
-    label_prob: [N], q(label).
-    """
-
-    total: Tensor
-    accepted: Tensor
-    right: Tensor
-    label_prob: Tensor
-
-
 def compare_blocks(
     lm_head: LmHead,
     vocab_size: int,
@@ -353,8 +333,8 @@ def compare_blocks(
     l1: float,
     log_counts: Tensor | None = None,
     own_loss: TokenLoss | None = None,
-) -> Comparison:
-    """Compare N predictions with the target's distributions at P positions of the text.
+) -> Measured:
+    """Sum w (ce * -log q(label) + l1 * sum_v |p_v - q_v|) over N predictions, with p at P positions of the text.
 
     lm_head: the target's, frozen; gives the target's logits for the states `wanted` [P, H] and the draft's for `hidden`
     [N, H]. position: [N] int64 on the host, the number of each prediction's position, ascending from 0 without gaps:
@@ -388,7 +368,8 @@ def compare_blocks(
 
     z, w2 = ([markov[0]], [markov[1]]) if markov else ([], [])
     total = chunked(loss, vocab_size, [hidden, position, labels, weights, *z], w2)
-    return Comparison(total, *(torch.cat(parts) for parts in zip(*measures, strict=True)))
+    accepted, right, label_prob = (torch.cat(parts) for parts in zip(*measures, strict=True))
+    return Measured(total, accepted, right, torch.empty(0), label_prob)
 
 
 def reach_weights(label_prob: Tensor, block: Tensor, token: Tensor, counted: Tensor) -> Tensor:
@@ -484,11 +465,11 @@ def token_loss(
         logits = wide(lm_head(hidden, *given[len(rows) - 2 :]))  # [C, V]
         hits.add_((logits.argmax(-1) == labels).sum())
         if teacher is None:
-            yield compare(logits, None, labels).entropy.sum()
+            yield compare(logits, None, labels)[0].sum()
         else:
             with torch.no_grad():
                 p = softmax_(wide(teacher[0](given[0])))  # [C, V]
-            yield compare(logits, p).entropy.sum()
+            yield compare(logits, p)[0].sum()
 
     return chunked(loss, vocab_size, rows, weights), hits
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.sampling import entropies, wide
+from draftsmith.modules.sampling import entropies, of_rows, wide
 
 # -- what is learned while decoding
 
@@ -119,12 +119,12 @@ class StepBatch:
     @property
     def states(self) -> Tensor:
         """States of the rows that drafted, [R, H]."""
-        return self.once("states", lambda _: self._of_rows(self.all_states))
+        return self.once("states", lambda _: of_rows(self.all_states, self.rows))
 
     @property
     def logits(self) -> Tensor:
         """Logits of the rows that drafted, [R, V]."""
-        return self.once("logits", lambda _: self._of_rows(self.all_logits))
+        return self.once("logits", lambda _: of_rows(self.all_logits, self.rows))
 
     @property
     def distributions(self) -> Tensor:
@@ -137,9 +137,6 @@ class StepBatch:
     def probs(self) -> Sequence[float]:
         """Probability of each token, in one transfer."""
         return self.once("probs", lambda _: self.distributions.gather(1, self.tokens[:, None])[:, 0].tolist())
-
-    def _of_rows(self, values: Tensor) -> Tensor:
-        return values if len(values) == len(self.rows) else values[list(self.rows)]
 
 
 # Not frozen: that would make it ten times slower, and one is made for every drafted token.
