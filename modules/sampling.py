@@ -98,14 +98,6 @@ def best_tokens(logits: Tensor) -> Tensor:
     return torch.where(best.isfinite(), index, NO_TOKEN)
 
 
-def best_each(logits: Tensor, rows: Sequence[int]) -> list[int]:
-    """Apply `best_token` to these rows of logits [B, V], on a GPU with one transfer."""
-    whole = len(rows) == len(logits)
-    if logits.is_cpu and (len(rows) < FEW_ROWS or not whole):
-        return [best_token(logits[row]) for row in rows]
-    return best_tokens(logits if whole else logits[rows]).tolist()
-
-
 def top_values(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` largest values of each row and their indices, [n, count], largest first; rows [n, V].
 
@@ -318,8 +310,10 @@ class Sampler:
             NonFinite: a row's numbers choose no token.
         """
         distributions = None
-        if self.greedy:
-            tokens = best_each(logits, rows)
+        if self.greedy and logits.is_cpu and (len(rows) < FEW_ROWS or len(rows) < len(logits)):
+            tokens = [best_token(logits[row]) for row in rows]
+        elif self.greedy:
+            tokens = best_tokens(of_rows(logits, rows)).tolist()
         else:
             distributions = probabilities(of_rows(logits, rows), self.params)
             tokens = draw_each(distributions, [self.sources[row] for row in rows])
@@ -335,14 +329,14 @@ class Sampler:
         return [token for piece in pieces for token in self.draw(logits, piece)[0]]
 
     def ahead(
-        self, logits: Tensor, step: Callable[[Tensor], Tensor], counts: Sequence[int]
+        self, logits: Tensor, step: Callable[[Tensor, int], Tensor], counts: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Choose counts[b] tokens of each row, one behind the other, without waiting for the device.
 
         The sampler is `seeded`. Uniforms are not consumed: `skip` those of the tokens that are kept. Rows with fewer
         tokens than others are chosen for all the same.
 
-        logits: [B, V] for the first ones. step: reads tokens [B, 1] and returns the next logits.
+        logits: [B, V] for the first ones. step: reads tokens [B, 1] at their place, from 1; returns the next logits.
 
         Yields tokens, int64 [B], and the distributions [B, V] that they were drawn from, None if greedy.
         """
@@ -356,7 +350,7 @@ class Sampler:
             yield tokens, distributions
             if place + 1 < longest:
                 # NO_TOKEN has no embedding.
-                logits = step(tokens.clamp_min(0)[:, None])
+                logits = step(tokens.clamp_min(0)[:, None], place + 1)
 
     def skip(self, counts: Sequence[int]) -> None:
         """Consume the uniforms of each row's tokens that `ahead` has chosen."""

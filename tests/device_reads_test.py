@@ -20,7 +20,7 @@ ALLOWED = {
     "modules/engine/lean.py:__call__": (1, CPU),
     "modules/engine/rows.py:_together": (1, HOST),
     "modules/engine/cache.py:select_rows": (1, HOST),
-    "modules/sampling.py:best_each": (1, "tokens of all rows, one transfer a draft step"),
+    "modules/sampling.py:draw": (1, "tokens of all rows, one transfer a draft step"),
     "modules/sampling.py:_pick_rows": (3, CPU),
     "modules/sampling.py:best_token": (1, CPU),
     "modules/sampling.py:_last": (1, CPU),

@@ -12,9 +12,9 @@ from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Sampler
 
-# Reads each row's next drafted token: a list with one or none for each row, or int64 [B, 1]. Returns the next logits
-# [B, V] and states [B, H], undefined for rows without a token.
-Step = Callable[[list[list[int]] | Tensor], tuple[Tensor, Tensor]]
+# Reads each row's next drafted token: a list with one or none for each row, or int64 [B, 1], and their place in the
+# draft, from 1. Returns the next logits [B, V] and states [B, H], undefined for rows without a token.
+Step = Callable[[list[list[int]] | Tensor, int], tuple[Tensor, Tensor]]
 OnToken = Callable[[int, DraftView], None]
 
 
@@ -83,7 +83,7 @@ def draft_chains(
         rows = drafting
         if rows:
             still = set(rows)
-            logits, states = step([own[-1:] if row in still else [] for row, own in enumerate(tokens)])
+            logits, states = step([own[-1:] if row in still else [] for row, own in enumerate(tokens)], count)
     return [
         DraftTree(tuple(own), chain_parents(len(own)), q or None, draft_calls=len(own)) if own else NO_DRAFT
         for own, q in zip(tokens, drawn_from, strict=True)
@@ -103,7 +103,7 @@ def draft_fixed_length(
     """
     if max(lengths, default=0) < 1:
         return [NO_DRAFT] * len(lengths)
-    drawn, drawn_from = zip(*sampler.ahead(logits, lambda ids: step(ids)[0], lengths), strict=True)
+    drawn, drawn_from = zip(*sampler.ahead(logits, lambda ids, depth: step(ids, depth)[0], lengths), strict=True)
     tokens = torch.stack(drawn, 1).tolist()  # [B, K]
     q = None if sampler.greedy else torch.stack(drawn_from, 1)  # [B, K, V]
     trees = []

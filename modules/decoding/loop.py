@@ -246,7 +246,7 @@ class RowPool:
         places = [*free, *range(len(self._rows), len(self._rows) + len(fresh))][: len(fresh)]
         scores = self._session.prefill(places, [row.prompt for row in fresh])
         with _of_prompts(fresh):
-            chosen = self._sampler(fresh).choose(scores.logits[:, 0], range(len(fresh)))
+            chosen = Sampler(self._params, [row.source for row in fresh]).choose(scores.logits[:, 0], range(len(fresh)))
         for place, row, token in zip(places, fresh, chosen, strict=True):
             self._rows[place : place + 1] = [row]
             row.trace.prefill_emitted = 1
@@ -270,32 +270,31 @@ class RowPool:
         """
         if self._finished:
             self._drop_finished()
-        if self._drafter is None and self._on_round is None:
-            return self._rounds_alone()
-        return self._one_round()
+        with _of_prompts(self._rows):
+            return self._rounds_alone() if self._drafter is None and self._on_round is None else self._one_round()
 
     def _one_round(self) -> list[RowAnswer]:
         """Draft, score, verify and commit, for all active rows."""
-        rows, session, drafter, sampler = self._rows, self._session, self._drafter, self._sampler(self._rows)
+        rows, session, drafter = self._rows, self._session, self._drafter
+        sampler = Sampler(self._params, [row.source for row in rows])
 
         # Draft, but not past the last token wanted, whose value the round's own token gives. (The context has room for
         # an answer, so no node outruns it.) Finished rows idle along.
         limits = [0 if row.done else min(row.room - len(row.tokens) - 1, self._max_nodes) for row in rows]
-        with _of_prompts(rows):
-            drafts = [NO_DRAFT] * len(rows)
-            if drafter is not None and max(limits) > 0:
-                drafts = drafter.propose(limits, sampler)
-            trees = [None if row.done else draft for row, draft in zip(rows, drafts, strict=True)]
+        drafts = [NO_DRAFT] * len(rows)
+        if drafter is not None and max(limits) > 0:
+            drafts = drafter.propose(limits, sampler)
+        trees = [None if row.done else draft for row, draft in zip(rows, drafts, strict=True)]
 
-            # Score every row's root and the nodes of its tree, in one call of the target.
-            fed, parents, chains = list[list[int]](), list[list[int]](), True
-            for row, tree in zip(rows, trees, strict=True):
-                read = None if tree is None else tree.num_read
-                fed.append([] if tree is None else [row.tokens[-1], *tree.tokens[:read]])
-                parents.append([] if tree is None else [-1, *[parent + 1 for parent in tree.parents[:read]]])
-                chains = chains and (tree is None or tree.is_chain)
-            scores = session.extend(fed, None if chains else parents, logits_to_keep=max(map(len, fed)))
-            verdicts = verify(trees, scores.logits, sampler)
+        # Score every row's root and the nodes of its tree, in one call of the target.
+        fed, parents, chains = list[list[int]](), list[list[int]](), True
+        for row, tree in zip(rows, trees, strict=True):
+            read = None if tree is None else tree.num_read
+            fed.append([] if tree is None else [row.tokens[-1], *tree.tokens[:read]])
+            parents.append([] if tree is None else [-1, *[parent + 1 for parent in tree.parents[:read]]])
+            chains = chains and (tree is None or tree.is_chain)
+        scores = session.extend(fed, None if chains else parents, logits_to_keep=max(map(len, fed)))
+        verdicts = verify(trees, scores.logits, sampler)
 
         # Commit: keep the root and the accepted nodes in the target's cache, emit, and tell the drafter.
         lengths = list(session.lengths)
@@ -337,20 +336,19 @@ class RowPool:
 
     def _rounds_alone(self) -> list[RowAnswer]:
         """Let the target choose the next token of every row, on a GPU the next few."""
-        rows, session, sampler = self._rows, self._session, self._sampler(self._rows)
+        rows, session, sampler = self._rows, self._session, Sampler(self._params, [row.source for row in self._rows])
         lengths, active = session.lengths, [place for place, row in enumerate(rows) if not row.done]
         logits = session.extend([[] if row.done else row.tokens[-1:] for row in rows]).logits[:, 0]  # [B, V]
         if session.static and sampler.seeded:
             count = min(ROUNDS_TOGETHER, max(rows[place].room - len(rows[place].tokens) for place in active))
             counts = [count] * len(rows)
-            ahead = sampler.ahead(logits, lambda ids: session.extend(ids).logits[:, 0], counts)
+            ahead = sampler.ahead(logits, lambda ids, _: session.extend(ids).logits[:, 0], counts)
             chosen = torch.stack([tokens for tokens, _ in ahead], 1)[active].tolist()  # [active rows, count]
             sampler.skip(counts)
             # Finished rows have read along.
             session.keep([0 if row.done else length + count for row, length in zip(rows, lengths, strict=True)])
         else:
-            with _of_prompts(rows):
-                chosen = [[token] for token in sampler.choose(logits, active)]
+            chosen = [[token] for token in sampler.choose(logits, active)]
 
         finished: list[RowAnswer] = []
         for place, tokens in zip(active, chosen, strict=True):
@@ -359,13 +357,9 @@ class RowPool:
             if row.done:
                 finished.append(row)
             elif len(usable) < len(tokens):
-                with _of_prompts([row]):
-                    raise NonFinite("logits" if sampler.greedy else "probabilities")
+                raise NonFinite("logits" if sampler.greedy else "probabilities", row=place)
         self._finished = self._finished or bool(finished)
         return finished
-
-    def _sampler(self, rows: Sequence[RowAnswer]) -> Sampler:
-        return Sampler(self._params, [row.source for row in rows])
 
     def _drop_finished(self) -> None:
         """Drop finished rows. With static shapes they idle along until half of the rows are finished."""

@@ -23,7 +23,7 @@ from draftsmith.modules.decoding.growth import Level, grow_dynamic, grow_static
 from draftsmith.modules.decoding.stop import Learner, StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree, Typical
 from draftsmith.modules.decoding.tree_rule import TreeRule
-from draftsmith.modules.finite import located
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import MOST_POSITIONS
 from draftsmith.modules.sampling import Sampler
 
@@ -190,8 +190,11 @@ class RowDrafter(ABC):
         ]
         trees = [NO_DRAFT] * len(limits)
         if max(limits) > 0:
-            with located(model=net.name):
+            try:
                 trees = self._draft(net.start(rows, limits), limits, sampler)
+            except NonFinite as error:
+                error.model = error.model or net.name
+                raise
             if net.one_pass:
                 trees = [replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
         for row, tree in zip(rows, trees, strict=True):
@@ -248,17 +251,9 @@ class ChainDrafter(RowDrafter):
         self._rows[row].policy.reset()
 
     def _draft(self, root: Level, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
-        net, depth = self.net, 0
         stops, texts = [row.policy for row in self._rows], [row.tokens for row in self._rows]
-        limits = net.open_round(self._rows, limits)
-
-        def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal depth
-            depth += 1
-            return net.step(tokens, depth)
-
-        logits, hidden = root.logits[:, 0], root.hidden[:, 0]
-        return draft_chains(logits, hidden, step, stops, limits, sampler, texts, self.end_ids, self.on_token)
+        limits, logits, hidden = self.net.open_round(self._rows, limits), root.logits[:, 0], root.hidden[:, 0]
+        return draft_chains(logits, hidden, self.net.step, stops, limits, sampler, texts, self.end_ids, self.on_token)
 
     def _observe(self, row: RowState, num_accepted: int) -> None:
         row.policy.observe(len(row.tree.tokens), num_accepted)

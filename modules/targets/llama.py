@@ -135,7 +135,8 @@ class LlamaLM:
         return F.embedding(input_ids, self.embeddings)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        return fit_logits(self._head(hidden), self._missing)
+        logits = self._head(hidden)
+        return fit_logits(logits, self._missing) if self._missing else logits
 
     def fit_vocabulary(self, vocab_size: int) -> None:
         self._missing += vocab_size - self.info.vocab_size

@@ -110,7 +110,7 @@ class Reader:
         made = [self._lm.row(tuple(prefix)) for prefix in self._prefixes]
         return torch.stack([logits for logits, _ in made]), torch.stack([state for _, state in made])
 
-    def step(self, tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
         for prefix, own in zip(self._prefixes, tokens, strict=True):
             assert len(own) <= 1
             prefix += own.tolist() if isinstance(own, Tensor) else own
