@@ -67,8 +67,6 @@ class PairNetwork:
         self.stack = LeanStack(self.head.layers, head.config.llama, target.dtype, target.device)
 
     def inputs(self, ids: Any, states: Tensor) -> Tensor:
-        if not isinstance(ids, Tensor):
-            ids = torch.tensor(ids, device=self.stack.device)
         return self.head.fuse(self.embed(ids), states)
 
     def outputs(self, hidden: Tensor, keep: Tensor | slice | None, captured: Captured | None) -> tuple[Tensor, Tensor]:

@@ -84,8 +84,8 @@ class HFLM:
         windowed = full.masked_fill(far, torch.finfo(self.dtype).min)
         return {"full_attention": full, "sliding_attention": windowed} if layer_types else windowed
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(input_ids)
+    def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
+        return self.model.get_input_embeddings()(torch.as_tensor(input_ids, device=self.device))
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()

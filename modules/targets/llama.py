@@ -131,8 +131,12 @@ class LlamaLM:
             final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), captured))
             return _joined(captured, final, self.info.num_layers) if aux_layers else final
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.embeddings)
+    def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
+        if isinstance(input_ids, Tensor):
+            return F.embedding(input_ids, self.embeddings)
+        if len(input_ids) == 1:  # a slice of the table is one call; a tensor of ids and a lookup are two
+            return self.embeddings[input_ids[0] : input_ids[0] + 1]
+        return F.embedding(torch.tensor(input_ids, device=self.device), self.embeddings)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)
@@ -198,12 +202,7 @@ class _Capturing:
         self._lm, self.stack, self.aux_layers = lm, lm.stack, aux_layers
 
     def inputs(self, ids: Any) -> Tensor:
-        lm = self._lm
-        if isinstance(ids, Tensor):
-            return lm.embed(ids)
-        if len(ids) == 1:  # a slice of the table is one call; a tensor of ids and a lookup are two
-            return lm.embeddings[ids[0] : ids[0] + 1]
-        return lm.embed(torch.tensor(ids, device=lm.device))
+        return self._lm.embed(ids)
 
     def outputs(self, hidden: Tensor, keep: Tensor | slice | None, captured: Captured | None) -> tuple[Tensor, Tensor]:
         """Return logits of the outputs to keep, and all features."""
@@ -232,8 +231,8 @@ class OuterLM:
         self.embeddings, self.output, self.info = embeddings, output, info
         self.device, self.dtype = embeddings.device, embeddings.dtype
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.embeddings)
+    def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
+        return F.embedding(torch.as_tensor(input_ids, device=self.device), self.embeddings)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.output)
