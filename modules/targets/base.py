@@ -153,7 +153,7 @@ class CausalLM(Protocol):
         """Compute features [B, T, F] of right-padded input_ids [B, T], causal (teacher forcing)."""
 
     def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
-        """Embed tokens, int64 [...] or a list of ids of the host: [..., H]. Read only: it may be a view of the table."""
+        """Embed tokens, int64 [...] or a list of ids: [..., H]. Read only: it may be a view of the table."""
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] of hidden states after the final norm."""
