@@ -20,6 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 if TYPE_CHECKING:
     from torch import Tensor
 
+# What an acceptance head reads: the drafter's state after or before the token, and numbers of its distribution.
+State = Literal["after", "before"]
+Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
+
 
 class InputError(ValueError):
     """Bad input from a user, as one line: the field, what was found, what was expected, and the remedy.

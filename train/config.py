@@ -9,13 +9,14 @@ import netrc
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from draftsmith.data.settings import FeatureDtype, RemoteCode, volatile
-from draftsmith.modules.acceptance.head import Feature, State
-from draftsmith.modules.drafters import head_class
-from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.types import InputError, check_config
+from draftsmith.modules.drafters import head_class, settings_class
+from draftsmith.modules.types import Feature, InputError, State, check_config
+
+if TYPE_CHECKING:
+    from draftsmith.modules.drafters.base import DraftHead
 
 Logger = Literal["csv", "wandb", "wandb-offline", "tensorboard"]
 MOST = 2**31 - 1
@@ -309,26 +310,26 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
 @functools.cache
 def drafter_config(kind: str) -> type[TrainDrafterConfig]:
     """Return the config class of `train KIND`: options of every drafter's training and of this head, flat."""
-    own = head_class(kind)
+    own = settings_class(kind)
     common = {field.name: field for field in dataclasses.fields(TrainDrafterConfig)}
     types = get_type_hints(TrainDrafterConfig)
     defaults = [
         (name, types[name], dataclasses.field(default=value, metadata=common[name].metadata))
-        for name, value in own.defaults.items()
+        for name, value in getattr(own, "defaults", {}).items()
     ]
 
     def check(self: Any) -> None:
         TrainDrafterConfig.__post_init__(self)
-        getattr(own.Settings, "__post_init__", lambda settings: None)(self)
-        if own.needs_gathered_weights(self) and "stage_3" in self.strategy:
+        getattr(own, "__post_init__", lambda settings: None)(self)
+        if head_class(kind).needs_gathered_weights(self) and "stage_3" in self.strategy:
             expected = f"ddp, or stage 1 or 2: {kind} heads are not trained in parts"
             raise InputError("strategy", self.strategy, expected, "Choose another --strategy.")
 
-    about = " ".join((part.__doc__ or "").split("\n\n")[0] for part in (own.Settings, TrainDrafterConfig))
+    about = " ".join((part.__doc__ or "").split("\n\n")[0] for part in (own, TrainDrafterConfig))
     return dataclasses.make_dataclass(
         f"Train{kind.title()}Config",
         defaults,
-        bases=(own.Settings, TrainDrafterConfig),
+        bases=(own, TrainDrafterConfig),
         namespace={
             "kind": kind,
             "__post_init__": check,

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from draftsmith.modules import flops
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, Number, TokenConfidence, log_odds
 from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE
-from draftsmith.modules.types import InputError, check_config
-
-State = Literal["after", "before"]
-Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
+from draftsmith.modules.types import Feature, InputError, State, check_config
 
 
 def log_of(value: Number) -> Number:

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import FEATURES, AcceptanceHead, Feature
+from draftsmith.modules.acceptance.head import FEATURES, AcceptanceHead
 from draftsmith.modules.acceptance.repeats import RepeatIndex
 from draftsmith.modules.decoding.confidence import Need, confidence_of, sigmoid
 from draftsmith.modules.decoding.stop import DraftView, Predictor
 from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.types import Feature
 
 # Numbers (64 MiB) of the largest table that holds the first layer's part of every token.
 LARGEST_TABLE = 2**24

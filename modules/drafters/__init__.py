@@ -54,3 +54,10 @@ def head_class(kind: str) -> type[DraftHead]:
 
     values = vars(importlib.import_module(f"{__name__}.{HEADS[kind][0]}")).values()
     return next(v for v in values if isinstance(v, type) and issubclass(v, DraftHead) and vars(v).get("kind") == kind)
+
+
+def settings_class(kind: str) -> type:
+    """Return the class of the options of `train KIND`; it needs no torch, but for a user's own head."""
+    from draftsmith.modules.drafters.settings import SETTINGS
+
+    return SETTINGS[kind] if kind in SETTINGS else head_class(kind).Settings

@@ -83,12 +83,10 @@ class DraftHead(nn.Module, ABC):
     Config: class of `config`, a frozen dataclass of JSON values. It has the target's hidden_size and vocab_size, and
         max_position, the longest text that head and target can read.
     Settings: class of the options of `train KIND` beside those of every training (train/config.py): a frozen dataclass
-        of keyword fields with defaults. `Attributes` of its docstring become help; `__post_init__` checks values; a
-        field with metadata {"volatile": True} has no effect on the weights. An option that shapes the head (`shape`)
-        defaults to None.
+        of keyword fields with defaults (settings.py). `__post_init__` checks values; a field with metadata {"volatile":
+        True} has no effect on the weights. An option that shapes the head (`shape`) defaults to None.
     drafts: shapes of its drafts, each a method (`methods.OF_HEADS`).
     default_k: drafted tokens of its chains, if the user says nothing; 0 takes as many as it can.
-    defaults: values of the common options in place of their own defaults.
     num_lost_rows: tokens at the end of a sequence that give no training row; pieces of a long one overlap by so many.
     ttt_steps: name of the option with the number of training-time-test steps; empty if the head has none.
     saved_as_model: it is a language model, saved as transformers loads it; commands take its directory as that of any
@@ -103,7 +101,6 @@ class DraftHead(nn.Module, ABC):
     Settings: ClassVar[type]
     drafts: ClassVar[tuple[str, ...]] = ("chain",)
     default_k: ClassVar[int] = 5
-    defaults: ClassVar[dict[str, Any]] = {}
     num_lost_rows: ClassVar[int] = 1
     ttt_steps: ClassVar[str] = ""
     saved_as_model: ClassVar[bool] = False

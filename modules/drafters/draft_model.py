@@ -21,6 +21,7 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.branches import BranchedText
 from draftsmith.modules.drafters.net import DraftNet, RowState
+from draftsmith.modules.drafters.settings import DraftModelSettings
 from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel
 from draftsmith.modules.losses import Divergence, distances
@@ -128,29 +129,6 @@ class DraftConfig(LlamaHeadConfig):
     source: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftSettings:
-    """Distil a draft model from the target's answers: some of its layers, or the model of --init. The result is a plain
-    transformers model.
-
-    Attributes:
-        keep_layers: Layers of the target that it begins as, from 0, ascending. Default: one of six, evenly spaced, with
-            the first and the last. With --init: layers of that model, by default all.
-        loss: Distance between the distributions of target p and draft q: forward KL(p|q), or tvd, total variation,
-            whose complement is the probability that a drawn token is accepted; or FILE.py:FUNCTION, of (draft logits
-            [N, V], target probabilities [N, V]).
-        train_embeddings: Train embedding and lm_head too, which begin as the target's.
-    """
-
-    keep_layers: tuple[int, ...] = ()
-    loss: str = "forward"  # in training also a function (train/own_loss.py)
-    train_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.loss, str) and ":" not in self.loss and self.loss not in ("forward", "tvd"):
-            raise InputError("loss", repr(self.loss), "forward, tvd or FILE.py:FUNCTION", "Change it.")
-
-
 def default_layers(num_layers: int) -> tuple[int, ...]:
     """Return one of six layers, at least two, evenly spaced, with the first and the last."""
     count = min(num_layers, max(2, round(num_layers / 6)))
@@ -163,8 +141,7 @@ class DraftModelHead(DraftHead):
 
     kind = "draft"
     drafts = ()  # methods take any language model
-    Config, Settings = DraftConfig, DraftSettings
-    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3}
+    Config, Settings = DraftConfig, DraftModelSettings
     saved_as_model = True
 
     @classmethod
@@ -179,7 +156,7 @@ class DraftModelHead(DraftHead):
     # -- a new head
 
     @classmethod
-    def new_config(cls, settings: DraftSettings, target: LlamaConfig) -> DraftConfig:
+    def new_config(cls, settings: DraftModelSettings, target: LlamaConfig) -> DraftConfig:
         kept = tuple(settings.keep_layers) or default_layers(target.num_layers)
         if list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < target.num_layers:
             expected = f"ascending numbers from 0 to {target.num_layers - 1}, the model's layers"
@@ -209,7 +186,7 @@ class DraftModelHead(DraftHead):
             raise InputError("target", found, "all tensors config.json asks for", "Check the checkpoint.")
         self.config = dataclasses.replace(self.config, source=weights.path)
 
-    def freeze(self, settings: DraftSettings) -> None:
+    def freeze(self, settings: DraftModelSettings) -> None:
         for layer in (self.model.embed_tokens, self.model.lm_head):
             layer.requires_grad_(settings.train_embeddings)
 
@@ -220,7 +197,7 @@ class DraftModelHead(DraftHead):
         return int(counted(batch).sum())
 
     def loss(
-        self, batch: FeatureBatch, target: CausalLM, settings: DraftSettings, step: TrainStep | None
+        self, batch: FeatureBatch, target: CausalLM, settings: DraftModelSettings, step: TrainStep | None
     ) -> LossOutput:
         """Return the mean divergence over the answers' tokens; `accepted` is the mean of sum_v min(p_v, q_v)."""
         ids, documents, states = batch.input_ids, None, batch.features
@@ -248,7 +225,7 @@ class DraftModelHead(DraftHead):
         return LossOutput(total / count.clamp_min(1), sums, dict.fromkeys(sums, count))
 
     @classmethod
-    def flops(cls, config: DraftConfig, settings: DraftSettings, step: TrainStep, logit_rows: int) -> float:
+    def flops(cls, config: DraftConfig, settings: DraftModelSettings, step: TrainStep, logit_rows: int) -> float:
         logits = 1 + (flops.TRAINED if settings.train_embeddings else flops.FROZEN_PASSING)
         layers = flops.TRAINED * flops.layers_forward(config.llama, step.lengths)
         return layers + logits * flops.lm_head_forward(config.llama, logit_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents, Entry, attend_pass
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.feature_heads import FeatureHead
+from draftsmith.modules.drafters.settings import EagleSettings, Rope
 from draftsmith.modules.layers import (
     MOST_LAYERS,
     DecoderLayer,
@@ -26,9 +27,7 @@ from draftsmith.modules.layers import (
 from draftsmith.modules.losses import LmHead, TokenLoss, soft_cross_entropy
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_range, check_ranges
-
-Rope = Literal["target", "plain"]
+from draftsmith.modules.types import FeatureBatch, LossOutput, check_range
 
 
 @dataclass(frozen=True)
@@ -70,51 +69,6 @@ def rope_of(head: LlamaConfig) -> Rope:
 
 # Row t pairs tokens up to t + 2, so a sequence has this many rows fewer than tokens.
 LOOKAHEAD = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleSettings:
-    """Train an EAGLE head. The defaults are the paper's, for 7B targets; small targets want a higher lr and more weight
-    on tokens (configs/train/eagle-embedded.yaml).
-
-    Attributes:
-        num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
-        rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
-            none but linear and dynamic. vLLM and SGLang hold both. Default: target, or those of the head it starts
-            from.
-        feature_weight: Loss weight of the smooth-L1 distance between features.
-        token_weight: Loss weight of the soft cross-entropy against the target's distribution.
-        noise: Uniform noise on the features that the head reads, up to this share of their standard deviation.
-        unroll: Draft steps to train on: each batch is also read as the second, third, ... step of a draft, on the
-            head's own features (HASS; EAGLE-3's training-time test). 1 is EAGLE-1; more costs as many passes and keeps
-            later tokens of a chain good.
-        unroll_after: Share of the steps after which this begins.
-        unroll_decay: Loss weight of a draft step, relative to the one before.
-        loss: FILE.py:FUNCTION takes the cross-entropy's place: (draft logits [N, V], target probabilities [N, V]) ->
-            losses of N tokens.
-    """
-
-    num_layers: int | None = None
-    rope: Rope | None = None
-    feature_weight: float = 1.0
-    token_weight: float = 0.1
-    noise: float = 0.1
-    unroll: int = 1
-    unroll_after: float = 0.0
-    unroll_decay: float = 1.0
-    loss: str | None = None  # in training the function itself (train/own_loss.py)
-
-    def __post_init__(self) -> None:
-        if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
-            weights = f"{self.feature_weight}, {self.token_weight}"
-            raise InputError("feature_weight, token_weight", weights, "not negative, not both 0", "Change them.")
-        check_ranges(
-            self, unroll_after=(0.0, 1.0, "[)"), unroll_decay=(0.0, 1.0, "(]"), noise=0.0, unroll=1, num_layers=1
-        )
-
-    def num_ttt_steps(self, step: TrainStep) -> int:
-        """Return the draft steps that a training step learns from."""
-        return self.unroll if self.unroll > 1 and step.number >= round(self.unroll_after * step.total) else 1
 
 
 # Alignment. Row t reads the embedding of x_{t+1} and the feature f_t, and predicts f_{t+1}, which gives x_{t+2}:
@@ -231,7 +185,6 @@ class EagleHead(FeatureHead):
     drafts = ("chain", "tree", "static")
     Config, Settings = EagleConfig, EagleSettings
     # The paper's, for 7B targets.
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
     num_lost_rows = LOOKAHEAD
     ttt_steps = "unroll"
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents, Entry, attend_pass
 from draftsmith.modules.drafters.base import TargetWeights, TrainStep
-from draftsmith.modules.drafters.eagle import Rope, rope_of
+from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
+from draftsmith.modules.drafters.settings import Eagle3Settings, Mask
 from draftsmith.modules.layers import (
     PLAIN,
     CaptureConfig,
@@ -31,7 +31,7 @@ from draftsmith.modules.layers import (
 from draftsmith.modules.losses import Divergence, along_drafts, distances
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_range, check_ranges
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_range
 
 
 @dataclass(frozen=True)
@@ -88,80 +88,9 @@ def _check_d2t(net: Eagle3Head, _: Any) -> None:
         raise InputError("d2t", span, expected, "Take the head's directory from where it was trained.")
 
 
-Mask = Literal["input", "previous"]
-Normalizer = Literal["sequence", "tokens", "padded"]
 # Version -> fc_norm, norm_before_fc, norm_output of its config.
 VERSIONS = {"3": (False, False, False), "3-norm": (False, True, False), "3.1": (True, False, True)}
 DRAFT_VOCAB = 32_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Settings:
-    """Train an EAGLE-3 head. Where the published trainers differ, each of their ways is a value here:
-    configs/recipes/ has them by name.
-
-    Attributes:
-        layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: 2, L/2 and L-3, or those
-            of the head it starts from. Of other than three, vLLM, SGLang and speculators can serve the head.
-        draft_vocab: Tokens that it can draft: the most frequent ones of the answers that it is trained on, and those
-            that end them. 0, or no less than the target has: all. Default: 32000, or those of the head it starts from.
-        rope: Rotary positions of the head: the target's, or plain, without the target's scaling. Default: target, or
-            those of the head it starts from.
-        rope_theta: Rotary base of the head. Default: the target's, or that of the head it starts from.
-        version: 3, as in the paper; 3-norm, with a norm of the states side by side before they are joined (servers'
-            norm_before_fc); or 3.1: every state is normed by itself, and so is what the head reads of itself. vLLM,
-            SGLang and speculators serve all, llama.cpp 3 and 3-norm, SafeAILab's code only 3. Default: 3-norm, or that
-            of the head it starts from.
-        train_lm_head: Train the lm_head too, which begins as the target's. That of a head to fine-tune is the new
-            target's where it was never trained, and else the head's own.
-        ttt_steps: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
-        ttt_steps_after: Share of the steps after which there is more than one.
-        ttt_step_decay: Loss weight of a pass, relative to the one before.
-        ttt_step_weights: mean divides by the sum of the steps' weights, so that the learning rate does not depend on
-            their number; sum does not.
-        token_mask: Which tokens count: those whose input is of an answer, which is what drafting meets; previous takes
-            the mask one token earlier (SafeAILab, SpecForge).
-        normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
-            those that do not count and padding too.
-        unknown: Tokens where the target's first choice cannot be drafted: drop them from the loss, or keep them, for
-            which a step needs the target's logits of the draft vocabulary only.
-        loss: FILE.py:FUNCTION takes the place of the cross-entropy: (draft logits [N, V], target
-            probabilities [N, V]) -> losses of N tokens.
-    """
-
-    help_rarely: ClassVar[tuple[str, ...]] = (
-        "rope_theta",
-        "ttt_steps_after",
-        "ttt_step_decay",
-        "ttt_step_weights",
-        "token_mask",
-        "normalizer",
-        "unknown",
-    )
-
-    layers: tuple[int, ...] = ()
-    draft_vocab: int | None = None
-    rope: Rope | None = None
-    rope_theta: float | None = None
-    version: Literal["3", "3-norm", "3.1"] | None = None
-    train_lm_head: bool = False
-    ttt_steps: int = 7
-    ttt_steps_after: float = 0.0
-    ttt_step_decay: float = 0.8
-    ttt_step_weights: Literal["mean", "sum"] = "mean"
-    token_mask: Mask = "input"
-    normalizer: Normalizer = "sequence"
-    unknown: Literal["drop", "keep"] = "drop"
-    loss: str | None = None  # in training the function itself (train/own_loss.py)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, ttt_steps=1, ttt_steps_after=(0.0, 1.0, "[)"), ttt_step_decay=(0.0, 1.0, "(]"))
-        check_ranges(self, draft_vocab=0, rope_theta=(0.0, math.inf, "()"))
-
-    def num_ttt_steps(self, step: TrainStep | None) -> int:
-        """Return the passes that a training step learns from; validation measures all."""
-        late = step is None or step.number >= round(self.ttt_steps_after * step.total)
-        return self.ttt_steps if late else 1
 
 
 # Alignment. In pass j row t has read x_{t+1} .. x_{t+1+j} behind the target's states up to t. It predicts the target's
@@ -254,7 +183,6 @@ class Eagle3Head(FeatureHead):
     drafts = ("chain", "tree", "static")
     Config, Settings = Eagle3Config, Eagle3Settings
     # SafeAILab/EAGLE eagle/traineagle3, but for the learning rate, SpecForge's and TorchSpec's.
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
     ttt_steps = "ttt_steps"
     monitor = "chain_length"
 

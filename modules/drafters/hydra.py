@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,9 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleConfig
-from draftsmith.modules.drafters.medusa import MOST_BLOCKS, MedusaHead, MedusaNet, MedusaSettings, lm_head_passes
+from draftsmith.modules.drafters.medusa import MOST_BLOCKS, MedusaHead, MedusaNet, lm_head_passes
 from draftsmith.modules.drafters.net import DraftNet, RowState
+from draftsmith.modules.drafters.settings import HydraSettings
 from draftsmith.modules.engine.lean import Captured, LeanStack
 from draftsmith.modules.engine.rows import cached_rows, select_outputs
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, LlamaHeadConfig, RMSNorm, add_rope_table
@@ -46,22 +47,6 @@ class HydraConfig(LlamaHeadConfig):
     @property
     def prefix_attention(self) -> bool:
         return self.llama.num_layers > 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class HydraSettings(MedusaSettings):
-    """Train Hydra heads, or with --prefix-attention and --num-layers 4 those of Hydra++. The target stays as it is.
-
-    Attributes:
-        num_heads: Heads, and so the tokens of the longest draft. Default: 4, or those of the heads to train on.
-        num_layers: Layers of each head's MLP, of which those behind the first are one that is repeated, as published.
-            Default: 1, or those of the heads to train on.
-        prefix_attention: A decoder layer over all of the target's states gives the heads what they read in the place of
-            the last one (Hydra++). Default: off, or what the heads to train on have.
-    """
-
-    loss: Literal["hard", "soft"] = "soft"
-    prefix_attention: bool | None = None
 
 
 class GroundedMLP(nn.Module):
@@ -96,7 +81,6 @@ class HydraHead(MedusaHead):
     drafts = ("chain", "static")
     Config, Settings = HydraConfig, HydraSettings
     # The recipe of the published repository.
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}
     lm_head_bias = True
 
     cos: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,12 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.net import DraftNet, RowState
+from draftsmith.modules.drafters.settings import MedusaSettings
 from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, token_loss
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_ranges
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config
 
 # Head i, counted from 0, reads state t and guesses token t + AHEAD + i; token t + 1 comes from the target's lm_head.
 AHEAD = 2
@@ -54,30 +55,6 @@ class MedusaConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaSettings:
-    """Train Medusa heads. The target stays as it is, its lm_head too.
-
-    Attributes:
-        num_heads: Heads, and so the tokens of the longest draft. Default: 5, or those of the heads to train on.
-        num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
-        lm_head: own, one for each head, which begins as the target's and is trained, as published; or target, whose
-            lm_head all heads share. Default: target, or what the heads to train on have.
-        head_decay: Loss weight of a head, relative to the one before.
-        loss: What the heads learn from: hard, the tokens of the text; or soft, the target's own distributions there,
-            at temperature 1 (Hydra++'s teacher loss).
-    """
-
-    num_heads: int | None = None
-    num_layers: int | None = None
-    lm_head: Literal["own", "target"] | None = None
-    head_decay: float = 0.8
-    loss: Literal["hard", "soft"] = "hard"
-
-    def __post_init__(self) -> None:
-        check_ranges(self, num_heads=1, num_layers=1, head_decay=(0.0, 1.0, "(]"))
-
-
 class MedusaHead(DraftHead):
     """Guesses each of the next tokens from the target's last state alone, by a head for each (Medusa-1, Cai et al.
     2024). They have an lm_head each, or read the target's, which is not in this directory."""
@@ -88,7 +65,6 @@ class MedusaHead(DraftHead):
     Config: ClassVar[type] = MedusaConfig
     Settings: ClassVar[type] = MedusaSettings
     # Section 3.3 of the paper.
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}
     num_lost_rows = AHEAD
     # Whether lm_heads of their own have a bias.
     lm_head_bias: ClassVar[bool] = False

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.block.head import BlockHead
-from draftsmith.modules.drafters.block.net import BlockConfig, Layout, default_layers
+from draftsmith.modules.drafters.block.net import BlockConfig, default_layers
+from draftsmith.modules.drafters.settings import Layout
 from draftsmith.modules.formats.base import (
     ImportedHead,
     Package,

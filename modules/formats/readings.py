@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.block.net import BlockConfig, Layout
+from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, default_layers
+from draftsmith.modules.drafters.settings import Layout
 from draftsmith.modules.formats.gguf import to_adjacent, to_halves
 from draftsmith.modules.formats.llama import frequencies
 from draftsmith.modules.layers import BASE, ROPE_KINDS, RopeScaling, RotarySettings

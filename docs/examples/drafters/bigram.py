@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class BigramSettings:
         scale: Factor of the loss, as an example of an option.
     """
 
+    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-2}
+
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -41,7 +43,6 @@ class BigramHead(FeatureHead):
     kind = "bigram"
     drafts = ("chain",)  # the method `bigram`
     Config, Settings = LlamaHeadConfig, BigramSettings
-    defaults = {"lr": 1e-2}
     num_lost_rows = 2
     layers = ()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,117 +18,18 @@ from draftsmith.modules.drafters.block.net import (
     BlockConfig,
     BlockNet,
     DocumentBlocks,
-    Layout,
-    MarkovType,
     default_layers,
     layers_like,
 )
+from draftsmith.modules.drafters.settings import BlockSettings, DFlashSettings, DSparkSettings
 from draftsmith.modules.layers import LlamaConfig, captured_layers
 from draftsmith.modules.losses import TokenLoss, along_drafts, compare_blocks, reach_weights, sampled_columns
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_ranges
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
 # Layers of the target that are read by default, as in every published head; fewer of a target of fewer than eight.
 NUM_STATES = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockSettings:
-    """Train a block drafter.
-
-    Attributes:
-        layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: five, evenly spaced, or
-            those of the head it starts from.
-        num_layers: Decoder layers of the head. Default: 2, or those of the head it starts from.
-        block: Tokens that it drafts in a block. Default: 7, or as the head it starts from.
-        vary_block: Train on blocks of 2 to `block` tokens, a length drawn for every step. Servers lay a block of as
-            many slots as they draft tokens, and a head draws other tokens in a block of another length.
-        layout: What a slot predicts: the token behind it, so that the anchor's slot drafts too (anchor-first, DSpark);
-            or its own (fill-in, DFlash). Default: the kind's, or as the head it starts from.
-        mask_token: Token that stands in the slots to fill, one that texts do not have. Default: the target's last one.
-        markov_rank: Width of the Markov head, which adds to a token's logits what the token before it says; 0 for none.
-            Default: 64, for DFlash 0, or as the head it starts from.
-        markov_type: What the Markov head computes from: the token before (vanilla, all that vLLM and llama.cpp serve),
-            the slot's state too (gated), or all tokens of the block before it (rnn). Default: vanilla, or as the head
-            it starts from.
-        confidence: Train a confidence head, by which servers cut drafts short. Default: on, for DFlash off, or as the
-            head it starts from.
-        confidence_label: What it learns: the probability that a drawn token is accepted (overlap, as published), or
-            whether the draft's first choice is the target's, which greedy servers such as llama.cpp accept (match).
-        only_confidence: Train nothing but the confidence head, of a head given as --init: for another kind of text, or
-            another server's rule. What the head drafts stays the same.
-        anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
-        loss_vocab: Tokens over which a step computes its loss: half of them the likeliest by the target, half drawn
-            from the others, which they stand for. 0: the whole vocabulary, as published; validation and only_confidence
-            always take that.
-        ce_weight: Loss weight of the cross-entropy with the text's tokens.
-        l1_weight: Loss weight of the distance between the distributions, twice their total variation.
-        confidence_weight: Loss weight of the confidence head's cross-entropy.
-        token_weights: How the tokens of a block count: by their place (decay), or by how much each one adds to the
-            length that the draft would have accepted by now (reach; D-PACE).
-        decay: A token that stands s places behind a block's first counts exp(-s / decay).
-        loss: FILE.py:FUNCTION takes the place of both distances: (draft logits [N, V], target
-            probabilities [N, V]) -> losses of N tokens.
-    """
-
-    help_rarely: ClassVar[tuple[str, ...]] = (
-        "vary_block",
-        "mask_token",
-        "markov_type",
-        "confidence_label",
-        "only_confidence",
-        "ce_weight",
-        "l1_weight",
-        "confidence_weight",
-        "token_weights",
-        "decay",
-    )
-
-    # Shape of a new head.
-    new: ClassVar[dict[str, Any]] = {"num_layers": 2, "block": 7, "layout": "anchor-first", "markov_rank": 64}
-    new |= {"markov_type": "vanilla", "confidence": True}
-
-    layers: tuple[int, ...] = ()
-    num_layers: int | None = None
-    block: int | None = None
-    vary_block: bool = False
-    layout: Layout | None = None
-    mask_token: int | None = None
-    markov_rank: int | None = None
-    markov_type: MarkovType | None = None
-    confidence: bool | None = None
-    confidence_label: Literal["overlap", "match"] = "overlap"
-    only_confidence: bool = False
-    anchors: int = 512
-    loss_vocab: int = 0
-    ce_weight: float = 0.1
-    l1_weight: float = 0.9
-    confidence_weight: float = 1.0
-    token_weights: Literal["decay", "reach"] = "decay"
-    decay: float = 4.0
-    loss: str | None = None  # in training the function itself (train/own_loss.py)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, block=1 + self.vary_block, anchors=1, markov_rank=0, loss_vocab=0, num_layers=1)
-        check_ranges(self, confidence_weight=0.0, decay=(0.0, math.inf, "()"))
-        if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
-            weights = f"{self.ce_weight}, {self.l1_weight}"
-            raise InputError("ce_weight, l1_weight", weights, "not negative, not both 0", "Change them.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DSparkSettings(BlockSettings):
-    """Train a DSpark head: a block drafter with a Markov head and a confidence head."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashSettings(BlockSettings):
-    """Train a DFlash head: a block drafter that fills in its slots, without further heads, on the text's tokens."""
-
-    new: ClassVar[dict[str, Any]] = BlockSettings.new | {"layout": "fill-in", "markov_rank": 0, "confidence": False}
-    ce_weight: float = 1.0
-    l1_weight: float = 0.0
 
 
 # Alignment. The block of anchor a drafts tokens j = 1 .. n, each from its slot: j - 1 (anchor-first) or j (fill-in).
@@ -220,7 +120,6 @@ class BlockHead(BlockNet):
     Config: ClassVar[type] = BlockConfig
     Settings: ClassVar[type] = BlockSettings
     # deepseek-ai/DeepSpec config/dspark.
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
     ttt_steps = "block"
     monitor = "chain_length"
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.settings import Layout, MarkovType
 from draftsmith.modules.engine.cache import takes_shared
 from draftsmith.modules.layers import (
     MOST_LAYERS,
@@ -37,8 +38,6 @@ from draftsmith.modules.layers import (
 )
 from draftsmith.modules.types import check_config, check_range
 
-Layout = Literal["anchor-first", "fill-in"]
-MarkovType = Literal["vanilla", "gated", "rnn"]
 # Published blocks have 5 to 16 slots.
 MOST_SLOTS = 256
 

@@ -327,7 +327,7 @@ def test_its_training_asks_for_its_settings_on_one_flat_page(kind, tmp_path):
     assert drafter.kind == kind and class_of(kind) is drafter and learned()[kind]
     made = config(data=tmp_path, output=tmp_path, target="t")
     assert isinstance(made, (drafter.Settings, TrainDrafterConfig, TrainConfig)) and made.drafter is drafter
-    assert {name: getattr(made, name) for name in drafter.defaults} == drafter.defaults
+    assert {name: getattr(made, name) for name in drafter.Settings.defaults} == drafter.Settings.defaults
     own = {field.name for field in dataclasses.fields(drafter.Settings)}
     common = {field.name for field in dataclasses.fields(TrainDrafterConfig)}
     assert own & common <= {"init"}, "a setting of its own hides one of every training"

@@ -1,0 +1,320 @@
+"""Options of `train KIND` beside those of every training, by kind of head; torch is not imported.
+
+`Attributes` of a docstring become help. `help_rarely` names the fields that only --help-all lists, `defaults` values of
+the common options in place of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from draftsmith.modules.types import InputError, check_ranges
+
+if TYPE_CHECKING:
+    from draftsmith.modules.drafters.base import TrainStep
+
+Rope = Literal["target", "plain"]
+Mask = Literal["input", "previous"]
+Normalizer = Literal["sequence", "tokens", "padded"]
+Layout = Literal["anchor-first", "fill-in"]
+MarkovType = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleSettings:
+    """Train an EAGLE head. The defaults are the paper's, for 7B targets; small targets want a higher lr and more weight
+    on tokens (configs/train/eagle-embedded.yaml).
+
+    Attributes:
+        num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
+        rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
+            none but linear and dynamic. vLLM and SGLang hold both. Default: target, or those of the head it starts
+            from.
+        feature_weight: Loss weight of the smooth-L1 distance between features.
+        token_weight: Loss weight of the soft cross-entropy against the target's distribution.
+        noise: Uniform noise on the features that the head reads, up to this share of their standard deviation.
+        unroll: Draft steps to train on: each batch is also read as the second, third, ... step of a draft, on the
+            head's own features (HASS; EAGLE-3's training-time test). 1 is EAGLE-1; more costs as many passes and keeps
+            later tokens of a chain good.
+        unroll_after: Share of the steps after which this begins.
+        unroll_decay: Loss weight of a draft step, relative to the one before.
+        loss: FILE.py:FUNCTION takes the cross-entropy's place: (draft logits [N, V], target probabilities [N, V]) ->
+            losses of N tokens.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
+
+    num_layers: int | None = None
+    rope: Rope | None = None
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.1
+    unroll: int = 1
+    unroll_after: float = 0.0
+    unroll_decay: float = 1.0
+    loss: str | None = None  # in training the function itself (train/own_loss.py)
+
+    def __post_init__(self) -> None:
+        if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
+            weights = f"{self.feature_weight}, {self.token_weight}"
+            raise InputError("feature_weight, token_weight", weights, "not negative, not both 0", "Change them.")
+        check_ranges(
+            self, unroll_after=(0.0, 1.0, "[)"), unroll_decay=(0.0, 1.0, "(]"), noise=0.0, unroll=1, num_layers=1
+        )
+
+    def num_ttt_steps(self, step: TrainStep) -> int:
+        """Return the draft steps that a training step learns from."""
+        return self.unroll if self.unroll > 1 and step.number >= round(self.unroll_after * step.total) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Settings:
+    """Train an EAGLE-3 head. Where the published trainers differ, each of their ways is a value here:
+    configs/recipes/ has them by name.
+
+    Attributes:
+        layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: 2, L/2 and L-3, or those
+            of the head it starts from. Of other than three, vLLM, SGLang and speculators can serve the head.
+        draft_vocab: Tokens that it can draft: the most frequent ones of the answers that it is trained on, and those
+            that end them. 0, or no less than the target has: all. Default: 32000, or those of the head it starts from.
+        rope: Rotary positions of the head: the target's, or plain, without the target's scaling. Default: target, or
+            those of the head it starts from.
+        rope_theta: Rotary base of the head. Default: the target's, or that of the head it starts from.
+        version: 3, as in the paper; 3-norm, with a norm of the states side by side before they are joined (servers'
+            norm_before_fc); or 3.1: every state is normed by itself, and so is what the head reads of itself. vLLM,
+            SGLang and speculators serve all, llama.cpp 3 and 3-norm, SafeAILab's code only 3. Default: 3-norm, or that
+            of the head it starts from.
+        train_lm_head: Train the lm_head too, which begins as the target's. That of a head to fine-tune is the new
+            target's where it was never trained, and else the head's own.
+        ttt_steps: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
+        ttt_steps_after: Share of the steps after which there is more than one.
+        ttt_step_decay: Loss weight of a pass, relative to the one before.
+        ttt_step_weights: mean divides by the sum of the steps' weights, so that the learning rate does not depend on
+            their number; sum does not.
+        token_mask: Which tokens count: those whose input is of an answer, which is what drafting meets; previous takes
+            the mask one token earlier (SafeAILab, SpecForge).
+        normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
+            those that do not count and padding too.
+        unknown: Tokens where the target's first choice cannot be drafted: drop them from the loss, or keep them, for
+            which a step needs the target's logits of the draft vocabulary only.
+        loss: FILE.py:FUNCTION takes the place of the cross-entropy: (draft logits [N, V], target
+            probabilities [N, V]) -> losses of N tokens.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
+
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "rope_theta",
+        "ttt_steps_after",
+        "ttt_step_decay",
+        "ttt_step_weights",
+        "token_mask",
+        "normalizer",
+        "unknown",
+    )
+
+    layers: tuple[int, ...] = ()
+    draft_vocab: int | None = None
+    rope: Rope | None = None
+    rope_theta: float | None = None
+    version: Literal["3", "3-norm", "3.1"] | None = None
+    train_lm_head: bool = False
+    ttt_steps: int = 7
+    ttt_steps_after: float = 0.0
+    ttt_step_decay: float = 0.8
+    ttt_step_weights: Literal["mean", "sum"] = "mean"
+    token_mask: Mask = "input"
+    normalizer: Normalizer = "sequence"
+    unknown: Literal["drop", "keep"] = "drop"
+    loss: str | None = None  # in training the function itself (train/own_loss.py)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, ttt_steps=1, ttt_steps_after=(0.0, 1.0, "[)"), ttt_step_decay=(0.0, 1.0, "(]"))
+        check_ranges(self, draft_vocab=0, rope_theta=(0.0, math.inf, "()"))
+
+    def num_ttt_steps(self, step: TrainStep | None) -> int:
+        """Return the passes that a training step learns from; validation measures all."""
+        late = step is None or step.number >= round(self.ttt_steps_after * step.total)
+        return self.ttt_steps if late else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaSettings:
+    """Train Medusa heads. The target stays as it is, its lm_head too.
+
+    Attributes:
+        num_heads: Heads, and so the tokens of the longest draft. Default: 5, or those of the heads to train on.
+        num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
+        lm_head: own, one for each head, which begins as the target's and is trained, as published; or target, whose
+            lm_head all heads share. Default: target, or what the heads to train on have.
+        head_decay: Loss weight of a head, relative to the one before.
+        loss: What the heads learn from: hard, the tokens of the text; or soft, the target's own distributions there,
+            at temperature 1 (Hydra++'s teacher loss).
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}
+
+    num_heads: int | None = None
+    num_layers: int | None = None
+    lm_head: Literal["own", "target"] | None = None
+    head_decay: float = 0.8
+    loss: Literal["hard", "soft"] = "hard"
+
+    def __post_init__(self) -> None:
+        check_ranges(self, num_heads=1, num_layers=1, head_decay=(0.0, 1.0, "(]"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraSettings(MedusaSettings):
+    """Train Hydra heads, or with --prefix-attention and --num-layers 4 those of Hydra++. The target stays as it is.
+
+    Attributes:
+        num_heads: Heads, and so the tokens of the longest draft. Default: 4, or those of the heads to train on.
+        num_layers: Layers of each head's MLP, of which those behind the first are one that is repeated, as published.
+            Default: 1, or those of the heads to train on.
+        prefix_attention: A decoder layer over all of the target's states gives the heads what they read in the place of
+            the last one (Hydra++). Default: off, or what the heads to train on have.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}
+
+    loss: Literal["hard", "soft"] = "soft"
+    prefix_attention: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelSettings:
+    """Distil a draft model from the target's answers: some of its layers, or the model of --init. The result is a plain
+    transformers model.
+
+    Attributes:
+        keep_layers: Layers of the target that it begins as, from 0, ascending. Default: one of six, evenly spaced, with
+            the first and the last. With --init: layers of that model, by default all.
+        loss: Distance between the distributions of target p and draft q: forward KL(p|q), or tvd, total variation,
+            whose complement is the probability that a drawn token is accepted; or FILE.py:FUNCTION, of (draft logits
+            [N, V], target probabilities [N, V]).
+        train_embeddings: Train embedding and lm_head too, which begin as the target's.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3}
+
+    keep_layers: tuple[int, ...] = ()
+    loss: str = "forward"  # in training also a function (train/own_loss.py)
+    train_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss, str) and ":" not in self.loss and self.loss not in ("forward", "tvd"):
+            raise InputError("loss", repr(self.loss), "forward, tvd or FILE.py:FUNCTION", "Change it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """Train a block drafter.
+
+    Attributes:
+        layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: five, evenly spaced, or
+            those of the head it starts from.
+        num_layers: Decoder layers of the head. Default: 2, or those of the head it starts from.
+        block: Tokens that it drafts in a block. Default: 7, or as the head it starts from.
+        vary_block: Train on blocks of 2 to `block` tokens, a length drawn for every step. Servers lay a block of as
+            many slots as they draft tokens, and a head draws other tokens in a block of another length.
+        layout: What a slot predicts: the token behind it, so that the anchor's slot drafts too (anchor-first, DSpark);
+            or its own (fill-in, DFlash). Default: the kind's, or as the head it starts from.
+        mask_token: Token that stands in the slots to fill, one that texts do not have. Default: the target's last one.
+        markov_rank: Width of the Markov head, which adds to a token's logits what the token before it says; 0 for none.
+            Default: 64, for DFlash 0, or as the head it starts from.
+        markov_type: What the Markov head computes from: the token before (vanilla, all that vLLM and llama.cpp serve),
+            the slot's state too (gated), or all tokens of the block before it (rnn). Default: vanilla, or as the head
+            it starts from.
+        confidence: Train a confidence head, by which servers cut drafts short. Default: on, for DFlash off, or as the
+            head it starts from.
+        confidence_label: What it learns: the probability that a drawn token is accepted (overlap, as published), or
+            whether the draft's first choice is the target's, which greedy servers such as llama.cpp accept (match).
+        only_confidence: Train nothing but the confidence head, of a head given as --init: for another kind of text, or
+            another server's rule. What the head drafts stays the same.
+        anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
+        loss_vocab: Tokens over which a step computes its loss: half of them the likeliest by the target, half drawn
+            from the others, which they stand for. 0: the whole vocabulary, as published; validation and only_confidence
+            always take that.
+        ce_weight: Loss weight of the cross-entropy with the text's tokens.
+        l1_weight: Loss weight of the distance between the distributions, twice their total variation.
+        confidence_weight: Loss weight of the confidence head's cross-entropy.
+        token_weights: How the tokens of a block count: by their place (decay), or by how much each one adds to the
+            length that the draft would have accepted by now (reach; D-PACE).
+        decay: A token that stands s places behind a block's first counts exp(-s / decay).
+        loss: FILE.py:FUNCTION takes the place of both distances: (draft logits [N, V], target
+            probabilities [N, V]) -> losses of N tokens.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
+
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "vary_block",
+        "mask_token",
+        "markov_type",
+        "confidence_label",
+        "only_confidence",
+        "ce_weight",
+        "l1_weight",
+        "confidence_weight",
+        "token_weights",
+        "decay",
+    )
+
+    # Shape of a new head.
+    new: ClassVar[dict[str, Any]] = {"num_layers": 2, "block": 7, "layout": "anchor-first", "markov_rank": 64}
+    new |= {"markov_type": "vanilla", "confidence": True}
+
+    layers: tuple[int, ...] = ()
+    num_layers: int | None = None
+    block: int | None = None
+    vary_block: bool = False
+    layout: Layout | None = None
+    mask_token: int | None = None
+    markov_rank: int | None = None
+    markov_type: MarkovType | None = None
+    confidence: bool | None = None
+    confidence_label: Literal["overlap", "match"] = "overlap"
+    only_confidence: bool = False
+    anchors: int = 512
+    loss_vocab: int = 0
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+    token_weights: Literal["decay", "reach"] = "decay"
+    decay: float = 4.0
+    loss: str | None = None  # in training the function itself (train/own_loss.py)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, block=1 + self.vary_block, anchors=1, markov_rank=0, loss_vocab=0, num_layers=1)
+        check_ranges(self, confidence_weight=0.0, decay=(0.0, math.inf, "()"))
+        if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
+            weights = f"{self.ce_weight}, {self.l1_weight}"
+            raise InputError("ce_weight, l1_weight", weights, "not negative, not both 0", "Change them.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkSettings(BlockSettings):
+    """Train a DSpark head: a block drafter with a Markov head and a confidence head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashSettings(BlockSettings):
+    """Train a DFlash head: a block drafter that fills in its slots, without further heads, on the text's tokens."""
+
+    new: ClassVar[dict[str, Any]] = BlockSettings.new | {"layout": "fill-in", "markov_rank": 0, "confidence": False}
+    ce_weight: float = 1.0
+    l1_weight: float = 0.0
+
+
+SETTINGS: dict[str, type] = {
+    "dflash": DFlashSettings,
+    "draft": DraftModelSettings,
+    "dspark": DSparkSettings,
+    "eagle": EagleSettings,
+    "eagle3": Eagle3Settings,
+    "hydra": HydraSettings,
+    "medusa": MedusaSettings,
+}
