@@ -11,17 +11,18 @@ import bisect
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, pad_right, set_threads
-from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, check_numbering
+from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates, check_numbering
 from draftsmith.data.settings import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtifactDataset, feature_key, open_dataset
@@ -35,7 +36,7 @@ from draftsmith.modules.finite import NonFinite, broken_row, name_nonfinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.models import llama_shape, load_info, load_lm, target_shape, vocabulary_size
+from draftsmith.modules.pretrained.models import load_info, load_lm, target_shape, vocabulary_size
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
@@ -61,28 +62,48 @@ BATCHES_AHEAD = 2
 def run(config: FeaturesConfig) -> Path:
     """Write the artifact `features` and return its directory."""
     set_threads(config.num_threads)
-    if config.engine == "vllm":
-        return run_vllm(config)
-    lm = load_lm(config.target, **config.loading, device_map=config.device_map)
+    lm = None
+    if config.engine != "vllm":
+        lm = load_lm(config.target, **config.loading, device_map=config.device_map)
+    info = load_info(config.target) if lm is None else lm.info
     # Final states are there in any family.
     needs_shape = config.drafter is not None or config.layers
-    rows, plan, aux_layers = open_rows(config, lm.info, llama_shape(lm, config.target) if needs_shape else None)
-    run_stage(plan, lambda shard, advance: read_shard(lm, rows, shard, config, advance, aux_layers))
+    rows, plan, aux_layers = open_rows(config, info, target_shape(config.target) if needs_shape else None)
+    with open_states(config, lm, plan, rows, aux_layers) as source:
+        about = Manifest.read(config.output).identity.get("read_by") if source is None else source.about
+
+        def make_shard(shard: Shard, advance: Advance) -> ShardContent:
+            assert source is not None
+            texts = rows.read(shard.start, shard.stop)
+            check_lengths(texts, shard.start, info.max_position)
+            tensors: dict[str, torch.Tensor] = {}
+            with name_nonfinite([row["id"] for row in texts]):
+                for number, stored in source.read([row["input_ids"] for row in texts]):
+                    # Copies: views would keep, and safetensors would refuse, what is behind them.
+                    key = feature_key(shard.start + number)
+                    tensors |= {key + suffix: tensor.clone() for suffix, tensor in stored.items()}
+                    advance(1)
+            return shard_of(shard, texts, tensors)
+
+        run_stage(replace(plan, identity={**plan.identity, **({"read_by": about} if about else {})}), make_shard)
     return config.output
 
 
-def run_vllm(config: FeaturesConfig) -> Path:
-    """Write the artifact with states that vLLM computes, here or at a server."""
-    info = load_info(config.target)
-    rows, plan, aux_layers = open_rows(config, info, target_shape(config.target))
+@contextmanager
+def open_states(
+    config: FeaturesConfig, lm: CausalLM | None, plan: StagePlan, rows: Rows, aux_layers: tuple[int, ...]
+) -> Iterator[OwnStates | VllmStates | ServedStates | None]:
+    """Open what computes the states: our own engine, vLLM in processes of its own, or vLLM at a server.
+
+    Yields None if nothing is left to read: then no vLLM is started.
+    """
+    if lm is not None:
+        yield OwnStates(lm, aux_layers, config)
+        return
     if (config.output / MANIFEST).exists() and all(read_done(config.output, shard) for shard in plan.shards):
-        # Nothing is left to read: no engine is started.
-        read_by = Manifest.read(config.output).identity.get("read_by")
-        run_stage(
-            replace(plan, identity={**plan.identity, "read_by": read_by}), lambda shard, advance: ShardContent([])
-        )
-        return config.output
-    layers = aux_layers or (info.num_layers,)
+        yield None
+        return
+    layers = aux_layers or (target_shape(config.target).num_layers,)
     source: VllmStates | ServedStates
     if config.server is not None:
         source = ServedStates(config.server, config.output)
@@ -92,19 +113,7 @@ def run_vllm(config: FeaturesConfig) -> Path:
     with source:
         examples = [row["input_ids"] for row in rows.read(0, min(4, len(rows)))]
         log_note(check_numbering(source, config.target, layers, examples, config.feature_dtype))
-        plan = replace(plan, identity={**plan.identity, "read_by": source.about})
-
-        def make_shard(shard: Shard, advance: Advance) -> ShardContent:
-            texts = rows.read(shard.start, shard.stop)
-            check_lengths(texts, shard.start, info.max_position)
-            tensors: dict[str, torch.Tensor] = {}
-            for number, stored in enumerate(source.read([row["input_ids"] for row in texts]), shard.start):
-                tensors |= {feature_key(number) + suffix: tensor.clone() for suffix, tensor in stored.items()}
-                advance(1)
-            return shard_of(shard, texts, tensors)
-
-        run_stage(plan, make_shard)
-    return config.output
+        yield source
 
 
 def open_rows(
@@ -188,67 +197,65 @@ def check_room(plan: StagePlan, rows: Rows, token_bytes: int) -> None:
     check_disk(plan.directory, needed, "output", "Free some space, use --limit or another disk.")
 
 
-@torch.inference_mode()
-def read_shard(
-    lm: CausalLM,
-    source: Rows,
-    shard: Shard,
-    config: FeaturesConfig,
-    advance: Advance,
-    aux_layers: tuple[int, ...] = (),
-) -> ShardContent:
-    """Compute the features of every row of a shard, in batches of similar length.
+@dataclass(frozen=True)
+class OwnStates:
+    """States that our own engine computes, in batches of similar length.
 
     A batch is encoded and checked on the model's device and comes to the host in one transfer, while the next batches
     are read.
     """
-    rows = source.read(shard.start, shard.stop)
-    check_lengths(rows, shard.start, lm.info.max_position)
-    lengths = [len(row["input_ids"]) for row in rows]
-    tensors: dict[str, torch.Tensor] = {}
-    reading: deque[tuple[list[int], Future[list[dict[str, torch.Tensor]]]]] = deque()
 
-    def take() -> None:
-        batch, received = reading.popleft()
-        with name_nonfinite([rows[i]["id"] for i in batch]):
-            for i, stored in zip(batch, received.result(), strict=True):
-                tensors.update({feature_key(shard.start + i) + suffix: own for suffix, own in stored.items()})
-        advance(len(batch))
+    lm: CausalLM
+    aux_layers: tuple[int, ...]
+    config: FeaturesConfig
+    # Other sources say what computes their states.
+    about: ClassVar[dict[str, Any]] = {}
 
-    with ThreadPoolExecutor(1, "features") as receiver:
-        for batch in group_by_length(lengths, config.tokens_per_batch):
-            own = [lengths[i] for i in batch]
-            padded = lm.features(
-                pad_right([rows[i]["input_ids"] for i in batch], lm), aux_layers=aux_layers
-            )  # [B, T, L*H]
-            features = Documents.of(own, lm.device).unpad(padded)[0]  # [N, L*H]
-            stored = feature_codec.encode(features, config.feature_dtype)
-            sent = to_host_together([broken_row(features), *stored.values()])
-            reading.append((batch, receiver.submit(split_rows, sent, list(stored), own)))
-            if len(reading) > BATCHES_AHEAD:
-                take()
-        while reading:
-            take()
-    return shard_of(shard, rows, tensors)
+    @torch.inference_mode()
+    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, Stored]]:
+        """Yield the numbers of rows [T], each with its encoded states.
+
+        Raises:
+            NonFinite: names the row and the position in it.
+        """
+        lm, lengths = self.lm, [len(row) for row in rows]
+        reading: deque[tuple[list[int], Future[list[Stored]]]] = deque()
+
+        def take() -> Iterator[tuple[int, Stored]]:
+            batch, received = reading.popleft()
+            yield from zip(batch, received.result(), strict=True)
+
+        with ThreadPoolExecutor(1, "features") as receiver:
+            for batch in group_by_length(lengths, self.config.tokens_per_batch):
+                own = [lengths[i] for i in batch]
+                padded = lm.features(pad_right([rows[i] for i in batch], lm), aux_layers=self.aux_layers)  # [B, T, L*H]
+                features = Documents.of(own, lm.device).unpad(padded)[0]  # [N, L*H]
+                stored = feature_codec.encode(features, self.config.feature_dtype)
+                sent = to_host_together([broken_row(features), *stored.values()])
+                reading.append((batch, receiver.submit(split_rows, sent, list(stored), batch, own)))
+                if len(reading) > BATCHES_AHEAD:
+                    yield from take()
+            while reading:
+                yield from take()
 
 
 def split_rows(
-    sent: Callable[[], list[torch.Tensor]], suffixes: Sequence[str], lengths: Sequence[int]
-) -> list[dict[str, torch.Tensor]]:
-    """Wait for a batch and return each row's encoded features, by suffix.
+    sent: Callable[[], list[torch.Tensor]], suffixes: Sequence[str], batch: Sequence[int], lengths: Sequence[int]
+) -> list[Stored]:
+    """Wait for a batch and return each row's encoded features, by suffix, as views.
 
-    sent: returns the first broken token of the batch, or -1, and its encoded features, row behind row.
+    sent: returns the first broken token of the batch, or -1, and its encoded features, row behind row. batch, lengths:
+    numbers and tokens of its rows.
 
     Raises:
-        NonFinite: names the row in the batch and the position in it.
+        NonFinite: names the row and the position in it.
     """
     broken, *parts = sent()
     ends = list(itertools.accumulate(lengths))
     if (place := int(broken)) >= 0:
         row = bisect.bisect_right(ends, place)
-        raise NonFinite("hidden states", "target", place - ends[row] + lengths[row], row)
-    # Copies: views would keep, and safetensors would refuse, the batch behind them.
-    split = [[own.clone() for own in part.split(list(lengths))] for part in parts]
+        raise NonFinite("hidden states", "target", place - ends[row] + lengths[row], batch[row])
+    split = [part.split(list(lengths)) for part in parts]
     return [dict(zip(suffixes, own, strict=True)) for own in zip(*split, strict=True)]
 
 

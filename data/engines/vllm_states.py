@@ -119,8 +119,8 @@ class VllmStates:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[Stored]:
-        """Yield the encoded states of rows [T], in their order."""
+    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, Stored]]:
+        """Yield the numbers of rows [T], each with its encoded states, in their order."""
         from vllm import SamplingParams
 
         names = [row_name(row) for row in rows]
@@ -128,14 +128,14 @@ class VllmStates:
         extra = {"kv_transfer_params": {"spool": "rows"}}
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
         self._llm.generate([{"prompt_token_ids": list(row)} for row in waiting.values()], params, use_tqdm=False)
-        for name in names:
+        for number, name in enumerate(names):
             late = time.monotonic() + LATE_S
             while not self._reader.arrived(name):
                 if time.monotonic() > late:
                     found = f"{len(waiting)} rows read, and no states of one after {LATE_S:.0f} s"
                     raise InputError("engine", found, "their states", "Read what vLLM has printed above.")
                 time.sleep(0.005)
-            yield self._reader.take(name)
+            yield number, self._reader.take(name)
 
 
 class ServedStates:
@@ -200,12 +200,12 @@ class ServedStates:
         if self._reader is not None:
             self._reader.close()
 
-    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[Stored]:
-        """Yield the encoded states of rows [T], in their order. All of them are asked for at once."""
+    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, Stored]]:
+        """Yield the numbers of rows [T], each with its encoded states, in their order. All are asked for at once."""
         for row in rows:
             self.ask(row)
-        for row in rows:
-            yield self.take(row)
+        for number, row in enumerate(rows):
+            yield number, self.take(row)
 
     def ask(self, row: Sequence[int]) -> None:
         """Ask for the states of a row [T], without waiting."""
@@ -312,7 +312,7 @@ def check_numbering(
         InputError: states of other layers, of another model, or stored in another type.
     """
     rows = [list(row[:COMPARED_TOKENS]) for row in rows[:COMPARED_ROWS]]
-    stored = list(source.read(rows))
+    stored = [states for _, states in source.read(rows)]
     kind = "fp8" if len(stored[0]) > 1 else "bf16"
     if kind != dtype:
         remedy = "Start the server with the same --feature-dtype, or pass its type here."

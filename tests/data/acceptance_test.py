@@ -8,7 +8,7 @@ import torch
 from tiny_models import padded, tiny_llama_dir, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.acceptance import MixedTextLabels, label_positions
+from draftsmith.data.labels import MixedTextLabels, label_positions
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms

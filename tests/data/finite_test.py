@@ -6,10 +6,8 @@ import pytest
 import torch
 from broken_models import CONTEXT, models, small_lm
 
-from draftsmith.data.acceptance import MixedTextLabels
 from draftsmith.data.engines.own import RowUniforms, generate_all
-from draftsmith.data.rollouts import Rollouts
-from draftsmith.modules.drafters.branches import BranchedText
+from draftsmith.data.labels import MixedTextLabels, Rollouts
 from draftsmith.modules.finite import NonFinite, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.types import SamplingParams
@@ -51,7 +49,7 @@ def test_labels_of_rounds(broken, drafting, params):
     row = {"id": "x", "input_ids": text, "loss_mask": [at >= start for at in range(len(text))], "turn": 1, "task": ""}
     how = Rollouts(target, drafter, 3, 1, (params,), 4, 0, CONTEXT)
     with pytest.raises(NonFinite) as caught, name_nonfinite(["row-0"]):
-        how.label_response(BranchedText(target, 3), drafter.branches(3), row, 0)
+        how.label_response(drafter.branches(3), row, 0)
     assert caught.value.model == broken and caught.value.prompt == "row-0"
     assert caught.value.position == start + 1  # where drafts begin
 

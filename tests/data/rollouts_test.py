@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.data.acceptance import AcceptanceConfig
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
-from draftsmith.data.rollouts import Rollouts, reached
+from draftsmith.data.labels import Rollouts, reached
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -204,9 +204,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
 def test_labels_say_how_a_token_goes_on_with_a_repetition():
     ids, params, draft = [2, 0, 1, 3, 2, 0, 3, 1, 2, 0, 1, 3, 2, 0, 3, 3, 1, 2, 0], SamplingParams(0.7), LogitTable(1)
     rollouts = settings(target=LogitTable(0), drafter=FrozenDrafter(draft, {}), sampling=(params,), chunk=5)
-    made = rollouts.label_response(
-        BranchedText(rollouts.target, 2), BranchDrafter(DraftModelNet(draft), 2), text_row(ids, 3), 0
-    )
+    made = rollouts.label_response(BranchDrafter(DraftModelNet(draft), 2), text_row(ids, 3), 0)
     seen = set()
     for number, start in enumerate(made["starts"]):
         for depth in range(2):
