@@ -48,9 +48,9 @@ class LlamaCppEngine(ServerEngine):
         super().__init__(server, settings, "")
         # Its own endpoint lies beside /v1.
         self.connection = Server(server, "a llama.cpp server", root=True)
-        self.identity = saved_identity(settings.target)
         facts = self.connection.json("props", FACTS)
-        self.answered_by = {"answered_by": {"llamacpp": facts["build_info"][:80]}}
+        answered_by = {"llamacpp": facts["build_info"][:80]}
+        self.identity = {"target": saved_identity(settings.target), "answered_by": answered_by}
         served = facts["default_generation_settings"]["n_ctx"]
         self.context = min(served, self.context or served)
 
@@ -101,4 +101,6 @@ def llamacpp_server(
     if threads:
         words += ["--threads", str(threads), "--threads-batch", str(threads)]
     with running(words, {}) as url:
-        yield LlamaCppEngine(ServerConfig(url=url, concurrency=slots), settings)
+        engine = LlamaCppEngine(ServerConfig(url=url, concurrency=slots), settings)
+        engine.context = min(engine.context or context, context)
+        yield engine

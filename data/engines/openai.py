@@ -62,8 +62,7 @@ class ServerEngine:
         self.context = context_length(settings.target)
         self.vocab_size: int = (config.get("text_config") or config).get("vocab_size") or len(self.tokenizer)
         # The weights are at the server: only their configuration is known here.
-        self.identity = {"config": config_hash(config)}
-        self.answered_by: dict[str, dict[str, str]] = {}  # the server's version, where it tells
+        self.identity: dict[str, dict[str, str]] = {"target": {"config": config_hash(config)}}
         if server.dialect == "openai":
             remedy = "Pass --server.dialect vllm, or generate in process."
             if settings.ignore_eos:
@@ -196,7 +195,7 @@ class ServerShards:
         with self._runner:
             self._runner.run(close())
 
-    def make(self, shard: Shard, advance: Advance) -> ShardContent:
+    def answer_shard(self, shard: Shard, advance: Advance) -> ShardContent:
         """Generate the responses of one shard."""
         self._start(shard, advance)
         # Requests of this rank's next unfinished shard fill the slots that this one leaves free.

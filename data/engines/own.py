@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.data.store.shards import row_generator
+from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.methods import chain_method, parse_method
+from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.heads import load_drafter
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.sampling import Source, TorchSource
@@ -106,42 +108,68 @@ def set_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-@dataclass(frozen=True)
-class ResponseDrafter:
-    """Drafting method of `data responses` with the model or head that it uses; identity is recorded in the manifest."""
+class OwnEngine(AbstractContextManager["OwnEngine"]):
+    """Our own decoder with a drafting method, `batch_size` turns at a time.
 
-    target: CausalLM
-    method: Method
-    draft: CausalLM | None = None
-    heads: Mapping[str, Any] = field(default_factory=dict)
-    identity: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        identity: of the target, and of what drafts. context: longest sequence.
+    """
 
-    @classmethod
-    def load(
-        cls,
-        target: CausalLM,
-        target_path: str,
-        draft_path: str | None,
-        label: str | None,
+    def __init__(
+        self,
+        settings: AnswerSettings,
         load: Callable[[str], CausalLM],
-    ) -> ResponseDrafter:
-        """Load --draft and choose the method. label: --method. load: path -> model."""
-        if draft_path is None:
-            return cls(target, select_method(label or "ar", ""))
-        drafter = load_drafter(draft_path, lambda: target, load)
-        method = select_method(label or chain_method(drafter.name), drafter.name)
-        identity = {"drafted_by": drafter.identity}
+        batch_size: int,
+        draft: str | None = None,
+        label: str | None = None,
+    ):
+        """load: path -> model. draft, label: --draft and --method."""
+        self.settings, self._batch_size = settings, batch_size
+        self.lm = load(settings.target)
+        self.context, self.identity = self.lm.info.max_position, {"target": self.lm.info.identity}
+        self._draft: CausalLM | None = None
+        self._heads: dict[str, Any] = {}
+        if draft is None:
+            self._method = select_method(label or "ar", "")
+            return
+        drafter = load_drafter(draft, lambda: self.lm, load)
+        self._method = select_method(label or chain_method(drafter.name), drafter.name)
+        self.identity["drafted_by"] = drafter.identity
         if drafter.head is not None:
-            return cls(target, method, heads={drafter.name: drafter.head}, identity=identity)
-        check_same_tokenizer(target_path, draft_path)
-        drafter.lm.fit_vocabulary(target.info.vocab_size)
-        return cls(target, method, drafter.lm, identity=identity)
+            self._heads = {drafter.name: drafter.head}
+        else:
+            check_same_tokenizer(settings.target, draft)
+            drafter.lm.fit_vocabulary(self.lm.info.vocab_size)
+            self._draft = drafter.lm
 
-    def build(self, capacity: int, ends: tuple[int, ...], num_rows: int) -> Drafter | None:
-        """Build a fresh drafter. capacity: most tokens per row, drafts included. ends: end tokens."""
-        # What a drafter learned must not reach the next shard: shards are the same on any number of ranks.
-        models = Models(self.target, self.draft, heads=self.heads, capacity=capacity, ends=ends)
-        return self.method.build(models, num_rows)
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def answers(self, turns: Sequence[PendingTurn]) -> Iterator[tuple[int, TargetTurn]]:
+        """Yield (number in `turns`, response) as responses finish."""
+        settings = self.settings
+        ends = () if settings.ignore_eos else self.lm.info.eos_ids
+        # Turn 1 uses the same stream as a prompt without later turns.
+        stages = ["responses" if turn.number == 1 else f"responses/turn-{turn.number}" for turn in turns]
+
+        def build_drafter(capacity: int) -> Drafter | None:
+            # What a drafter learned must not reach the next shard: shards are the same on any number of ranks.
+            models = Models(self.lm, self._draft, heads=self._heads, capacity=capacity, ends=ends)
+            return self._method.build(models, self._batch_size)
+
+        with name_nonfinite([turn.id for turn in turns]):
+            answers = generate_rows(
+                self.lm,
+                [turn.prompt_ids for turn in turns],
+                settings.params,
+                settings.max_new_tokens,
+                self._batch_size,
+                lambda i: RowUniforms(stages[i], settings.seed, turns[i].row),
+                ends,
+                build_drafter,
+            )
+            for i, tokens in answers:
+                yield i, TargetTurn(tokens, ended=tokens[-1] in ends)
 
 
 def select_method(label: str, draft_kind: str) -> Method:

@@ -72,8 +72,8 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
     dtype: of the weights. args: JSON file with further arguments of `vllm.LLM` (--vllm-args).
 
     Attributes:
-        identity: of the target, from its files. context: longest sequence here.
-        answered_by: vLLM's version and `args`, which can change the distribution (a quantized cache, for example).
+        identity: of the target, from its files; and vLLM's version and `args`, which can change the distribution (a
+            quantized cache, for example). context: longest sequence here.
     """
 
     def __init__(self, settings: AnswerSettings, dtype: str, args: Path | None, trust_remote_code: bool):
@@ -81,8 +81,8 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         self._llm, arguments = open_llm(settings.target, dtype, args, trust_remote_code)
         from vllm import SamplingParams
 
-        self.identity = saved_identity(settings.target)
-        self.answered_by = {"vllm": importlib.metadata.version("vllm"), **arguments}
+        answered_by = {"vllm": importlib.metadata.version("vllm"), **arguments}
+        self.identity = {"target": saved_identity(settings.target), "answered_by": answered_by}
         self._eos_ids = () if settings.ignore_eos else end_tokens(directory, read_config(settings.target))
         self.settings, self._params = settings, SamplingParams
         self.context = int(self._llm.llm_engine.model_config.max_model_len)

@@ -188,6 +188,6 @@ def test_answers_that_come_together_are_reported_together(monkeypatch):
 
     monkeypatch.setattr(responses.time, "monotonic", lambda: now[0])
     for apart in (0.001, 0.9):
-        generate = functools.partial(answers, apart=apart)
-        responses.answer_shard(generate, prompts, lambda row: OneTurn(), 9, Shard(0, 0, 5), reported.append)
+        engine = SimpleNamespace(answers=functools.partial(answers, apart=apart), context=9)
+        responses.answer_shard(engine, prompts, lambda row: OneTurn(), Shard(0, 0, 5), reported.append)
     assert reported == [5, 3, 2, 0]

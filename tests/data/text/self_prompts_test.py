@@ -8,6 +8,7 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from draftsmith.data import prompts, responses
+from draftsmith.data.engines.own import OwnEngine
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.store.manifest import Manifest
@@ -29,7 +30,7 @@ WRITTEN = [
 def test_the_targets_own_turns_become_prompts(pair, tmp_path, monkeypatch):
     target, tokenizer = str(pair[0]), tiny_tokenizer()
 
-    def generate(lm, config, drafter, turns):
+    def answers(engine, turns):
         for number, (turn, (text, ended, _)) in enumerate(zip(turns, WRITTEN, strict=True)):
             # Up to our words it is what the template makes of a message that begins with them.
             whole = prompt_ids(tokenizer, [{"role": "user", "content": "?"}])
@@ -37,7 +38,7 @@ def test_the_targets_own_turns_become_prompts(pair, tmp_path, monkeypatch):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             yield number, TargetTurn([*ids, tokenizer.eos_token_id] if ended else ids, ended)
 
-    monkeypatch.setattr(responses, "generate_turns", generate)
+    monkeypatch.setattr(OwnEngine, "answers", answers)
     monkeypatch.setattr("draftsmith.data.text.self_prompts.OPENINGS", {"chat": ("",)})
     begun = prompts.run(PromptsConfig("self", target, tmp_path / "begun", limit=len(WRITTEN)))
     turns = responses.run(ResponsesConfig(begun, target, tmp_path / "turns"))
