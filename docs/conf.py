@@ -29,7 +29,7 @@ author = "The Draftsmith developers"
 release = draftsmith.__version__
 root_doc = "README"
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
-include_patterns = ["*.md", "docs/**", "benchmarks/**/README.md", "data/**/MODEL_CARD.md"]
+include_patterns = ["*.md", "docs/**", "benchmarks/README.md", "benchmarks/*/README.md", "data/**/MODEL_CARD.md"]
 exclude_patterns = [".*", "**/.*", "site", "build", "runs", "**/__pycache__"]  # not even looked into
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 if REPOSITORY:
