@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
-from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
@@ -31,7 +30,7 @@ from draftsmith.eval.bench.runner import load_run
 from draftsmith.eval.bets import MAX_GAP, DraftedPlace, Drift, Evidence, RecordingRunner, decided_tokens, ends_as_asked
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import to_json
-from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
+from draftsmith.eval.settings import CertifyConfig
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import LabeledMethod, parse_methods
@@ -42,67 +41,13 @@ from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, text_
 from draftsmith.modules.sampling import best_tokens, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams, check_range
+from draftsmith.modules.types import InputError, SamplingParams
 
 CONTROL, SERVER = "control", "server"
 MOST_DRIFT = 0.05  # the strongest bet stakes 0.95 on a score's gain, which a drift may raise by this
 # Greedy: a token may lie this many times as far below the target's best one as any of the control.
 GAP_FACTOR = 1.5
 SAMPLED_PROMPTS = 4  # fewer than a batch, so that rows which share their random numbers repeat an answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
-    """Certify that a server's answers follow the target, or those of this decoder's methods. The exit code is 1 if they
-    do not.
-
-    Attributes:
-        target: the model that is served, in the weights that are served, or that the methods decode: a directory, hub
-            id or GGUF file.
-        answers: output of `data responses`, asked of the server that speculates. This, or prompts for this decoder.
-        control: the same of the server without its drafter, with as many answers or more.
-        prompts: as for `eval bench`, to be answered here.
-        output: directory that receives results.json.
-        methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
-        draft: drafters of the methods; or the model or head that the server drafts with, if it runs here: its
-            distribution at every token makes smaller mistakes visible.
-        mid: model between draft and target.
-        acceptance: acceptance head directory.
-        limit: only the first so many answers of the server; 0 takes all. Of this decoder: prompts of the greedy test,
-            20 by default; the sampling test repeats the first of them.
-        max_new_tokens: longest answer of this decoder.
-        sampled_tokens: number of tokens in this decoder's sampling test; 0 skips it.
-        alpha: highest probability that answers which follow the target fail.
-        temperature: temperature of this decoder's sampling test. Of a server's answers it is known.
-        batch_size: prompts that this decoder answers together, in rows.
-    """
-
-    target: str
-    output: Path
-    answers: Path | None = None
-    control: Path | None = None
-    prompts: str | None = None
-    methods: str = "spec:k=5"
-    mid: str | None = None
-    acceptance: str | None = None
-    limit: int = 0
-    max_new_tokens: int = 64
-    sampled_tokens: int = 8192
-    alpha: float = 1e-3
-    temperature: float = 1.0
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "batch_size", "num_threads")
-        check_not_negative(self, "sampled_tokens", "limit")
-        check_range("max_new_tokens", self.max_new_tokens, 2)  # the first one is the prefill's
-        check_range("alpha", self.alpha, 0.0, 1.0, "()")
-        if (self.answers is None) == (self.prompts is None):
-            found = "answers and prompts" if self.prompts else "neither"
-            raise InputError("answers", found, "--answers of a server, or --prompts for this decoder", "Pass one.")
-        if self.prompts is not None and self.sampling.greedy:
-            raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.console import add_result, log_note
-from draftsmith.data.settings import DraftSettings, Sampling, check_positive
+from draftsmith.data.settings import check_positive
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.answer import TokenStream
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, load_run, trained_for
-from draftsmith.eval.settings import AnswerLength, Running
+from draftsmith.eval.settings import DecodeConfig
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.methods import LabeledMethod, by_drafter, chain_drafters, parse_methods
@@ -27,32 +26,6 @@ from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
 DRAFTED, OWN = "green", "yellow"
-
-
-@dataclass(frozen=True)
-class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
-    """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
-
-    Attributes:
-        prompt: what to ask; `-` reads standard input.
-        target: model directory, hub id or embedded:target.
-        mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
-        acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
-        method: name:setting=value, as in `draftsmith eval bench`; auto is online with what is given: a chain ends when
-            one more token is worth less than its time, by the draft's own confidence and the verdicts so far, and by
-            the acceptance head where one is given.
-        system: a system message that goes before the prompt.
-        raw: read the prompt as it is, without the chat template.
-    """
-
-    prompt: str
-    target: str = "embedded:target"
-    mid: str | None = None
-    acceptance: str | None = None
-    method: str = "auto"
-    system: str | None = None
-    raw: bool = False
-    max_new_tokens: int = field(default=256, kw_only=True)
 
 
 def run(config: DecodeConfig) -> Generation:

@@ -1,12 +1,32 @@
-"""Options that the commands of this folder share, each with its help written once (as data/settings.py)."""
+"""Options of the commands of this folder, in one file that loads no model (as data/settings.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftsmith.data.settings import Loading
-from draftsmith.eval.clock import ClockName, clock_name
+from draftsmith.data.settings import (
+    DraftSettings,
+    Dtype,
+    Loading,
+    Sampling,
+    Turns,
+    check_not_negative,
+    check_positive,
+    comma_numbers,
+)
+from draftsmith.modules.types import InputError, SamplingParams, check_range
+
+if TYPE_CHECKING:
+    from draftsmith.eval.clock import ClockName
+
+# Formats of heads that can be written, and that can be read (modules/formats).
+WrittenFormat = Literal["specdec_pp", "eagle", "vllm", "sglang", "llamacpp", "speculators"]
+AnyFormat = Literal["auto", WrittenFormat, "medusa", "deepspec", "specforge", "modelopt"]
+SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
+LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
+MOST_REQUESTS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +58,8 @@ class Running(Loading):
 
     @property
     def clock(self) -> ClockName:
+        from draftsmith.eval.clock import clock_name
+
         return clock_name(self.chosen_device, self.num_threads)
 
 
@@ -65,3 +87,360 @@ class AnswerLength:
 
     max_new_tokens: int = 128
     ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
+    """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
+
+    Attributes:
+        prompt: what to ask; `-` reads standard input.
+        target: model directory, hub id or embedded:target.
+        mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
+        acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
+        method: name:setting=value, as in `draftsmith eval bench`; auto is online with what is given: a chain ends when
+            one more token is worth less than its time, by the draft's own confidence and the verdicts so far, and by
+            the acceptance head where one is given.
+        system: a system message that goes before the prompt.
+        raw: read the prompt as it is, without the chat template.
+    """
+
+    prompt: str
+    target: str = "embedded:target"
+    mid: str | None = None
+    acceptance: str | None = None
+    method: str = "auto"
+    system: str | None = None
+    raw: bool = False
+    max_new_tokens: int = field(default=256, kw_only=True)
+
+
+@dataclass(frozen=True)
+class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
+    """Measures decoding methods against this engine's own autoregressive decoding.
+
+    Attributes:
+        target: model directory, hub id or embedded:target.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts. This or
+            tasks.
+        tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may
+            be FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
+            Or benchmarks by name, fetched from the hub: six-tasks (EAGLE's), spec-bench, speed-bench, deepspec.
+        mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
+        acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
+        methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
+            lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
+            cost:c=auto:min=1:max=16, online:head=off:c=auto:min=1:max=16, confidence:t=0.4:min=1:max=20,
+            self-verify:k=10, pearl:k=5, hf-assisted:k=5:t=0; the five policies from specdec++ to self-verify also with
+            drafter=KIND, by a trained head of that kind. Three models: pre-verify:k=10, pre+self-verify:k=10,
+            hsddw:k=10:max=20. A head's own methods begin with its kind; docs/decoding.md lists them all. Of several
+            --draft of one kind each is measured, named by what its path differs in: eagle3@a:k=5 and eagle3@b:k=5 of
+            runs/a/best and runs/b/best.
+        turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
+            turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
+            answers.
+        limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
+        temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
+            one. Equality with ar is checked in float32 only.
+        batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
+            over ar at the same batch size.
+        repeats: runs of every method on every prompt; the median counts.
+        traces: answer the first so many prompts of each task once more with every method of this engine, off the clock,
+            and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
+            only.
+        card: write what was measured into the directories of the heads that were used, and into their model cards.
+        output: directory that receives results.json, results.csv (for a data frame) and prompts.parquet (a row for
+            every method, prompt and turn). An interrupted run is resumed by the same command. A finished one is
+            measured again, and replaced once the new one is complete.
+    """
+
+    target: str
+    prompts: str | None = None
+    tasks: str | None = None
+    mid: str | None = None
+    acceptance: str | None = None
+    methods: str = "ar"
+    turns: Turns = "all"
+    limit: int = 0
+    temperatures: str | None = None
+    batch_size: int = 1
+    repeats: int = 3
+    traces: int = 0
+    card: bool = False
+    output: Path = field(kw_only=True)
+    several: ClassVar[bool] = True
+
+    @property
+    def modes(self) -> list[SamplingParams]:
+        """Sampling at each temperature."""
+        temperatures = [self.temperature]
+        if self.temperatures is not None:
+            temperatures = comma_numbers("temperatures", self.temperatures, float)
+        return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in temperatures]
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Compares two runs of `draftsmith eval bench` over the prompts that both measured, with paired intervals.
+
+    Runs of another target, tokenizer, dtype, of other sampling settings or prompts are refused: their numbers are not
+    of the same thing.
+
+    Attributes:
+        runs: directories of the two runs; ratios and differences are those of the second over the first.
+    """
+
+    runs: list[str]
+
+    def __post_init__(self) -> None:
+        if len(self.runs) != 2:
+            expected = "two directories of `draftsmith eval bench`"
+            raise InputError("runs", f"{len(self.runs)} of them", expected, "Name two.")
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Show runs as one HTML file that needs no network: tables, charts, and traces round by round.
+
+    Attributes:
+        runs: directories with results.json (of `eval bench`, `served` and `certify`), and of trainings, which may
+            still run.
+            Benchmarks with the same target, prompts, sampling and machine share their tables; others get sections of
+            their own.
+        output: the HTML file; by default report.html in the first run's directory.
+    """
+
+    runs: tuple[Path, ...]
+    output: Path | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise InputError("runs", "none", "one or more directories of runs", "Name them: eval report RUN ...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedConfig(PromptChoice):
+    """Measure a drafter in a server, by requests at once and draft length, against the same server without it.
+
+    llama.cpp's servers run at the same time and take turns, so that a busy machine slows them alike; vLLM's, which take
+    the whole memory of a GPU, run one after another.
+
+    Attributes:
+        engine: The server, which is started here; sglang is measured with --server only, without its drafts.
+        server: Address of a running server, in place of starting one. Its draft length is its own.
+        target: The target as it is served: for llama.cpp its GGUF file, for vLLM a directory or hub id.
+        draft: What `export --format llamacpp` (a GGUF file or its directory) or `--format vllm` wrote, or a draft
+            model.
+        prompts: As for `eval bench`. This or tasks.
+        tasks: Directory of such files, each a task.
+        limit: The first so many prompts of each file; 0 takes all.
+        concurrency: Numbers of requests at once, separated by commas; no more than there are prompts.
+        num_drafted: Draft lengths (--spec-draft-n-max, num_speculative_tokens), separated by commas; 0, the plain
+            server, is always measured. Default: 0,1,3,5.
+        p_min: llama.cpp's thresholds to measure with each (--spec-draft-p-min): a draft ends before a token of less
+            probability.
+        repeats: Times that all prompts are asked.
+        max_new_tokens: Longest answer.
+        temperature: 0 is greedy, where answers are compared with the plain server's.
+        threads: Threads of every server.
+        engine_path: llama-server, or the Python of an environment with vLLM. Default: that of `make engines` in this
+            directory, or llama-server on the PATH, or this Python.
+        output: Directory that receives results.json, and of vLLM vllm-schedule.json and sglang-schedule.json, the best
+            draft length by requests at once in the form that these servers read.
+    """
+
+    engine: Literal["llamacpp", "vllm", "sglang"] = "llamacpp"
+    server: str | None = None
+    target: str
+    draft: Path | None = None
+    prompts: str | None = None
+    tasks: str | None = None
+    limit: int = 8
+    concurrency: str = "1"
+    num_drafted: str | None = None
+    p_min: str = "0"
+    repeats: int = 1
+    max_new_tokens: int = 96
+    temperature: float = 0.0
+    threads: int = 1
+    engine_path: Path | None = None
+    output: Path
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_new_tokens", "threads", "repeats")
+        check_not_negative(self, "limit", "temperature")
+        for name, numbers, least in (("num_drafted", self.lengths, 0), ("concurrency", self.loads, 1)):
+            if not all(least <= number <= MOST_REQUESTS for number in numbers):
+                raise InputError(name, getattr(self, name), f"numbers from {least} to {MOST_REQUESTS:,}", "Correct it.")
+        if self.engine != "llamacpp" and any(self.thresholds):
+            raise InputError("p_min", self.p_min, "none: only llama.cpp ends a draft early", "Leave it out.")
+        if self.server is None and (self.draft is None or self.engine == "sglang"):
+            found = f"{self.engine} without --server, draft {self.draft}"
+            raise InputError("draft", found, "a drafter, and llamacpp or vllm to serve it", "Pass --draft or --server.")
+        if self.server is not None:
+            for name, default in (("draft", None), ("num_drafted", None), ("p_min", "0"), ("engine_path", None)):
+                if getattr(self, name) != default:
+                    found = f"{getattr(self, name)} with --server"
+                    raise InputError(name, found, "none: the running server has its own", "Leave it out.")
+
+    @property
+    def loads(self) -> list[int]:
+        return sorted(comma_numbers("concurrency", self.concurrency, int))
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted(comma_numbers("num_drafted", self.num_drafted or LENGTHS, int))
+
+    @property
+    def thresholds(self) -> list[float]:
+        return comma_numbers("p_min", self.p_min, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
+    """Certify that a server's answers follow the target, or those of this decoder's methods. The exit code is 1 if they
+    do not.
+
+    Attributes:
+        target: the model that is served, in the weights that are served, or that the methods decode: a directory, hub
+            id or GGUF file.
+        answers: output of `data responses`, asked of the server that speculates. This, or prompts for this decoder.
+        control: the same of the server without its drafter, with as many answers or more.
+        prompts: as for `eval bench`, to be answered here.
+        output: directory that receives results.json.
+        methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
+        draft: drafters of the methods; or the model or head that the server drafts with, if it runs here: its
+            distribution at every token makes smaller mistakes visible.
+        mid: model between draft and target.
+        acceptance: acceptance head directory.
+        limit: only the first so many answers of the server; 0 takes all. Of this decoder: prompts of the greedy test,
+            20 by default; the sampling test repeats the first of them.
+        max_new_tokens: longest answer of this decoder.
+        sampled_tokens: number of tokens in this decoder's sampling test; 0 skips it.
+        alpha: highest probability that answers which follow the target fail.
+        temperature: temperature of this decoder's sampling test. Of a server's answers it is known.
+        batch_size: prompts that this decoder answers together, in rows.
+    """
+
+    target: str
+    output: Path
+    answers: Path | None = None
+    control: Path | None = None
+    prompts: str | None = None
+    methods: str = "spec:k=5"
+    mid: str | None = None
+    acceptance: str | None = None
+    limit: int = 0
+    max_new_tokens: int = 64
+    sampled_tokens: int = 8192
+    alpha: float = 1e-3
+    temperature: float = 1.0
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "batch_size", "num_threads")
+        check_not_negative(self, "sampled_tokens", "limit")
+        check_range("max_new_tokens", self.max_new_tokens, 2)  # the first one is the prefill's
+        check_range("alpha", self.alpha, 0.0, 1.0, "()")
+        if (self.answers is None) == (self.prompts is None):
+            found = "answers and prompts" if self.prompts else "neither"
+            raise InputError("answers", found, "--answers of a server, or --prompts for this decoder", "Pass one.")
+        if self.prompts is not None and self.sampling.greedy:
+            raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig(Loading):
+    """Read a directory as another system would and compare it with the head that was trained: names, settings, and
+    logits on hidden states of the real model. Exits with 1 when anything differs.
+
+    Attributes:
+        directory: The directory to check.
+        format: The system that is to read it; auto detects whose directory it is, and adds a line for every other.
+        target: The target model.
+        draft: The draft whose hidden states an acceptance head reads (specdec_pp): a model, or the directory of a
+            drafting head, then with its --target.
+        head: The head that the directory was exported from, to compare logits with.
+    """
+
+    directory: Path
+    format: AnyFormat = "auto"
+    target: str | None = None
+    draft: str | None = None
+    head: Path | None = None
+    dtype: Dtype = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCheckConfig(CheckConfig):
+    """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
+    vllm or llamacpp, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any
+    difference.
+
+    Attributes:
+        engine: How models run here: lean for Llama-family weights, hf for any transformers model; auto takes lean where
+            it can. vllm and llamacpp serve the directory (a head, or a draft model) with the target, greedily.
+        dtype: Type of the weights; auto takes the checkpoint's, and for a served directory float32.
+        engine_path: Python of an environment with vLLM, or llama-server of llama.cpp, which is started. Default: that
+            of `make engines` in this directory, else this Python, or llama-server on the PATH.
+        server: Address of a running server with this target and drafter, instead of starting one.
+        prompts: Held-out prompts, as for `eval bench`. Default for the embedded target: its own, of the test split.
+        split: Keep prompts of this split.
+        limit: Number of prompts, from the start.
+        max_new_tokens: Longest answer.
+        num_drafted: Drafted tokens per round; 0 means 5, of a block drafter all of a block, or what a vLLM server
+            drafts.
+        p_min: Confidence below which llama.cpp ends a draft of a DSpark head (--spec-draft-p-min).
+    """
+
+    engine: Literal["auto", "lean", "hf", "vllm", "llamacpp"] = "auto"  # type: ignore[assignment]  # more than Loading
+    engine_path: Path | None = None
+    server: str | None = None
+    prompts: str | None = None
+    split: str | None = None
+    limit: int = 12
+    max_new_tokens: int = 96
+    num_drafted: int = 0
+    p_min: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "limit", "max_new_tokens")
+        check_not_negative(self, "num_drafted", "p_min")
+        if self.p_min and self.engine != "llamacpp":
+            raise InputError("p_min", self.p_min, "--engine llamacpp, which cuts drafts by it", "Leave it out.")
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        if self.engine not in SYSTEMS:
+            return super().loading
+        return super().loading | {"dtype": "float32" if self.dtype == "auto" else self.dtype, "engine": "auto"}
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig(Loading):
+    """Measure a trained draft head, its data and its target, and name the likeliest cause of low acceptance with its
+    remedy. With --write, find what is wrong in a head's files, by how it drafts under every plausible reading, and
+    write it corrected.
+
+    Attributes:
+        draft: Directory of a trained draft head of any kind; with --write also a head of another system, as for
+            `import`.
+        data: Answers like those that it was trained on: responses, features, or supervised prompts. With --write
+            responses, or prompts, which the target then answers here, greedily.
+        target: Directory, hub id or GGUF file of the target model, or embedded:target.
+        limit: Rows to read. Default: 200, with --write 24.
+        write: Directory that receives the head as declared (where it is another system's), repaired, and, as `files`,
+            in the format that it came in, if that is one that `export` writes.
+        max_new_tokens: Length of the answers that are made for --write.
+    """
+
+    draft: str
+    data: Path
+    target: str = "embedded:target"
+    limit: int | None = None
+    write: Path | None = None
+    max_new_tokens: int = 96
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_new_tokens", *(["limit"] if self.limit is not None else []))

@@ -73,7 +73,10 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "launch.pipeline:RunConfig", "Run a pipeline: demo, laptop, refresh, or a YAML file", ("pipeline",)
         ),
         "decode": Command(
-            "eval.decode:DecodeConfig", "Answer a prompt and show which tokens were drafted", ("prompt",)
+            "eval.settings:DecodeConfig",
+            "Answer a prompt and show which tokens were drafted",
+            ("prompt",),
+            runner="eval.decode",
         ),
     },
     "Make training data with the target": {
@@ -112,26 +115,52 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
     },
     "Use heads elsewhere, and others' here": {
-        "export": Command("launch.export.export:ExportConfig", "A head as another system loads it, checked"),
-        "check": Command(
-            "eval.check.engine:EngineCheckConfig", "What another system makes of a directory", ("directory",)
+        "export": Command(
+            "launch.export.settings:ExportConfig",
+            "A head as another system loads it, checked",
+            runner="launch.export.export",
         ),
-        "import": Command("launch.export.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
+        "check": Command(
+            "eval.settings:EngineCheckConfig",
+            "What another system makes of a directory",
+            ("directory",),
+            runner="eval.check.engine",
+        ),
+        "import": Command(
+            "launch.export.settings:ImportConfig",
+            "A public head as one of ours",
+            ("directory",),
+            runner="launch.export.import_head",
+        ),
     },
     "Measure": {
         "diagnose": Command(
-            "launch.export.diagnose:DiagnoseConfig", "Why a drafter drafts badly, and its files corrected", ("draft",)
+            "eval.settings:DiagnoseConfig",
+            "Why a drafter drafts badly, and its files corrected",
+            ("draft",),
+            runner="launch.export.diagnose",
         ),
         "eval bench": Command(
-            "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
+            "eval.settings:BenchConfig",
+            "Compare methods: speed, tau, equality with the target",
+            runner="eval.bench.command",
         ),
-        "eval served": Command("eval.engines.served:ServedConfig", "A head in a server, by load and draft length"),
+        "eval served": Command(
+            "eval.settings:ServedConfig", "A head in a server, by load and draft length", runner="eval.engines.served"
+        ),
         "eval compare": Command(
-            "eval.bench.compare:CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)
+            "eval.settings:CompareConfig",
+            "Two runs of the bench, prompt by prompt",
+            ("runs",),
+            runner="eval.bench.compare",
         ),
-        "eval report": Command("eval.report.command:ReportConfig", "Finished runs as one HTML page", ("runs",)),
+        "eval report": Command(
+            "eval.settings:ReportConfig", "Finished runs as one HTML page", ("runs",), runner="eval.report.command"
+        ),
         "eval certify": Command(
-            "eval.certify:CertifyConfig", "Certify that answers follow the target: a server's, or a method's"
+            "eval.settings:CertifyConfig",
+            "Certify that answers follow the target: a server's, or a method's",
+            runner="eval.certify",
         ),
     },
     "Your machine": {

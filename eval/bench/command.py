@@ -5,21 +5,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from draftsmith.data.console import log_note, print_table
 from draftsmith.data.settings import (
     MODEL,
-    DraftSettings,
-    Sampling,
-    Turns,
     check_not_negative,
     check_positive,
-    comma_numbers,
 )
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.template import load_chat_tokenizer
@@ -39,81 +34,17 @@ from draftsmith.eval.bench.results import (
 from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, make_runners, warn_about_sampling
 from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.meta import RESULTS, describe
-from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
+from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError
 
 # Options that change nothing of what is measured: a resumed run may have others.
 INCIDENTAL = ("output", "card", "traces")
-
-
-@dataclass(frozen=True)
-class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
-    """Measures decoding methods against this engine's own autoregressive decoding.
-
-    Attributes:
-        target: model directory, hub id or embedded:target.
-        prompts: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts. This or
-            tasks.
-        tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may
-            be FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
-            Or benchmarks by name, fetched from the hub: six-tasks (EAGLE's), spec-bench, speed-bench, deepspec.
-        mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
-        acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
-        methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
-            lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
-            cost:c=auto:min=1:max=16, online:head=off:c=auto:min=1:max=16, confidence:t=0.4:min=1:max=20,
-            self-verify:k=10, pearl:k=5, hf-assisted:k=5:t=0; the five policies from specdec++ to self-verify also with
-            drafter=KIND, by a trained head of that kind. Three models: pre-verify:k=10, pre+self-verify:k=10,
-            hsddw:k=10:max=20. A head's own methods begin with its kind; docs/decoding.md lists them all. Of several
-            --draft of one kind each is measured, named by what its path differs in: eagle3@a:k=5 and eagle3@b:k=5 of
-            runs/a/best and runs/b/best.
-        turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
-            turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
-            answers.
-        limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
-        temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
-            one. Equality with ar is checked in float32 only.
-        batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
-            over ar at the same batch size.
-        repeats: runs of every method on every prompt; the median counts.
-        traces: answer the first so many prompts of each task once more with every method of this engine, off the clock,
-            and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
-            only.
-        card: write what was measured into the directories of the heads that were used, and into their model cards.
-        output: directory that receives results.json, results.csv (for a data frame) and prompts.parquet (a row for
-            every method, prompt and turn). An interrupted run is resumed by the same command. A finished one is
-            measured again, and replaced once the new one is complete.
-    """
-
-    target: str
-    prompts: str | None = None
-    tasks: str | None = None
-    mid: str | None = None
-    acceptance: str | None = None
-    methods: str = "ar"
-    turns: Turns = "all"
-    limit: int = 0
-    temperatures: str | None = None
-    batch_size: int = 1
-    repeats: int = 3
-    traces: int = 0
-    card: bool = False
-    output: Path = dataclasses.field(kw_only=True)
-    several: ClassVar[bool] = True
-
-    @property
-    def modes(self) -> list[SamplingParams]:
-        """Sampling at each temperature."""
-        temperatures = [self.temperature]
-        if self.temperatures is not None:
-            temperatures = comma_numbers("temperatures", self.temperatures, float)
-        return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in temperatures]
 
 
 def run(config: BenchConfig) -> int:

@@ -22,6 +22,7 @@ from draftsmith.eval.bench.results import (
 )
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.meta import RESULTS
+from draftsmith.eval.settings import CompareConfig
 from draftsmith.modules.pretrained.provenance import differences, flatten
 from draftsmith.modules.pretrained.reading import check_shape, read_object
 from draftsmith.modules.types import InputError
@@ -38,25 +39,6 @@ META = {
     "clock": str,
     **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
 }
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """Compares two runs of `draftsmith eval bench` over the prompts that both measured, with paired intervals.
-
-    Runs of another target, tokenizer, dtype, of other sampling settings or prompts are refused: their numbers are not
-    of the same thing.
-
-    Attributes:
-        runs: directories of the two runs; ratios and differences are those of the second over the first.
-    """
-
-    runs: list[str]
-
-    def __post_init__(self) -> None:
-        if len(self.runs) != 2:
-            expected = "two directories of `draftsmith eval bench`"
-            raise InputError("runs", f"{len(self.runs)} of them", expected, "Name two.")
 
 
 @dataclass(frozen=True)

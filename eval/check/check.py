@@ -6,15 +6,13 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.data.console import print_text
-from draftsmith.data.settings import Dtype, Loading
 from draftsmith.eval.check.report import CheckReport, Measure, print_report
 from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
 from draftsmith.eval.diagnose.drafts import (
@@ -27,11 +25,12 @@ from draftsmith.eval.diagnose.drafts import (
     right,
 )
 from draftsmith.eval.diagnose.drafts import measure as measure_texts
+from draftsmith.eval.settings import CheckConfig
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.formats import format_names, formats
+from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Problem, largest
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.formats.llama import frequencies
@@ -43,37 +42,10 @@ from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
-if TYPE_CHECKING:
-    Checked = str
-else:
-    Checked = Literal[("auto", *format_names())]
-
 RECORD = "draftsmith.json"
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
 LARGEST_DIFFERENCE = 1e-4
 LARGEST_SHARE = 1e-5  # of the largest logit, if that is more: a draft reads its own rounded states
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckConfig(Loading):
-    """Read a directory as another system would and compare it with the head that was trained: names, settings, and
-    logits on hidden states of the real model. Exits with 1 when anything differs.
-
-    Attributes:
-        directory: The directory to check.
-        format: The system that is to read it; auto detects whose directory it is, and adds a line for every other.
-        target: The target model.
-        draft: The draft whose hidden states an acceptance head reads (specdec_pp): a model, or the directory of a
-            drafting head, then with its --target.
-        head: The head that the directory was exported from, to compare logits with.
-    """
-
-    directory: Path
-    format: Checked = "auto"
-    target: str | None = None
-    draft: str | None = None
-    head: Path | None = None
-    dtype: Dtype = "auto"
 
 
 def run(config: CheckConfig) -> int:

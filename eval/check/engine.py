@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.text import Text
@@ -19,17 +19,18 @@ from torch import Tensor
 from draftsmith.data.console import log_note, print_table, print_text, table_from_cells
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
-from draftsmith.data.settings import ANSWER_S, MODEL, check_not_negative, check_positive
+from draftsmith.data.settings import ANSWER_S, MODEL
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.check import check
-from draftsmith.eval.check.check import CheckConfig, hashes_of
 from draftsmith.eval.check.check import differences as head_differences
+from draftsmith.eval.check.check import hashes_of
 from draftsmith.eval.check.states import facts_of
-from draftsmith.eval.engines.chain import SYSTEMS, EngineAnswer, OurChain, tokens_per_round
+from draftsmith.eval.engines.chain import EngineAnswer, OurChain, tokens_per_round
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels
 from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
+from draftsmith.eval.settings import SYSTEMS, EngineCheckConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, Served, TargetFacts
 from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect, named_format
@@ -50,51 +51,6 @@ QUESTION = "What is two and two?"
 MISREAD_PROMPTS = 6  # prompts on which misreadings of the head are tried
 TEMPLATE, DIRECTORY = "the server's chat template", "the directory"
 Located = tuple[str, str]  # what differs, and where or why
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineCheckConfig(CheckConfig):
-    """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
-    vllm or llamacpp, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any
-    difference.
-
-    Attributes:
-        engine: How models run here: lean for Llama-family weights, hf for any transformers model; auto takes lean where
-            it can. vllm and llamacpp serve the directory (a head, or a draft model) with the target, greedily.
-        dtype: Type of the weights; auto takes the checkpoint's, and for a served directory float32.
-        engine_path: Python of an environment with vLLM, or llama-server of llama.cpp, which is started. Default: that
-            of `make engines` in this directory, else this Python, or llama-server on the PATH.
-        server: Address of a running server with this target and drafter, instead of starting one.
-        prompts: Held-out prompts, as for `eval bench`. Default for the embedded target: its own, of the test split.
-        split: Keep prompts of this split.
-        limit: Number of prompts, from the start.
-        max_new_tokens: Longest answer.
-        num_drafted: Drafted tokens per round; 0 means 5, of a block drafter all of a block, or what a vLLM server
-            drafts.
-        p_min: Confidence below which llama.cpp ends a draft of a DSpark head (--spec-draft-p-min).
-    """
-
-    engine: Literal["auto", "lean", "hf", "vllm", "llamacpp"] = "auto"  # type: ignore[assignment]  # more than Loading
-    engine_path: Path | None = None
-    server: str | None = None
-    prompts: str | None = None
-    split: str | None = None
-    limit: int = 12
-    max_new_tokens: int = 96
-    num_drafted: int = 0
-    p_min: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_positive(self, "limit", "max_new_tokens")
-        check_not_negative(self, "num_drafted", "p_min")
-        if self.p_min and self.engine != "llamacpp":
-            raise InputError("p_min", self.p_min, "--engine llamacpp, which cuts drafts by it", "Leave it out.")
-
-    @property
-    def loading(self) -> dict[str, Any]:
-        if self.engine not in SYSTEMS:
-            return super().loading
-        return super().loading | {"dtype": "float32" if self.dtype == "auto" else self.dtype, "engine": "auto"}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,19 +26,18 @@ import torch
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
-from draftsmith.data.settings import check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.clock import rotated
-from draftsmith.eval.engines.chain import SYSTEMS, Counts, EngineAnswer
+from draftsmith.eval.engines.chain import Counts, EngineAnswer
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
 from draftsmith.eval.engines.schedule import best_lengths, ranges, sglang_config, vllm_config
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
 from draftsmith.eval.engines.vllm import server_words as server_words_vllm
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import drawn_data, to_json
-from draftsmith.eval.settings import PromptChoice
+from draftsmith.eval.settings import SYSTEMS, ServedConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect
@@ -50,89 +49,9 @@ from draftsmith.modules.pretrained.gguf_writer import is_gguf_model
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 
-LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
 SHOWN_PLACES = 8
-MOST_REQUESTS = 4096
 SCHEDULES = {"vllm": "vllm-schedule.json", "sglang": "sglang-schedule.json"}
 Client = LlamaCppClient | VllmClient
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedConfig(PromptChoice):
-    """Measure a drafter in a server, by requests at once and draft length, against the same server without it.
-
-    llama.cpp's servers run at the same time and take turns, so that a busy machine slows them alike; vLLM's, which take
-    the whole memory of a GPU, run one after another.
-
-    Attributes:
-        engine: The server, which is started here; sglang is measured with --server only, without its drafts.
-        server: Address of a running server, in place of starting one. Its draft length is its own.
-        target: The target as it is served: for llama.cpp its GGUF file, for vLLM a directory or hub id.
-        draft: What `export --format llamacpp` (a GGUF file or its directory) or `--format vllm` wrote, or a draft
-            model.
-        prompts: As for `eval bench`. This or tasks.
-        tasks: Directory of such files, each a task.
-        limit: The first so many prompts of each file; 0 takes all.
-        concurrency: Numbers of requests at once, separated by commas; no more than there are prompts.
-        num_drafted: Draft lengths (--spec-draft-n-max, num_speculative_tokens), separated by commas; 0, the plain
-            server, is always measured. Default: 0,1,3,5.
-        p_min: llama.cpp's thresholds to measure with each (--spec-draft-p-min): a draft ends before a token of less
-            probability.
-        repeats: Times that all prompts are asked.
-        max_new_tokens: Longest answer.
-        temperature: 0 is greedy, where answers are compared with the plain server's.
-        threads: Threads of every server.
-        engine_path: llama-server, or the Python of an environment with vLLM. Default: that of `make engines` in this
-            directory, or llama-server on the PATH, or this Python.
-        output: Directory that receives results.json, and of vLLM vllm-schedule.json and sglang-schedule.json, the best
-            draft length by requests at once in the form that these servers read.
-    """
-
-    engine: Literal["llamacpp", "vllm", "sglang"] = "llamacpp"
-    server: str | None = None
-    target: str
-    draft: Path | None = None
-    prompts: str | None = None
-    tasks: str | None = None
-    limit: int = 8
-    concurrency: str = "1"
-    num_drafted: str | None = None
-    p_min: str = "0"
-    repeats: int = 1
-    max_new_tokens: int = 96
-    temperature: float = 0.0
-    threads: int = 1
-    engine_path: Path | None = None
-    output: Path
-
-    def __post_init__(self) -> None:
-        check_positive(self, "max_new_tokens", "threads", "repeats")
-        check_not_negative(self, "limit", "temperature")
-        for name, numbers, least in (("num_drafted", self.lengths, 0), ("concurrency", self.loads, 1)):
-            if not all(least <= number <= MOST_REQUESTS for number in numbers):
-                raise InputError(name, getattr(self, name), f"numbers from {least} to {MOST_REQUESTS:,}", "Correct it.")
-        if self.engine != "llamacpp" and any(self.thresholds):
-            raise InputError("p_min", self.p_min, "none: only llama.cpp ends a draft early", "Leave it out.")
-        if self.server is None and (self.draft is None or self.engine == "sglang"):
-            found = f"{self.engine} without --server, draft {self.draft}"
-            raise InputError("draft", found, "a drafter, and llamacpp or vllm to serve it", "Pass --draft or --server.")
-        if self.server is not None:
-            for name, default in (("draft", None), ("num_drafted", None), ("p_min", "0"), ("engine_path", None)):
-                if getattr(self, name) != default:
-                    found = f"{getattr(self, name)} with --server"
-                    raise InputError(name, found, "none: the running server has its own", "Leave it out.")
-
-    @property
-    def loads(self) -> list[int]:
-        return sorted(comma_numbers("concurrency", self.concurrency, int))
-
-    @property
-    def lengths(self) -> list[int]:
-        return sorted(comma_numbers("num_drafted", self.num_drafted or LENGTHS, int))
-
-    @property
-    def thresholds(self) -> list[float]:
-        return comma_numbers("p_min", self.p_min, float)
 
 
 @dataclass(frozen=True)

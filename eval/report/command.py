@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftsmith.data.console import print_text
+from draftsmith.eval.settings import ReportConfig
 from draftsmith.modules.pretrained.files import make_directory, write_text
 from draftsmith.modules.types import InputError
 
 PACKAGES = ("altair", "vl_convert", "jinja2")  # of the extra `report`
 TRACE_BYTES = 2_600_000  # for all traces together, so that the page stays under 5 MB
-
-
-@dataclass(frozen=True)
-class ReportConfig:
-    """Show runs as one HTML file that needs no network: tables, charts, and traces round by round.
-
-    Attributes:
-        runs: directories with results.json (of `eval bench`, `served` and `certify`), and of trainings, which may
-            still run.
-            Benchmarks with the same target, prompts, sampling and machine share their tables; others get sections of
-            their own.
-        output: the HTML file; by default report.html in the first run's directory.
-    """
-
-    runs: tuple[Path, ...]
-    output: Path | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if not self.runs:
-            raise InputError("runs", "none", "one or more directories of runs", "Name them: eval report RUN ...")
 
 
 def run(config: ReportConfig) -> Path:

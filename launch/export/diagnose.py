@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch
 
 from draftsmith.data.console import log_note, print_text
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, writing_alone
 from draftsmith.eval.diagnose.diagnosis import STRONG, diagnose
 from draftsmith.eval.diagnose.drafts import answered, known_rope, mask_tokens
 from draftsmith.eval.diagnose.repair import search
+from draftsmith.eval.settings import DiagnoseConfig
 from draftsmith.launch.export.export import GGUF_HEAD, ExportConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.import_head import ImportConfig
@@ -44,35 +43,6 @@ from draftsmith.modules.types import InputError, SamplingParams
 DECLARED, REPAIRED, FILES = "as-declared", "repaired", "files"
 LIMIT, LIMIT_TO_WRITE = 200, 24  # rows
 ANSWERS_TOGETHER = 16
-
-
-@dataclass(frozen=True)
-class DiagnoseConfig(Loading):
-    """Measure a trained draft head, its data and its target, and name the likeliest cause of low acceptance with its
-    remedy. With --write, find what is wrong in a head's files, by how it drafts under every plausible reading, and
-    write it corrected.
-
-    Attributes:
-        draft: Directory of a trained draft head of any kind; with --write also a head of another system, as for
-            `import`.
-        data: Answers like those that it was trained on: responses, features, or supervised prompts. With --write
-            responses, or prompts, which the target then answers here, greedily.
-        target: Directory, hub id or GGUF file of the target model, or embedded:target.
-        limit: Rows to read. Default: 200, with --write 24.
-        write: Directory that receives the head as declared (where it is another system's), repaired, and, as `files`,
-            in the format that it came in, if that is one that `export` writes.
-        max_new_tokens: Length of the answers that are made for --write.
-    """
-
-    draft: str
-    data: Path
-    target: str = "embedded:target"
-    limit: int | None = None
-    write: Path | None = None
-    max_new_tokens: int = 96
-
-    def __post_init__(self) -> None:
-        check_positive(self, "max_new_tokens", *(["limit"] if self.limit is not None else []))
 
 
 def run(config: DiagnoseConfig) -> int:
@@ -146,9 +116,8 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
             f"{format.name} is only read, so no files are written. `draftsmith export` writes the head for: {names}"
         )
         return 0
-    files = ExportConfig(
-        format=format.name, output=output / FILES, head=saved, target=config.target, dtype=config.dtype
-    )
+    name: Any = format.name
+    files = ExportConfig(format=name, output=output / FILES, head=saved, target=config.target, dtype=config.dtype)
     if code := export(files):
         return code
     print_text("\n".join(f"CHANGED {one}" for one in changed_fields(format, head, repaired)))

@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
 from draftsmith.data.console import print_text
-from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.eval.check.check import RECORD, check_head, hashes_of, original
 from draftsmith.eval.check.report import CheckReport, Measure, print_report
 from draftsmith.eval.check.states import state_source
-from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.formats import GGUF, format_names, formats, formats_of
+from draftsmith.launch.export.settings import ExportConfig
+from draftsmith.modules.formats import GGUF, formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.formats.systems import llamacpp_command
@@ -47,60 +46,13 @@ from draftsmith.modules.pretrained.hub import check_push, loadable, model_direct
 from draftsmith.modules.pretrained.models import DTYPES, load_lm, vocabulary_size
 from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
-from draftsmith.modules.types import InputError, check_range
-
-if TYPE_CHECKING:
-    FormatName = str
-else:
-    FormatName = Literal[format_names(written=True)]
+from draftsmith.modules.types import InputError
 
 HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
 GGUF_HEAD, GGUF_DRAFT = "head.gguf", "draft.gguf"
 # Largest difference of logits, as a share of the largest, that rounding to a type explains.
 GGUF_ERROR = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "q8_0": 0.1}
 TARGET_INDEX = "target-index.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig(Loading):
-    """Write a head as another system loads it, check what was written, and print the command that serves it.
-
-    Attributes:
-        format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
-            speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; llamacpp an EAGLE-3 head of
-            version 3, a DFlash or DSpark head, or a draft model, as one GGUF file.
-        output: The directory to write; new or empty.
-        head: The head's directory, such as runs/eagle-head/best.
-        target: The target model. Default: the one named in the head's manifest.
-        target_gguf: The target's GGUF file, whose tokenizer a file for llama.cpp carries. Default: --target if it is
-            one, else it is made of the target's tokenizer.
-        draft: The draft model to be exported as llamacpp; or the draft whose hidden states an acceptance head reads: a
-            model, or the directory of a drafting head (default: the one named in its manifest).
-        num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
-            else 5 (20 with a stop rule).
-        weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
-        license: License of the head, for the card.
-        dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
-        push: Hub id: upload the directory there, with its model card. A new repository is private.
-    """
-
-    format: FormatName
-    output: Path
-    head: Path | None = None
-    target: str | None = None
-    target_gguf: Path | None = None
-    draft: str | None = None
-    num_drafted: int = 0
-    weights: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
-    license: str = ""
-    dtype: Dtype = "auto"
-    push: str | None = None
-
-    def __post_init__(self) -> None:
-        check_range("num_drafted", self.num_drafted, 0, MAX_NODES)
-        if self.format != GGUF and (self.weights == "q8_0" or self.target_gguf is not None):
-            found, remedy = f"--format {self.format}", "Pass it, or leave out --weights q8_0 and --target-gguf."
-            raise InputError("format", found, f"{GGUF}, which writes GGUF", remedy)
 
 
 class ExportDiffers(Exception):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.eval.check.check import against_model, read_record
 from draftsmith.eval.check.states import state_source
-from draftsmith.modules.formats import format_names
+from draftsmith.launch.export.settings import ImportConfig
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
@@ -25,43 +24,6 @@ from draftsmith.modules.pretrained.heads import build_head, check_sizes, head_fi
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.types import InputError
-
-if TYPE_CHECKING:
-    Producer = str
-else:
-    Producer = Literal[("auto", *format_names())]
-
-
-@dataclass(frozen=True)
-class ImportConfig:
-    """Write a head of another system as one of ours, which decodes, is measured and is trained on.
-
-    Attributes:
-        directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
-        output: The head directory to write; new or empty.
-        target: The model that a drafting head drafts for. It is recorded, and the head is
-            refused on other models.
-        draft: The draft model that an acceptance head was trained for; recorded in the same way.
-        format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, llamacpp, deepspec, specforge, modelopt
-            (DSpark), medusa (FasterDecoding, ModelOpt) or specdec_pp; auto detects it.
-        w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
-            --weight_mismatch), which no file has; it corrects the calibrated output.
-        engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
-        trust_remote_code: Run code that comes with the target or draft; never with the head.
-    """
-
-    directory: str
-    output: Path
-    target: str | None = None
-    draft: str | None = None
-    format: Producer = "auto"
-    w_rej: float = 1.0
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.w_rej < float("inf"):
-            raise InputError("w_rej", self.w_rej, "a number above 0", "Pass 1 where rejected tokens weighed no more.")
 
 
 @sole_writer()

@@ -9,16 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from draftsmith.eval.bench.runner import BASELINES
+from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.launch import cli
 from draftsmith.launch.arguments import field_meanings, parse
 from draftsmith.launch.commands import COMMANDS, Command
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.formats import format_names
 from draftsmith.modules.types import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,8 +239,9 @@ def test_a_shipped_config_is_found_by_its_name(capsys):
     assert "a shipped one (bench)" in error_line(capsys)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["eval"]])
-def test_overview_and_version_load_nothing_heavy(args):
+@pytest.mark.parametrize("command", ["", "eval", *COMMANDS])
+def test_no_help_loads_anything_heavy(command):
+    args = [*command.split(), "--help"]
     code = (
         f"import sys; from draftsmith.launch.cli import main; code = main({args!r}); "
         f"print([m for m in {HEAVY!r} if m in sys.modules]); sys.exit(code)"
@@ -279,6 +282,11 @@ def test_help_lists_the_files_of_settings_that_ship_for_a_command(name, capsys):
     shown = "".join(capsys.readouterr().out.replace("│", " ").split())
     own = sorted(stem for stem in files if f"-{command}-" in f"-{stem}-")
     assert f"shippedone({','.join(own)})" in shown if own else "shippedone" not in shown
+
+
+def test_formats_of_heads_on_the_command_line_are_those_that_exist():
+    assert get_args(WrittenFormat) == format_names(written=True)
+    assert set(get_args(AnyFormat)) == {"auto", *format_names()}
 
 
 def test_every_method_that_help_and_documents_name_is_one():

@@ -1,0 +1,88 @@
+"""Options of the commands of this folder, in one file that loads no model (as data/settings.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftsmith.data.settings import Dtype, Loading
+from draftsmith.eval.settings import AnyFormat, WrittenFormat
+from draftsmith.modules.formats import GGUF
+from draftsmith.modules.types import InputError, check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Loading):
+    """Write a head as another system loads it, check what was written, and print the command that serves it.
+
+    Attributes:
+        format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
+            speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; llamacpp an EAGLE-3 head of
+            version 3, a DFlash or DSpark head, or a draft model, as one GGUF file.
+        output: The directory to write; new or empty.
+        head: The head's directory, such as runs/eagle-head/best.
+        target: The target model. Default: the one named in the head's manifest.
+        target_gguf: The target's GGUF file, whose tokenizer a file for llama.cpp carries. Default: --target if it is
+            one, else it is made of the target's tokenizer.
+        draft: The draft model to be exported as llamacpp; or the draft whose hidden states an acceptance head reads: a
+            model, or the directory of a drafting head (default: the one named in its manifest).
+        num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
+            else 5 (20 with a stop rule).
+        weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
+        license: License of the head, for the card.
+        dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
+        push: Hub id: upload the directory there, with its model card. A new repository is private.
+    """
+
+    format: WrittenFormat
+    output: Path
+    head: Path | None = None
+    target: str | None = None
+    target_gguf: Path | None = None
+    draft: str | None = None
+    num_drafted: int = 0
+    weights: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
+    license: str = ""
+    dtype: Dtype = "auto"
+    push: str | None = None
+
+    def __post_init__(self) -> None:
+        from draftsmith.modules.decoding.tree import MAX_NODES
+
+        check_range("num_drafted", self.num_drafted, 0, MAX_NODES)
+        if self.format != GGUF and (self.weights == "q8_0" or self.target_gguf is not None):
+            found, remedy = f"--format {self.format}", "Pass it, or leave out --weights q8_0 and --target-gguf."
+            raise InputError("format", found, f"{GGUF}, which writes GGUF", remedy)
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Write a head of another system as one of ours, which decodes, is measured and is trained on.
+
+    Attributes:
+        directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
+        output: The head directory to write; new or empty.
+        target: The model that a drafting head drafts for. It is recorded, and the head is
+            refused on other models.
+        draft: The draft model that an acceptance head was trained for; recorded in the same way.
+        format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, llamacpp, deepspec, specforge, modelopt
+            (DSpark), medusa (FasterDecoding, ModelOpt) or specdec_pp; auto detects it.
+        w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
+            --weight_mismatch), which no file has; it corrects the calibrated output.
+        engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
+        trust_remote_code: Run code that comes with the target or draft; never with the head.
+    """
+
+    directory: str
+    output: Path
+    target: str | None = None
+    draft: str | None = None
+    format: AnyFormat = "auto"
+    w_rej: float = 1.0
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.w_rej < float("inf"):
+            raise InputError("w_rej", self.w_rej, "a number above 0", "Pass 1 where rejected tokens weighed no more.")
