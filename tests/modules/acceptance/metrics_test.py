@@ -72,6 +72,9 @@ def test_ece_of_two_bins_by_hand():
     prob, label = torch.tensor([0.9, 0.1, 0.2, 0.8]), torch.tensor([1.0, 0.3, 0.4, 0.4])
     # Bin 1 holds 0.1 and 0.2 against 0.3 and 0.4: gap 0.2. Bin 2 holds 0.8 and 0.9 against 0.4 and 1.0: gap 0.15.
     assert float(expected_calibration_error(prob, label, 2)) == pytest.approx(0.175)
+    # Weights add up to 6. Bin 2 holds 0.8 (weight 2) and 0.9 (weight 1): gap (2 x 0.4 - 0.1) / 3.
+    found = expected_calibration_error(prob, label, 2, weight=torch.tensor([1.0, 2.0, 1.0, 2.0]))
+    assert float(found) == pytest.approx((0.2 + 0.7 / 3) / 2)
 
 
 def test_platt_undoes_a_known_distortion():
@@ -113,11 +116,3 @@ def test_a_weight_of_three_is_three_tokens():
     assert ours["ece"] == pytest.approx(repeated["ece"], abs=15 * 3 / float(weight.sum()))
     copies = (x.repeat_interleave(times) for x in (logit, label))
     assert fit_platt(logit, label, weight=weight) == pytest.approx(fit_platt(*copies), abs=1e-6)
-
-
-def test_weighted_calibration_error_of_two_bins_by_hand():
-    prob, label = torch.tensor([0.9, 0.1, 0.2, 0.8]), torch.tensor([1.0, 0.3, 0.4, 0.4])
-    # The mass is 6. Bin 1 holds 0.1 (weight 2) and 0.2 (weight 1): gap 0.2. Bin 2 holds 0.8 (weight 2) and 0.9 (weight
-    # 1): gap (2 x 0.4 - 0.1) / 3.
-    found = expected_calibration_error(prob, label, 2, weight=torch.tensor([1.0, 2.0, 1.0, 2.0]))
-    assert float(found) == pytest.approx((0.2 + 0.7 / 3) / 2)

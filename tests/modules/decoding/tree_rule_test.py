@@ -12,14 +12,6 @@ from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 TIMES = TreeTimes(first=1.0, step=0.5, verify=tuple(10 + 0.5 * nodes for nodes in range(129)))
 
 
-def test_the_pace_is_a_mean_over_rounds():
-    rule = TreeRule(TIMES)
-    assert rule.pace == pytest.approx(1.5 / (1.0 + 10.5))
-    rule.observe(num_nodes=6, draft_calls=3, num_accepted=2)
-    kept = 1 - 1 / 500
-    assert rule.pace == pytest.approx((1.5 * kept + 3) / (11.5 * kept + (1 + 2 * 0.5) + (10 + 6 * 0.5)))
-
-
 def test_trust_is_accepted_over_expected_nodes():
     rule = TreeRule(TIMES)
     for _ in range(3000):  # half of what is promised, for long enough

@@ -40,36 +40,27 @@ def broken_ops(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 8, 61])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("pack", [False, pytest.param(True, marks=needs_packing)])
-def test_results_are_those_of_float64(rows, biased, pack):
+@pytest.mark.parametrize(
+    ("out", "width", "pack"),
+    [(OUT, IN, False), pytest.param(OUT, IN, True, marks=needs_packing), (MIN_WEIGHTS // 64 - 1, 64, True)],
+    ids=["plain", "packed", "small"],
+)
+def test_results_are_those_of_float64(rows, biased, out, width, pack):
+    """Small weights are not packed: without a bias they lie in by out."""
     torch.manual_seed(rows)
-    weight, x, residual = torch.randn(OUT, IN), torch.randn(rows, IN), torch.randn(rows, OUT)
-    bias = torch.randn(OUT) if biased else None
+    weight, x, residual = torch.randn(out, width), torch.randn(rows, width), torch.randn(rows, out)
+    bias = torch.randn(out) if biased else None
     linear = LeanLinear(weight, bias, pack)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-    assert linear.packed == pack
-    # Sums of 512 products of order 1 in float32: some 1e-5 of rounding, whatever the order.
+    # Sums of up to 512 products of order 1 in float32: some 1e-5 of rounding, whatever the order.
     torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=2e-4)
-    kept = residual.clone()
-    torch.testing.assert_close(linear.add_to(residual, x).double(), kept + exact, rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 6])
-def test_small_weights_lie_in_by_out_and_give_the_same(rows, biased):
-    out = MIN_WEIGHTS // 64 - 1
-    weight, x, residual = torch.randn(out, 64), torch.randn(rows, 64), torch.randn(rows, out)
-    bias = torch.randn(out) if biased else None
-    linear = LeanLinear(weight, bias, pack=True)
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-    assert not linear.packed and torch.equal(linear.weight, weight)
-    assert linear.weight.stride() == ((64, 1) if biased else (1, out))
-    # Sums of 64 products of order 1 in float32.
-    torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=1e-4)
-    torch.testing.assert_close(linear.add_to(residual, x).double(), residual + exact, rtol=0, atol=1e-4)
-    assert LeanLinear(weight).weight.data_ptr() == weight.data_ptr()  # without pack it lies as it did
+    torch.testing.assert_close(linear.add_to(residual.clone(), x).double(), residual + exact, rtol=0, atol=2e-4)
+    assert linear.packed == (pack and out == OUT)
+    if not linear.packed:
+        assert torch.equal(linear.weight, weight) and linear.weight.stride() == (
+            (1, out) if pack and not biased else (width, 1)
+        )
+        assert pack or linear.weight.data_ptr() == weight.data_ptr()  # without pack it lies as it did
 
 
 def test_without_the_ops_linear_layers_are_plain(broken_ops):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_trees import path_to, random_tree
 from tiny_models import tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
@@ -107,19 +108,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
 
 
-def random_tree(size: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(-1, i) for i in range(size)]
-
-
-def path_to(node: int, parents: list[int]) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
-
-
 @pytest.mark.parametrize(("name", "engine"), variants("lean", "hf"))
 def test_whole_sequences(case_of, name, engine):
     """Embeddings, features and logits, with right padding too."""
@@ -163,7 +151,7 @@ def test_chains_and_trees_in_a_session(case_of, name, engine):
     assert_close(session.extend([follow]).logits[0], case.logits(tokens[:5] + follow)[-1:])
     for prefix in (0, PREFIX):
         session.reset(1)
-        kept, nodes, parents = case.tokens(prefix), case.tokens(10, seed=1), random_tree(10, seed=2)
+        kept, nodes, parents = case.tokens(prefix), case.tokens(10, seed=1), random_tree(random.Random(2), 10)
         if kept:
             session.extend([kept])
         logits = session.extend([nodes], [parents], logits_to_keep=10).logits[0]
@@ -190,7 +178,7 @@ def test_right_after_compaction(case_of, name, engine, path):
         tokens = tokens + follow
         logits = session.extend([follow], logits_to_keep=len(follow)).logits[0, : len(follow)]
         assert_close(logits, case.logits(tokens)[-len(follow) :])
-    tree, nodes = random_tree(6, seed=6), case.tokens(6, seed=7)
+    tree, nodes = random_tree(random.Random(6), 6), case.tokens(6, seed=7)
     logits = session.extend([nodes], [tree], logits_to_keep=6).logits[0]
     assert_close(logits[5], case.logits(tokens + [nodes[i] for i in path_to(5, tree)])[-1])
 
@@ -271,7 +259,7 @@ def test_trees_of_a_model_whose_layers_have_different_windows(tmp_path):
         load_lm(str(tmp_path), engine="lean")
     case, lm = Case(tmp_path, tmp_path), load_lm(str(tmp_path))
     assert case.oracle.config.layer_types == ["full_attention", "sliding_attention"]
-    kept, nodes, parents = case.tokens(PREFIX), case.tokens(8, seed=1), random_tree(8, seed=2)
+    kept, nodes, parents = case.tokens(PREFIX), case.tokens(8, seed=1), random_tree(random.Random(2), 8)
     session = lm.session(1, 0)
     assert_close(session.extend([kept], logits_to_keep=PREFIX).logits[0], case.logits(kept))
     logits = session.extend([nodes], [parents], logits_to_keep=8).logits[0]

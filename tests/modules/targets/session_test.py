@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock
@@ -14,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from cuda_kernels import CudaKernels
+from random_trees import path_to, random_tree
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
@@ -59,18 +59,6 @@ def tokens_of(lm: Any, *shape: int) -> torch.Tensor:
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def random_tree(rng: random.Random, size: int) -> list[int]:
-    return [rng.randrange(-1, i) for i in range(size)]
-
-
-def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
 
 
 @pytest.mark.parametrize("static", [False, True])
