@@ -1,8 +1,11 @@
-"""Greedy decoding in float32 with every method: token by token what autoregression and transformers' generate give."""
+"""Greedy decoding in float32 with every method, of one sequence and of several together: token by token what
+autoregression and transformers' generate give, with the counts of each alone."""
 
 from __future__ import annotations
 
+import functools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,16 @@ from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, Generation, generate, generate_one
+from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import InputError
 
 METHODS = [
     "spec:k=1", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "confidence:t=0.2:max=8", "self-verify:k=6", "eagle:k=4",
@@ -28,6 +37,10 @@ METHODS = [
     "pld:k=6", "lookahead:w=6:n=4:g=6", "pearl:k=3", "hf-target", "hf-draft",
 ]  # fmt: skip
 OWN = [method for method in METHODS if not method.startswith("hf")]
+# Policies that learn do so from the prompts of their own row: pool_test.py.
+TOGETHER = ["ar", *(method for method in OWN if not method.startswith(("cost", "online")))]
+SOME = ["ar", "spec:k=5", "self-verify:k=6", "eagle:k=4", "eagle-tree:nodes=12:depth=3:topk=4"]
+COUNT = 16  # with rows of 3 or 5 the last group is smaller
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +48,52 @@ def world(tmp_path_factory) -> World:
     return make_world(tmp_path_factory.mktemp("greedy"))
 
 
-@pytest.mark.parametrize("method", ["ar", *METHODS])
-def test_every_prompt_gets_the_answer_of_transformers(world, method):
-    drafter, accepted = world.drafter(method), set()
-    count = 5 if method.startswith("hf") else 16  # the universal engine is slow, and has parity tests
-    for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:count]:
-        done = world.run(method, prompt, NEW_TOKENS, drafter=drafter)
-        assert done.tokens == answer
-        accepted |= {(step.num_drafted, step.num_accepted) for step in done.trace.steps}
+@pytest.fixture(scope="module")
+def alone(world):
+    """Answers of a method to the first prompts one by one, by one drafter; made once."""
+
+    @functools.cache
+    def answers(method: str) -> list[Generation]:
+        drafter = world.drafter(method)
+        count = 5 if method.startswith("hf") else COUNT  # the universal engine is slow, and has parity tests
+        return [world.run(method, prompt, NEW_TOKENS, drafter=drafter) for prompt in world.prompts[:count]]
+
+    return answers
+
+
+def in_groups(
+    world: World, drafter: Any, size: int, prompts: list, count: int = NEW_TOKENS, ends: tuple = ()
+) -> list[Generation]:
+    """Everything by one session and one drafter, group after group, as the bench does it."""
+    options, made = DecodeOptions(session=world.target.session(size, CONTEXT)), list[Generation]()
+    for i in range(0, len(prompts), size):
+        own = prompts[i : i + size]
+        sources = [TorchSource(0) for _ in own]
+        made += generate(world.target, drafter, own, GREEDY, count, sources, ends, options)
+    return made
+
+
+def models_of(world: World, **more: Any) -> Models:
+    return run_models(
+        world.target, world.draft, world.mid, eagle=world.eagle, acceptance=world.acceptance, capacity=CONTEXT, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "rows"),
+    [*((name, 1) for name in ["ar", *METHODS]), *((name, 3) for name in TOGETHER), *((name, 5) for name in SOME)],
+)
+def test_every_prompt_gets_the_answer_of_transformers(world, alone, method, rows):
+    made, prompts = alone(method), world.prompts[:COUNT]
+    if rows > 1:
+        made = in_groups(world, parse_method(method).build(models_of(world), rows), rows, prompts)
+    for answer, one, single in zip(world.answers, made, alone(method), strict=False):
+        assert one.tokens == answer and one == single and not one.ended
+    steps = {(step.num_drafted, step.num_accepted) for one in made for step in one.trace.steps}
     if method != "ar":  # else nothing was tested: drafts accepted whole (of trees: to some depth), in part, not at all
         tree = method.startswith(("eagle-static", "eagle-tree", "lookahead"))
-        assert any(a == d > 0 or (tree and a > 1) for d, a in accepted) and any(a == 0 < d for d, a in accepted)
-        assert method in ("spec:k=1", "pearl:k=3") or any(0 < a < d for d, a in accepted)
+        assert any(a == d > 0 or (tree and a > 1) for d, a in steps) and any(a == 0 < d for d, a in steps)
+        assert method in ("spec:k=1", "pearl:k=3") or any(0 < a < d for d, a in steps)
 
 
 @pytest.mark.parametrize("method", OWN)
@@ -71,6 +118,51 @@ def test_a_full_context_ends_the_answer(world, length):
         done = world.run(method, prompt, NEW_TOKENS)
         assert done.tokens == answer, method
         assert not done.ended
+
+
+@pytest.mark.parametrize("method", ["spec:k=5", "eagle:k=4", "online:c=0.02:max=6"])
+def test_drafts_end_with_the_answer_in_every_row(world, method):
+    prompts = world.prompts[:9]
+    ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:9])))
+    models = models_of(world, ends=ends)
+    made = in_groups(world, parse_method(method).build(models, 3), 3, prompts, ends=ends)
+    singles = [parse_method(method).build(models) for _ in range(3)]
+    behind = 0
+    for place, (prompt, one) in enumerate(zip(prompts, made, strict=True)):
+        single, full = singles[place % 3], world.drafter(method)
+        assert one == generate_one(world.target, single, prompt, GREEDY, NEW_TOKENS, TorchSource(0), ends)
+        going_on = world.run(method, prompt, NEW_TOKENS, ends, drafter=full)
+        assert going_on.tokens == one.tokens
+        behind += pool([going_on.trace]).num_discarded - pool([one.trace]).num_discarded
+    assert behind > 0
+
+
+def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
+    prompts = [*world.prompts[:11], (world.prompts[-1] * CONTEXT)[:45]]  # its context is 40: the last never drafts
+    stops = [FixedLengthStop(5) for _ in range(4)]
+    made = in_groups(world, ChainDrafter(DraftModelNet(world.short_draft), stops, CONTEXT), 4, prompts)
+    single = ChainDrafter(DraftModelNet(world.short_draft), [FixedLengthStop(5)], CONTEXT)
+    went_quiet = 0
+    for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
+        assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
+        assert one.tokens == answer or prompt not in world.prompts
+        end, steps = len(prompt) + 1, one.trace.steps
+        for step in steps:
+            # The last drafted token is never read: its position may be the first one past the draft's context.
+            assert end + step.num_drafted - 1 <= 40 or step.num_drafted == 0
+            end += step.num_emitted
+        went_quiet += steps[0].num_drafted > 0 and steps[-2].num_drafted == 0
+    assert went_quiet > 3
+    assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens
+    # Behind 39 tokens it drafts two: it reads the first at its last position, and not the second.
+    near = world.run("spec", (world.prompts[-1] * CONTEXT)[:38], NEW_TOKENS, drafter=single)
+    assert near.trace.steps[0].num_drafted == 2
+
+
+def test_what_cannot_be_decoded_is_refused(world):
+    for prompt, count, field in (([], 4, "prompt"), ([5] * CONTEXT, 4, "prompt"), ([5], 0, "max_new_tokens")):
+        with pytest.raises(InputError, match=field):
+            generate(world.target, None, [[5], prompt], GREEDY, count, [TorchSource(0)] * 2)
 
 
 def test_a_context_of_thousands_of_tokens(tmp_path):

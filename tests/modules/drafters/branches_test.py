@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from quick_heads import captured_head
-from table_models import TableLM, V
+from table_models import V
 from tiny_models import tiny_llama_dir
 
 from draftsmith.modules.decoding.stop import FixedLengthStop
@@ -131,19 +131,6 @@ def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):
         whole = torch.tensor([[*text[:start], *drafts[number].tolist()]])
         expected = lm.features(whole)[0, start - 1 : -1]
         torch.testing.assert_close(states[number], expected, rtol=0, atol=TOLERANCE)
-
-
-def test_a_branch_sees_its_own_prefix_and_nothing_else(group):
-    """Tables of distributions, whose states depend on every token and on their order."""
-    lm, text, starts = TableLM(0), [2, 0, 1, 3, 3, 0], [1, 3, 6]
-    drafter = BranchDrafter(DraftModelNet(lm), 3)
-    drafter.open(text)
-    drafts = torch.tensor([[0, 1, 2], [3, 3, 0], [1, 1, 1]])
-    states = drafter.states(starts, drafts)
-    for number, start in enumerate(starts):
-        for read in range(4):
-            prefix = (*text[:start], *drafts[number, :read].tolist())
-            assert torch.equal(states[number, read], lm.row(prefix)[1])
 
 
 def test_a_training_around_it_changes_nothing_and_may_use_the_states(tmp_path):
