@@ -59,9 +59,7 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        check_config(self, temperature=(0, math.inf), top_k=(0, math.inf), top_p=(0, 1))
-        if not 0 < self.top_p <= 1:
-            raise InputError("top_p", self.top_p, "a number in (0, 1]", "Pass 1 to switch it off.")
+        check_config(self, temperature=(0, math.inf), top_k=(0, math.inf), top_p=(0, 1, "(]"))
 
     # Read for every drafted token.
     @functools.cached_property
@@ -126,12 +124,12 @@ def check_ranges(config: Any, **ranges: Range) -> None:
         check_range(name, getattr(config, name), *(span if isinstance(span, tuple) else (span,)))
 
 
-def check_config(config: Any, **ranges: tuple[float, float]) -> None:
+def check_config(config: Any, **ranges: tuple[float, float] | tuple[float, float, str]) -> None:
     """Check every field of a config dataclass by its annotated type, and its numbers by their ranges.
 
     Called in a config's `__post_init__`, so that no command sees a wrong value from a file or a caller.
 
-    ranges: field -> lowest and highest value, both allowed; for a tuple, of its items.
+    ranges: field -> lowest and highest value, and the brackets of their interval (`Range`); for a tuple, of its items.
 
     Raises:
         InputError: names the first field that does not fit.

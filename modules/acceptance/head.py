@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules import flops
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, Number, TokenConfidence, log_odds
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidence, log_odds
 from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE
 from draftsmith.modules.types import Feature, InputError, State, check_config
 
 
-def log_of(value: Number) -> Number:
+def log_of(value: Any) -> Any:
     """Return the natural logarithm of a number or a tensor."""
     return value.log() if isinstance(value, Tensor) else math.log(value)
 
 
-def bounded(log_q: Number) -> Number:
+def bounded(log_q: Any) -> Any:
     """Return log q, at least -MAX_LOGIT."""
     return log_q.clamp_min(-MAX_LOGIT) if isinstance(log_q, Tensor) else max(log_q, -MAX_LOGIT)
 
@@ -30,7 +30,7 @@ def bounded(log_q: Number) -> Number:
 # Features of one drafted token, or of tokens [..]: log q(y), at least -MAX_LOGIT; the log-odds of q(y) and max q within
 # MAX_LOGIT; the entropy in nats; the logarithm of the place in the round, from 1; the temperature; and whether the
 # token continues a repetition.
-FEATURES: dict[Feature, Callable[[TokenConfidence[Any]], Any]] = {
+FEATURES: dict[Feature, Callable[[TokenConfidence], Any]] = {
     "log_q": lambda known: bounded(known.log_q),
     "logit_q": lambda known: log_odds(known.log_q),
     "logit_max_q": lambda known: log_odds(known.log_max_q),
@@ -203,17 +203,17 @@ class AcceptanceHead(nn.Module):
             head.out.bias.sub_(head.direct.weight @ mean[-len(self.config.features) :])
         return head.to(self.mean)
 
-    def corrected(self, logit: Number) -> Number:
+    def corrected(self, logit: Any) -> Any:
         """Remove the loss weights from a raw logit: the optimum is w_acc P / (w_acc P + w_rej (1-P)), so add
         log(w_rej/w_acc)."""
         return logit + math.log(self.config.w_rej / self.config.w_acc)
 
-    def calibrated(self, logit: Number) -> Number:
+    def calibrated(self, logit: Any) -> Any:
         """Return the logit of a probability: corrected, then scaled and shifted as fitted on held-out tokens."""
         scale, shift = self.config.calibration
         return scale * self.corrected(logit) + shift
 
-    def feature_values(self, known: TokenConfidence[Tensor]) -> Tensor:
+    def feature_values(self, known: TokenConfidence) -> Tensor:
         """Return the features [.., F] of this head, in the order of its config. Values that tokens share may have a
         shape that broadcasts."""
         values = [FEATURES[name](known) for name in self.config.features]

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from draftsmith.modules.acceptance.head import FEATURES, AcceptanceHead
 from draftsmith.modules.acceptance.repeats import RepeatIndex
-from draftsmith.modules.decoding.confidence import Need, confidence_of, sigmoid
+from draftsmith.modules.decoding.confidence import confidence_of, sigmoid
 from draftsmith.modules.decoding.stop import DraftView, Predictor
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.types import Feature
 
 # Numbers (64 MiB) of the largest table that holds the first layer's part of every token.
 LARGEST_TABLE = 2**24
 
 # The most expensive number that each feature reads (`confidence_of`), the most expensive feature first.
-NEEDS: dict[Feature, Need] = {"entropy": "entropy", "logit_max_q": "mode", "logit_q": "token", "log_q": "token"}
+NEEDS = {"entropy": "entropy", "logit_max_q": "mode", "logit_q": "token", "log_q": "token"}
 
 
 class HeadPredictor(Predictor):
@@ -43,7 +42,7 @@ class HeadPredictor(Predictor):
         self.late, self._embed = config.late, embed if config.reads_token else None
         names = config.features
         self._features = [FEATURES[name] for name in names]
-        self._need: Need = next((need for name, need in NEEDS.items() if name in names), "nothing")
+        self._need = next((need for name, need in NEEDS.items() if name in names), "nothing")
         self._of_state: Tensor | None = None
         self._of_numbers: Tensor | None = None
         if head.join is not None:

@@ -15,7 +15,6 @@ from draftsmith.modules.sampling import Sampler
 # Reads each row's next drafted token: a list with one or none for each row, or int64 [B, 1], and their place in the
 # draft, from 1. Returns the next logits [B, V] and states [B, H], undefined for rows without a token.
 Step = Callable[[list[list[int]] | Tensor, int], tuple[Tensor, Tensor]]
-OnToken = Callable[[int, DraftView], None]
 
 
 def draft_chains(
@@ -27,7 +26,7 @@ def draft_chains(
     sampler: Sampler,
     contexts: Sequence[Sequence[int]],
     end_ids: Collection[int] = (),
-    on_token: OnToken | None = None,
+    on_token: Callable[[int, DraftView], None] | None = None,
 ) -> list[DraftTree]:
     """Draft in each row until its policy stops, an end token is drafted, or limits[b] tokens are.
 

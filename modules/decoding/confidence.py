@@ -7,7 +7,7 @@ entropies in nats.
 from __future__ import annotations
 
 import math
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,27 +20,24 @@ MAX_LOGIT = 12.0
 # Stands for 0, which has no logarithm.
 SMALLEST = 1e-38
 
-Number = TypeVar("Number", float, Tensor)
-Need = Literal["nothing", "token", "mode", "entropy"]
 
-
-class TokenConfidence(NamedTuple, Generic[Number]):
-    """Numbers of one drafted token, or of many, float32 [..].
+class TokenConfidence(NamedTuple):
+    """Numbers of one drafted token, or of many, float32 tensors [..].
 
     log_q, log_max_q, entropy: log q(y), log max q and the entropy of the token's distribution.
     depth: place in the round, from 1. temperature: of the distribution. repeat: if computed, whether the token
     continues a repetition of the text (`repeats.RepeatIndex.score`).
     """
 
-    log_q: Number
-    log_max_q: Number
-    entropy: Number
-    depth: Number
-    temperature: Number
-    repeat: Number | None = None
+    log_q: Any
+    log_max_q: Any
+    entropy: Any
+    depth: Any
+    temperature: Any
+    repeat: Any = None
 
 
-def confidence_of(view: DraftView, need: Need = "entropy") -> TokenConfidence[float]:
+def confidence_of(view: DraftView, need: str = "entropy") -> TokenConfidence:
     """Compute the confidence of the token in a view.
 
     need: "token" < "mode" < "entropy", the most expensive number that is read; more expensive ones are NaN.
@@ -77,7 +74,7 @@ def confidence_of(view: DraftView, need: Need = "entropy") -> TokenConfidence[fl
     return TokenConfidence(log_q, log_max_q, entropy, depth, temperature)
 
 
-def _on_device(distributions: Tensor, tokens: Tensor, need: Need) -> list[tuple[float, float, float]]:
+def _on_device(distributions: Tensor, tokens: Tensor, need: str) -> list[tuple[float, float, float]]:
     """Return log q, log max q and the entropy of tokens [R] with distributions [R, V], in one transfer."""
     parts = [distributions.gather(1, tokens[:, None])[:, 0], distributions.amax(1)]
     parts.append(entropies(distributions) if need == "entropy" else torch.full_like(parts[0], math.nan))
@@ -88,9 +85,7 @@ def _log(prob: float) -> float:
     return math.log(SMALLEST if prob < SMALLEST else prob)
 
 
-def confidences_of(
-    distributions: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor
-) -> TokenConfidence[Tensor]:
+def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> TokenConfidence:
     """Compute confidences of tokens [..] drawn from distributions [.., V]."""
     own = distributions.gather(-1, tokens[..., None])[..., 0]
     return TokenConfidence(
@@ -98,7 +93,7 @@ def confidences_of(
     )
 
 
-def log_odds(log_prob: Number) -> Number:
+def log_odds(log_prob: Any) -> Any:
     """Return log(q / (1 - q)) of log q, within [-MAX_LOGIT, MAX_LOGIT]; NaN stays."""
     if isinstance(log_prob, Tensor):
         return (log_prob - torch.log(-torch.expm1(log_prob.clamp(max=-1e-12)))).clamp(-MAX_LOGIT, MAX_LOGIT)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules import flops
-from draftsmith.modules.attention import Documents, Entry, attend_pass
+from draftsmith.modules.attention import Documents, attend_pass
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import EagleSettings, Rope
@@ -231,7 +231,7 @@ class EagleHead(FeatureHead):
         if position_ids is None:
             position_ids = torch.arange(rows, device=embeds.device)[None]
         layers: list[Any] = list(self.layers)
-        entries: list[list[Entry]] = [[] for _ in layers]
+        entries: list[list[Any]] = [[] for _ in layers]
         ttt_steps: list[Tensor] = []
         hidden, embeds = features, F.pad(embeds, (0, 0, 0, num_ttt_steps - 1))  # [B, T, H], [B, T + num_passes - 1, H]
         for j in range(num_ttt_steps):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules import flops
-from draftsmith.modules.attention import Documents, Entry, attend_pass
+from draftsmith.modules.attention import Documents, attend_pass
 from draftsmith.modules.drafters.base import TargetWeights, TrainStep
 from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -270,7 +270,7 @@ class Eagle3Head(FeatureHead):
             position_ids = torch.arange(rows, device=hidden.device)[None]
         normed = layer.input_layernorm(embeds)  # [B, T + num_passes - 1, H]
         ttt_steps: list[Tensor] = []
-        entries: list[Entry] = []
+        entries: list[Any] = []
         for j in range(num_ttt_steps):
             state = layer.hidden_norm(hidden)
             pair = torch.cat([normed[:, j : j + rows], state], -1)  # [B, T, 2H]

@@ -18,7 +18,7 @@ from draftsmith.modules.drafters.branches import branch_mask, group_of
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, as_bias
 from draftsmith.modules.engine.lean import Captured, LeanStack
-from draftsmith.modules.engine.rows import CachedRows, cached_rows, select_outputs
+from draftsmith.modules.engine.rows import cached_rows, select_outputs
 from draftsmith.modules.targets.base import CausalLM
 
 
@@ -93,7 +93,7 @@ class PairNet(DraftNet):
         # The pair of a token stands one place before it, and the last token of a draft is not read.
         self.longest_text = most + 2
         # The pairs that are read of each row.
-        self.cache: CachedRows = cached_rows(self.network, rows, most + slots, static)
+        self.cache = cached_rows(self.network, rows, most + slots, static)
         self._kept: Sequence[int] = self.cache.lengths
         self._themselves = as_bias(torch.eye(slots, dtype=torch.bool, device=self.device), self.network.stack.dtype)
 

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.chain import OnToken, draft_chains
+from draftsmith.modules.decoding.chain import draft_chains
 from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.growth import Level, grow_dynamic, grow_static
-from draftsmith.modules.decoding.stop import Learner, StopPolicy
+from draftsmith.modules.decoding.stop import DraftView, Learner, StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree, Typical
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import NonFinite
@@ -232,7 +232,7 @@ class ChainDrafter(RowDrafter):
     end_ids: tokens that end a chain. on_token: called with the row and the view of every drafted token.
     """
 
-    on_token: OnToken | None = None
+    on_token: Callable[[int, DraftView], None] | None = None
 
     def __init__(
         self,

@@ -373,10 +373,7 @@ def bucket(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-CachedRows = OneRow | ManyRows
-
-
-def cached_rows(network: Network, rows: int, capacity: int, static: bool | None) -> CachedRows:
+def cached_rows(network: Network, rows: int, capacity: int, static: bool | None) -> OneRow | ManyRows:
     """Allocate rows of at most `capacity` slots. static: fixed shapes; None: on CUDA only."""
     static = network.stack.device.type == "cuda" if static is None else static
     if static or rows > 1:
