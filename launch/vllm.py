@@ -55,7 +55,7 @@ def run(config: VllmConfig) -> int:
     from draftsmith.data.features import captured_layers
     from draftsmith.eval.engines.vllm import engine_python
     from draftsmith.modules.pretrained.files import check_disk, make_directory
-    from draftsmith.modules.pretrained.hub import loadable, model_directory
+    from draftsmith.modules.pretrained.hub import loadable
     from draftsmith.modules.pretrained.models import target_shape
     from draftsmith.modules.types import InputError
 
@@ -64,10 +64,7 @@ def run(config: VllmConfig) -> int:
     shape = target_shape(config.target)
     layers = captured_layers(config.drafter, config.layers, shape) or (shape.num_layers,)
     options = connector_options(layers, config.states, config.feature_dtype)
-    # vLLM is given the weights that everything else here reads of a GGUF file.
-    is_gguf = config.target.endswith(".gguf")
-    model = str(model_directory(config.target)) if is_gguf else loadable(config.target)
-    words = ["--model", model, "--served-model-name", config.target, "--dtype", config.dtype]
+    words = ["--model", loadable(config.target), "--served-model-name", config.target, "--dtype", config.dtype]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", json.dumps(value)]
     words += config.command

@@ -117,7 +117,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     if format.name == GGUF:
         kind = package.config["gguf"]
         metadata, tensors = head_to_gguf(package)
-        named = {"general.name": f"{format.kind} head of {Path(model).stem}", **target_tokenizer(config, source.path)}
+        name = f"{format.kind} head of {Path(source.path).stem}"
+        named = {"general.name": name, **target_tokenizer(config, source.path)}
         write_gguf(directory / GGUF_HEAD, kind, {**named, **metadata}, tensors, weights)
         model, written = str(target_file(config, source.path) or "TARGET.gguf"), str(config.output / GGUF_HEAD)
     else:

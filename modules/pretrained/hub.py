@@ -51,9 +51,15 @@ def looks_local(path: str) -> bool:
 
 
 def loadable(path: str) -> str:
-    """Return a path that other programs can load: they know no @revision, so its local copy stands in."""
-    hub = repository(resolve_model(path))
-    return resolve_model(path) if hub is None or hub[1] is None else str(model_directory(path))
+    """Return a path that other programs can load.
+
+    They know no @revision, so its local copy stands in; and for a GGUF file, which vLLM does not load, the
+    directory that heads are trained on.
+    """
+    resolved = resolve_model(path)
+    hub = repository(resolved)
+    named = hub is not None and hub[1] is not None
+    return str(model_directory(path)) if named or resolved.endswith(".gguf") else resolved
 
 
 def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:

@@ -16,6 +16,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.modules.pretrained.gguf import dequantized_directory, open_gguf
 from draftsmith.modules.pretrained.gguf_writer import copied_metadata, read_tensor, write_gguf, write_gguf_model
+from draftsmith.modules.pretrained.hub import loadable
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
@@ -73,7 +74,7 @@ def test_it_is_dequantized_once_until_the_file_changes(tmp_path):
     weights = dequantized_directory(file) / "model-00001.safetensors"
     first = weights.stat().st_mtime_ns, weights.stat().st_ino
     os.utime(file)  # another time and the same content
-    dequantized_directory(file)
+    assert loadable(str(file)) == str(dequantized_directory(file))
     assert (weights.stat().st_mtime_ns, weights.stat().st_ino) == first
     write_gguf_model(file, str(tiny_llama_dir(tmp_path / "two", seed=1)))
     changed = load_lm(str(file))
