@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -348,4 +349,16 @@ def progress_bar(
             left = f", about {(total - finished) / rate:,.0f} s left" if rate else ""
             log_note(f"{description}: {finished:,.0f}/{total:,.0f} {unit}, {rate:.3g} {unit}/s{left}{state()}")
 
-    yield log_progress
+    # Rows that take minutes, all at once, are no silence.
+    ended = threading.Event()
+
+    def log_while_waiting() -> None:
+        while not ended.wait(LOG_EVERY_S):
+            log_progress(0)
+
+    if moving:
+        threading.Thread(target=log_while_waiting, name="draftsmith-progress", daemon=True).start()
+    try:
+        yield log_progress
+    finally:
+        ended.set()

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from draftsmith.data.console import Advance, log_note
-from draftsmith.data.engines.own import check_lengths, pad_right, set_threads
+from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_right, set_threads
 from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates, check_numbering
 from draftsmith.data.settings import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
@@ -65,6 +65,7 @@ def run(config: FeaturesConfig) -> Path:
     lm = None
     if config.engine != "vllm":
         lm = load_lm(config.target, **config.loading, device_map=config.device_map)
+        note_slow_dtype(lm)
     info = load_info(config.target) if lm is None else lm.info
     # Final states are there in any family.
     needs_shape = config.drafter is not None or config.layers

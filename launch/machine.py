@@ -15,10 +15,9 @@ ROWS, REPEATS = 64, 7
 
 
 def bfloat16_is_fast() -> bool:
-    """Return whether this CPU has AVX-512, or multiplies in bfloat16; on others float32 is faster."""
-    import torch
+    from draftsmith.data.engines import own
 
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return own.bfloat16_is_fast()
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import log_note
 from draftsmith.data.store.shards import row_generator
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.decoding.drafter import Drafter
@@ -102,6 +103,17 @@ def pad_right(rows: Sequence[Sequence[int]], lm: CausalLM) -> Tensor:
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=lm.device)
 
 
+def bfloat16_is_fast() -> bool:
+    """Return whether this CPU has AVX-512, or multiplies in bfloat16; on others float32 is faster."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def note_slow_dtype(lm: CausalLM) -> None:
+    """Log that the model runs in bfloat16 on a CPU that has to emulate it."""
+    if lm.dtype == torch.bfloat16 and lm.device.type == "cpu" and not bfloat16_is_fast():
+        log_note("note: this CPU has no AVX-512, and takes several times as long for bfloat16 as for --dtype float32")
+
+
 def set_threads(num_threads: int) -> None:
     """Set torch's CPU threads; 0 keeps its default."""
     if num_threads:
@@ -126,6 +138,7 @@ class OwnEngine(AbstractContextManager["OwnEngine"]):
         """load: path -> model. draft, label: --draft and --method."""
         self.settings, self._batch_size = settings, batch_size
         self.lm = load(settings.target)
+        note_slow_dtype(self.lm)
         self.context, self.identity = self.lm.info.max_position, {"target": self.lm.info.identity}
         self._draft: CausalLM | None = None
         self._heads: dict[str, Any] = {}

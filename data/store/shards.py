@@ -168,22 +168,28 @@ def begin(plan: StagePlan) -> None:
     """Claim the output directory for this configuration, or check that the same one began it.
 
     Raises:
-        InputError: another configuration began it (every differing key is listed), or it holds something else.
+        InputError: another configuration began it and finished a shard (every differing key is listed), or it holds
+            something else.
     """
     directory = make_directory(plan.directory)
     state = {"config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
     state = flatten({"rows": plan.num_rows, "kind": plan.kind, **state})
     path = directory / STARTED
+    record = {"command": plan.command, "state": state}
     if not path.exists():
         # STARTED too: another rank may just have written it.
         strange = sorted(p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name not in (STARTED, LOCK))
         if strange:
             found = f"{directory}, which holds {strange[0]}"
             raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
-        write_json(path, {"command": plan.command, "state": state})
+        write_json(path, record)
         return
     begun = read_object(path, {"state": dict}, "Delete the directory and run the stage again.")["state"]
-    if changed := changes(state, begun):
+    changed = changes(state, begun)
+    if changed and place().world == 1 and not any(directory.glob("*.done.json")):
+        log_note(f"{plan.kind}: {directory} has no finished shard yet, and is begun anew with another {changed}")
+        write_json(path, record)
+    elif changed:
         found = f"{directory}, begun with another {changed}"
         remedy = "Choose another directory or delete it."
         raise InputError("output", found, "the configuration it was begun with", remedy)

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +109,16 @@ def test_quiet_leaves_out_notes_and_progress(capsys):
     assert captured.out == "the answer\n" and captured.err == ""
     log_note("[again]")
     assert capsys.readouterr().err == "[again]\n"
+
+
+def test_a_log_says_that_work_which_takes_long_goes_on(capsys, monkeypatch):
+    monkeypatch.setattr(console, "LOG_EVERY_S", 0.01)
+    with progress_bar("responses", 90, "rows"):
+        time.sleep(0.1)
+    assert "responses: 0/90 rows, 0 rows/s" in capsys.readouterr().err.splitlines()
+    with progress_bar("measuring", 2, "prompts", moving=False):
+        time.sleep(0.03)
+    assert not capsys.readouterr().err
 
 
 def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):

@@ -78,7 +78,7 @@ def broken(chain, tmp_path_factory) -> dict[str, tuple[object, list[int]]]:
 
 
 def config_stage(config: object) -> str:
-    return type(config).__module__.rsplit(".", 1)[-1]
+    return type(config).__name__.removesuffix("Config").lower()
 
 
 @pytest.mark.slow

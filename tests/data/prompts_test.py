@@ -256,7 +256,6 @@ def test_one_answer_that_a_template_leaves_empty_is_its_rows_fault(make, tmp_pat
     rows = [{"messages": chat((USER, "Hi"), (ASSISTANT, f"<think>x</think>{answer}"))} for answer in ("", "Ho")]
     with pytest.raises(InputError, match="line 1: found no answer to learn from"):
         make(rows, supervised=True, chat_template=path)
-    (tmp_path / "out" / "started.json").unlink()
     (row,) = make(rows, supervised=True, chat_template=path, invalid="drop")
     assert sum(row["loss_mask"]) == len(tiny_tokenizer()("Ho")["input_ids"])
     assert Manifest.read(tmp_path / "out").counts["invalid_dropped"] == 1
@@ -298,7 +297,6 @@ LONG = {"prompt": "x" * (2 * CONTEXT)}
 def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(make, tmp_path):
     with pytest.raises(InputError, match=rf"x.jsonl, line 3: found \d+ tokens.* more than {CONTEXT}, expected"):
         make([{"prompt": "a"}, LONG])
-    (tmp_path / "out" / "started.json").unlink()
     assert [row["id"] for row in make([{"prompt": "a"}, LONG, {"prompt": "b"}], overlong="drop")] == [
         "0000000",
         "0000002",

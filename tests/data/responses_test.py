@@ -14,6 +14,7 @@ from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data import responses
+from draftsmith.data.engines import own
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -139,6 +140,29 @@ def test_a_drafter_takes_other_numbers_of_the_row_and_the_same_whatever_its_comp
     assert rows_of(together) == rows
     with pytest.raises(InputError, match="begun with another"):
         remake("responses", output=tmp_path / "one", **{**how, "draft": str(chain.target)})
+
+
+def test_other_options_begin_anew_where_no_shard_is_finished(chain, remake, tmp_path, monkeypatch, capsys):
+    """As the advice of an error says: correct the options and give the command again."""
+
+    def stop(*args):
+        raise InputError("prompt 0", "a mistake", "none", "Pass --max-new-tokens 4.")
+
+    with monkeypatch.context() as patched, pytest.raises(InputError, match="a mistake"):
+        patched.setattr(responses, "answer_shard", stop)
+        remake("responses")
+    rows = rows_of(remake("responses", max_new_tokens=4))
+    assert max(sum(row["loss_mask"]) for row in rows) == 4
+    assert "begun anew with another config.max_new_tokens: 9, now 4" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(InputError, match=r"begun with another config\.max_new_tokens"):
+        remake("responses")
+
+
+def test_bfloat16_that_a_cpu_emulates_is_named(remake, tmp_path, monkeypatch, capsys):
+    for fast in (True, False):
+        monkeypatch.setattr(own, "bfloat16_is_fast", lambda fast=fast: fast)
+        remake("responses", output=tmp_path / str(fast), dtype="bfloat16", limit=1, max_new_tokens=1)
+        assert ("this CPU has no AVX-512" in capsys.readouterr().err) is not fast
 
 
 def test_uniforms_are_of_their_stage_seed_and_row():
