@@ -69,7 +69,7 @@ ROWS = [
     Row("features: arguments of another engine",
         f"data features --responses {{responses}} {TARGET}{OUT}--vllm-args x.json", ("vllm_args", "--engine vllm")),
     Row("features: no server", f"data features --responses {{responses}} {TARGET}{OUT}--engine vllm --server "
-        "http://127.0.0.1:9", ("127.0.0.1:9", "ConnectError", "launch vllm")),
+        "http://127.0.0.1:9", ("127.0.0.1:9", "nothing that listens", "Start it")),
     Row("acceptance: features that are none", f"data acceptance --responses {{responses}} {TARGET}--draft {{draft}} "
         f"{OUT}--target-features {{responses}}", ("responses", "features")),
     Row("acceptance: features and another sampling", f"data acceptance --responses {{responses}} {TARGET}"
@@ -168,7 +168,7 @@ ROWS = [
     Row("check: an engine and a server", f"check {{exported}} {SERVE}--server http://x --engine-path /bin/false",
         ("server", "one of them")),
     Row("check: nobody at the server", f"check {{exported}} {SERVE}--server http://127.0.0.1:9",
-        ("server", "127.0.0.1:9", "ConnectError")),
+        ("server", "127.0.0.1:9", "nothing that listens")),
     Row("check: a server that is no address", f"check {{exported}} {SERVE}--server 127.0.0.1", ("url", "127.0.0.1")),
     Row("check: an engine without prompts", f"check {{exported}} {TARGET}--engine vllm --server http://127.0.0.1:9",
         ("prompts", "--prompts")),

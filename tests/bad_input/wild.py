@@ -51,7 +51,7 @@ ROWS = [
         lambda ground, folder: {**file(b"{{ 1 + messages }}", "t")(ground, folder), **file(GOOD)(ground, folder)}),
     Row("a template that is no text", PROMPTS + "--chat-template {tmp}/t", ("t: found", "UTF-8"),
         lambda ground, folder: {**file(b"\xff", "t")(ground, folder), **file(GOOD)(ground, folder)}),
-    Row("server: no server", SERVER + "--server.url http://127.0.0.1:9/v1", ("(id row-", "ConnectError")),
+    Row("server: no server", SERVER + "--server.url http://127.0.0.1:9/v1", ("nothing that listens", "127.0.0.1:9")),
     Row("server: a password in the address", SERVER + "--server.url http://me:secret@127.0.0.1:9/v1",
         ("server.url", "found an address with @", "no user, password or query")),
     Row("a password in another address", "data prompts --target {target} --output {out} "
