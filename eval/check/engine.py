@@ -38,7 +38,8 @@ from draftsmith.modules.formats.readings import Reading, engine_readings, readin
 from draftsmith.modules.formats.systems import vllm_command
 from draftsmith.modules.layers import rope_settings
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
-from draftsmith.modules.pretrained.gguf_writer import is_gguf_model, widen_gguf, write_gguf_model
+from draftsmith.modules.pretrained.gguf import is_gguf_model
+from draftsmith.modules.pretrained.gguf_writer import widen_gguf, write_gguf_model
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
 from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory
 from draftsmith.modules.pretrained.models import load_fitting, load_lm

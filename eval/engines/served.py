@@ -44,8 +44,7 @@ from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect
 from draftsmith.modules.formats.systems import vllm_command
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json
-from draftsmith.modules.pretrained.gguf import open_gguf
-from draftsmith.modules.pretrained.gguf_writer import is_gguf_model
+from draftsmith.modules.pretrained.gguf import is_gguf_model, open_gguf
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 

@@ -25,8 +25,8 @@ from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text, write_torch
+from draftsmith.modules.pretrained.gguf import copied_tokenizer
 from draftsmith.modules.pretrained.gguf_writer import (
-    copied_tokenizer,
     rounded_to_q8,
     tokenizer_metadata,
     write_gguf,
@@ -48,7 +48,12 @@ from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.types import InputError
 
-HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
+HEAD_MANIFEST = {
+    "sha256": {"model.safetensors": str},
+    **{f"{name}?": (dict, None) for name in ("config", "imported", "metrics")},
+}
+# Tokens per target call. Chosen, not measured: a head of 1.2 slowed decoding down, one of 1.9 sped it up (README.md).
+WORTH_IT = 1.5
 GGUF_HEAD, GGUF_DRAFT = "head.gguf", "draft.gguf"
 # Largest difference of logits, as a share of the largest, that rounding to a type explains.
 GGUF_ERROR = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "q8_0": 0.1}
@@ -137,7 +142,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     # Command and card.
     measured = measured_of(path)
     verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
-    count = config.num_drafted or num_drafted(measured, format, drafts)
+    tau = (manifest.get("metrics") or {}).get("tau")
+    count = config.num_drafted or num_drafted(measured, format, drafts, tau)
     command = format.serve(Served(model, written, count, verifier))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.path, directory)):
@@ -152,7 +158,11 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     }
     facts = {**manifest, "head": head_fields(head), "license": config.license}
     write_text(directory / "README.md", model_card(format.kind, facts, measured=measured, export=export))
-    return report, "\n\n".join([command, *notes])
+    if format.name != GGUF and source.path.endswith(".gguf"):
+        notes.append(
+            f"{format.system} reads no GGUF: {model} holds the weights of {source.path}, for which it was trained."
+        )
+    return report, "\n\n".join([command, *notes, *expected_gain(path, measured, format.kind, tau)])
 
 
 def target_file(config: ExportConfig, target: str) -> Path | None:
@@ -251,9 +261,37 @@ def index_for_target(target: str, directory: Path) -> str:
     return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
 
 
-def num_drafted(measured: Mapping[str, Any] | None, format: HeadFormat, drafts: int | None = None) -> int:
-    """Return the drafted tokens a round of the fastest measured chain, else a whole block's or the format's default."""
+def measured_chains(measured: Mapping[str, Any] | None, kind: str) -> dict[int, Mapping[str, Any]]:
+    """Return drafted tokens a round -> measurement, of the head's chains in `measured.json`."""
     rows = [] if measured is None else measured["methods"]
-    chains = ((re.fullmatch(rf"{format.kind}:k=(\d+)", row["method"]), row["speedup"]) for row in rows)
-    speeds = {int(chain[1]): speedup for chain, speedup in chains if chain}
-    return max(speeds, key=speeds.__getitem__, default=drafts or format.num_drafted)
+    chains = ((re.fullmatch(rf"{kind}:k=(\d+)", row["method"]), row) for row in rows)
+    return {int(chain[1]): row for chain, row in chains if chain}
+
+
+def num_drafted(
+    measured: Mapping[str, Any] | None, format: HeadFormat, drafts: int | None = None, tau: float | None = None
+) -> int:
+    """Return the drafted tokens a round of the fastest measured chain, else a whole block's, else by tau.
+
+    tau: tokens per target call in training, one of them the target's own. Without it, the format's default.
+    """
+    if chains := measured_chains(measured, format.kind):
+        return max(chains, key=lambda count: chains[count]["speedup"])
+    most = drafts or format.num_drafted
+    return most if drafts or tau is None else min(most, max(1, round(tau)))
+
+
+def expected_gain(head: Path, measured: Mapping[str, Any] | None, kind: str, tau: float | None) -> list[str]:
+    """Return a line on what a head is worth by its own measurements; nothing if there are none."""
+    best = max(measured_chains(measured, kind).values(), key=lambda row: row["speedup"], default=None)
+    if best is not None:
+        text, pays = f"{best['method']} decoded {best['speedup']:.2f} times as fast as without it", best["speedup"] > 1
+    elif tau is not None:
+        text, pays = (
+            f"it emitted {tau:.2f} tokens per target call in training, one of them the target's",
+            tau >= WORTH_IT,
+        )
+    else:
+        return []
+    why = "" if pays else f" Expect no gain from this head. See why: draftsmith diagnose {head} --data DATA"
+    return [f"Measured here: {text}.{why}"]

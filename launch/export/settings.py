@@ -19,7 +19,7 @@ class ExportConfig(Loading):
     Attributes:
         format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
             speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; llamacpp an EAGLE-3 head of
-            version 3, a DFlash or DSpark head, or a draft model, as one GGUF file.
+            version 3 or 3-norm, a DFlash or DSpark head, or a draft model, as one GGUF file.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
@@ -28,7 +28,7 @@ class ExportConfig(Loading):
         draft: The draft model to be exported as llamacpp; or the draft whose hidden states an acceptance head reads: a
             model, or the directory of a drafting head (default: the one named in its manifest).
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
-            else 5 (20 with a stop rule).
+            else what the head's tau in training makes worth it, at most 5 (20 with a stop rule; a whole block).
         weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
         license: License of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.

@@ -14,10 +14,8 @@ GGUF = "llamacpp"  # the format whose heads are one GGUF file
 
 @functools.cache
 def formats() -> dict[tuple[str, str], HeadFormat]:
-    """Return every format by its name and the kind of our heads that it holds.
-
-    Imported here: the command line asks for names only.
-    """
+    """Return every format by its name and the kind of our heads that it holds."""
+    # Imported here: the command line asks for names only.
     from draftsmith.modules.formats.block import BlockFormat
     from draftsmith.modules.formats.eagle1 import Eagle1Format
     from draftsmith.modules.formats.eagle3 import Eagle3Format

@@ -8,36 +8,14 @@ Specified by deepseek-ai/DeepSpec (modeling/dspark), z-lab/dflash, vLLM 0.32 (qw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from draftsmith.modules.drafters.block.head import BlockHead
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers
-from draftsmith.modules.drafters.settings import Layout
-from draftsmith.modules.formats.base import (
-    ImportedHead,
-    Package,
-    Problem,
-    TargetFacts,
-    as_stored,
-    check_tensors,
-    same_values,
-)
-from draftsmith.modules.formats.llama import (
-    UNSUPPORTED,
-    LlamaFormat,
-    Raw,
-    check_layers,
-    check_options,
-    flat,
-    inner_object,
-    longest_text,
-    num_states,
-)
-from draftsmith.modules.layers import llama_sizes, positive
+from draftsmith.modules.formats.base import same_values
+from draftsmith.modules.formats.llama import UNSUPPORTED, Found, LlamaFormat, Raw, flat, inner_object
+from draftsmith.modules.layers import LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; the embedding and lm_head are the target's, and servers share them.
@@ -66,6 +44,8 @@ DEFAULT_BLOCK = 16
 class BlockFormat(LlamaFormat):
     """Directory of a block drafter."""
 
+    vocabularies = ("vocab_size", "draft_vocab_size")
+
     def check_common(self, config: BlockConfig) -> None:
         llama = config.llama
         for field, found, expected in (
@@ -77,128 +57,109 @@ class BlockFormat(LlamaFormat):
             if found != expected:
                 raise InputError(field, found, f"{expected}: servers build Qwen3's layers", "Train it again.")
 
-    def disk_tensors(self, config: BlockConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(state)
+    def our_name(self, name: str) -> str:
+        """Return our name of a tensor, by any trainer's."""
+        first, *rest = name.split(".")
+        return ".".join([FLAT.get(first, first), *rest])
 
-    def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
-        raw, notes = settings(package.config), list[str]()
-        raw = {**self.row.fills(raw), **raw}
-        llama = llama_sizes(raw)
-        plain = {name: value for name, value in raw.items() if name not in ("layer_types", "is_causal")}
-        check_options(plain, llama, target, ("vocab_size", "draft_vocab_size"), notes)
+    def top_level(self, config: Raw) -> Raw:
+        raw = settings(config)
+        return {**self.row.fills(raw), **raw}
+
+    def read_config(self, found: Found, llama: LlamaConfig) -> BlockConfig:
+        raw = found.raw
         if raw.get("is_neox_style", raw.get("rope_is_neox_style", True)) is not True:
             raise InputError("config.json, is_neox_style", False, "true: rotary halves", UNSUPPORTED)
-        problems = self.problems(package.config, package.tensors, target)
-        names = [name for name in package.tensors if name.removeprefix("model.").split(".")[0] in FLAT]
+        names = [name for name in found.package.tensors if name.removeprefix("model.").split(".")[0] in FLAT]
         if names and self.name != "modelopt":
-            problems += self.listed({names[0]: (True, f"knows it as {our_name(names[0])}")})
-        tensors = self.own_tensors(package, target, our_name, notes, problems)
-        self._take_tables(tensors, llama.vocab_size, target, notes)
+            found.add_problems({names[0]: (True, f"knows it as {self.our_name(names[0].removeprefix('model.'))}")})
+        self._drop_tables(found, llama.vocab_size)
         # A gated Markov head's gate_proj is none of an MLP.
-        own = {name: tensors.pop(name) for name in [*tensors] if name.startswith("markov_head.")}
-        biases = self.take_biases(tensors, raw, notes, problems)
-        tensors |= own
+        markov = {name: found.tensors.pop(name) for name in [*found.tensors] if name.startswith("markov_head.")}
+        biases = found.take_biases()
+        found.tensors |= markov
         rank = positive(raw, "markov_rank", 1) if raw.get("markov_rank") else 0
         if raw.get("block_size") is None:
-            raw = {**raw, "block_size": DEFAULT_BLOCK}
-            notes.append(f"block_size is not in config.json: {DEFAULT_BLOCK}, the default of TorchSpec and llama.cpp")
-        confidence = self._confidence(raw, tensors, rank, notes, problems)
-        config = BlockConfig(
+            default = f"{DEFAULT_BLOCK}, the default of TorchSpec and llama.cpp"
+            found.notes.append(f"block_size is not in config.json: {default}")
+        block_size = DEFAULT_BLOCK if raw.get("block_size") is None else positive(raw, "block_size", DEFAULT_BLOCK)
+        confidence = self._confidence(found, rank)
+        # The latter is ModelOpt's.
+        first = raw.get("sample_from_anchor", raw.get("shift_label"))
+        return BlockConfig(
             llama=dataclasses.replace(
                 llama,
-                max_position=longest_text(llama, target, notes),
+                max_position=found.longest_text(llama),
                 qk_norm=True,
                 qkv_bias=biases["qkv_bias"],
                 o_bias=biases["o_bias"],
                 sliding_window=window(raw, llama.num_layers),
             ),
-            aux_layers=self._capture(raw, target, tensors, llama.hidden_size, notes),
-            block_size=positive(raw, "block_size", DEFAULT_BLOCK),
+            aux_layers=self._aux_layers(found, llama.hidden_size),
+            block_size=block_size,
             mask_token=_mask_token(raw, llama.vocab_size),
-            layout=self.layout(raw),
+            layout="anchor-first" if (self.row.anchor_first if first is None else first) else "fill-in",
             markov_rank=rank,
             markov_type=raw.get("markov_head_type") or "vanilla",
             confidence=confidence,
         )
-        with torch.device("meta"):
-            check_tensors(BlockHead(config), tensors)
-        return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))
 
-    def layout(self, raw: Raw) -> Layout:
-        """Read what a slot predicts."""
-        first = raw.get("sample_from_anchor", raw.get("shift_label"))  # the latter is ModelOpt's
-        return "anchor-first" if (self.row.anchor_first if first is None else first) else "fill-in"
-
-    def _confidence(
-        self,
-        raw: Raw,
-        tensors: dict[str, Tensor],
-        rank: int,
-        notes: list[str],
-        problems: list[Problem],
-    ) -> bool:
+    def _confidence(self, found: Found, rank: int) -> bool:
         """Return whether the head has a confidence head; give one that reads the state alone zeros for the rest."""
+        raw, tensors = found.raw, found.tensors
         weight = tensors.get("confidence_head.proj.weight")
         present, width = weight is not None, positive(raw, "hidden_size", 1)
         said = raw.get("enable_confidence_head", raw.get("use_confidence_head", present))
         if not (said if self.row.asks_confidence else present):
             if weight is not None:
                 name = "enable_confidence_head"
-                problems += self.listed({name: (True, "drops the confidence head and says nothing: write true")})
-                notes.append(f"confidence_head: left out, {self.system} does not use it")
+                found.add_problems({name: (True, "drops the confidence head and says nothing: write true")})
+                found.notes.append(f"confidence_head: left out, {self.system} does not use it")
                 for part in ("weight", "bias"):
                     tensors.pop(f"confidence_head.proj.{part}", None)
             return False
         reads_token = bool(rank and raw.get("confidence_head_with_markov", True))
         if weight is not None and self.row.classes and reads_token != (weight.numel() > width):
             wrong = f"raises: it wants another width than {weight.numel()}"
-            problems += self.listed({"confidence_head_with_markov": (True, wrong)})
+            found.add_problems({"confidence_head_with_markov": (True, wrong)})
         if rank and weight is not None and weight.shape == (1, width):
             tensors["confidence_head.proj.weight"] = torch.cat([weight, weight.new_zeros(1, rank)], -1)
-            notes.append("confidence_head: zeros are added for the token before, which it does not read")
+            found.notes.append("confidence_head: zeros are added for the token before, which it does not read")
         return True
 
-    def _take_tables(
-        self, tensors: dict[str, Tensor], vocab: int, target: TargetFacts | None, notes: list[str]
-    ) -> None:
+    def _drop_tables(self, found: Found, vocab: int) -> None:
         """Remove copies of the target's weights."""
+        tensors, target = found.tensors, found.target
         for name in OF_TARGET:
             tensors.pop(name, None)
         offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
         if (offsets is not None and bool(offsets.any())) or (marks is not None and not bool(marks.all())):
-            found = f"{vocab if offsets is None else len(offsets)} of {vocab} tokens"
-            raise InputError("d2t", found, "the whole vocabulary: a block's head has the target's lm_head", UNSUPPORTED)
+            text = f"{vocab if offsets is None else len(offsets)} of {vocab} tokens"
+            raise InputError("d2t", text, "the whole vocabulary: a block's head has the target's lm_head", UNSUPPORTED)
         if (lm_head := tensors.pop("lm_head.weight", None)) is None:
             return
         if target is None or target.lm_head is None:
             raise InputError("lm_head.weight", "a copy", "the target to compare it with", "Pass --target.")
         if not same_values(lm_head, target.lm_head):
-            found, expected = "one that differs from the target's", "the target's, which our head and all servers use"
-            raise InputError("lm_head.weight", found, expected, "Pass the target that the head was trained for.")
-        notes.append("lm_head.weight is left out: it is the target's")
+            text, expected = "one that differs from the target's", "the target's, which our head and all servers use"
+            raise InputError("lm_head.weight", text, expected, "Pass the target that the head was trained for.")
+        found.notes.append("lm_head.weight is left out: it is the target's")
 
-    def _capture(
-        self,
-        raw: Raw,
-        target: TargetFacts | None,
-        tensors: Mapping[str, Tensor],
-        size: int,
-        notes: list[str],
-    ) -> tuple[int, ...]:
+    def _aux_layers(self, found: Found, size: int) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""
-        wanted = num_states(tensors, size)
+        raw, wanted = found.raw, found.num_states(size)
         field = STATES if raw.get(STATES) is not None else OUTPUTS
-        numbers, count = raw.get(field), None if target is None else target.num_layers
+        numbers, count = raw.get(field), None if found.target is None else found.target.num_layers
         if numbers is None:
             if count is None:
                 raise InputError(f"config.json, {OUTPUTS}", "none", "the target's layers", "Pass --target.")
             layers = default_layers(count, wanted)
-            notes.append(f"{OUTPUTS} is absent: layers {', '.join(str(k - 1) for k in layers)}, as by default")
+            found.notes.append(f"{OUTPUTS} is absent: layers {', '.join(str(k - 1) for k in layers)}, as by default")
         elif isinstance(numbers, list) and numbers and all(type(number) is int for number in numbers):
             layers = tuple(number + (field == OUTPUTS) for number in numbers)
         else:
             raise InputError(f"config.json, {field}", repr(numbers), "a list of integers", "Correct config.json.")
-        check_layers(f"config.json, {field}", numbers or layers, layers, wanted, target, outputs=True)
+        found.check_layers(f"config.json, {field}", numbers or layers, layers, wanted, outputs=True)
         return layers
 
 
@@ -208,12 +169,6 @@ def settings(config: Raw) -> dict[str, Any]:
     for place in ("dspark_config", "dflash_config"):
         raw |= {name: value for name, value in inner_object(raw, place).items() if value is not None}
     return raw
-
-
-def our_name(name: str) -> str:
-    """Return our name of a tensor, by any trainer's, without the prefix `model.`."""
-    first, *rest = name.removeprefix("model.").split(".")
-    return ".".join([FLAT.get(first, first), *rest])
 
 
 def window(raw: Raw, num_layers: int) -> int | None:

@@ -13,22 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head
+from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
-from draftsmith.modules.formats.base import ImportedHead, Package, Problem, TargetFacts, as_stored, check_tensors
-from draftsmith.modules.formats.llama import (
-    UNSUPPORTED,
-    LlamaFormat,
-    Raw,
-    check_layer,
-    check_layers,
-    check_options,
-    flat,
-    inner_object,
-    longest_text,
-    num_states,
-)
-from draftsmith.modules.layers import LlamaConfig, llama_sizes
+from draftsmith.modules.formats.base import Problem, TargetFacts
+from draftsmith.modules.formats.llama import UNSUPPORTED, Found, LlamaFormat, Raw, check_layer, flat, inner_object
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
@@ -63,63 +52,54 @@ class Eagle3Format(LlamaFormat):
         return tensors
 
     def disk_name(self, name: str) -> str:
-        """Return the name in a file of one of our parameters."""
         return re.sub(r"^layer\.", f"{self.row.layer_names[0]}.", name)
 
-    def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
+    def our_name(self, name: str) -> str:
+        return re.sub(r"^(midlayer|layers\.0)\.", "layer.", OLD_NORMS.get(name, name))
+
+    def top_level(self, config: Raw) -> Raw:
+        return flat(config)
+
+    def read_config(self, found: Found, llama: LlamaConfig) -> Eagle3Config:
         """Read settings by this system's fields, and tensors by any system's names."""
-        raw, notes = flat(package.config), list[str]()
-        llama = llama_sizes(raw)
-        check_options(raw, llama, target, ("vocab_size",), notes)
+        raw, tensors, row = found.raw, found.tensors, self.row
         if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):
             raise InputError("config.json, target_hidden_size", width, "the head's own width", UNSUPPORTED)
         if inner_object(raw, "eagle_config").get("use_aux_hidden_state") is False:
             raise InputError("config.json, use_aux_hidden_state", False, "true: it is no EAGLE-3 head", UNSUPPORTED)
-        problems = self.problems(raw, package.tensors, target)
-        tensors = self.own_tensors(package, target, our_name, notes, problems)
-        layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in package.tensors}
-        known = self.row.layer_names
-        if wrong := sorted(layers - {"", *known}):
-            problems.append(Problem(wrong[0], f"{self.system} knows the layer as {known[0]} only"))
+        names = found.package.tensors
+        layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in names}
+        for wrong in sorted(layers - {"", *row.layer_names})[:1]:
+            found.add_problems({wrong: (True, f"knows the layer as {row.layer_names[0]} only")})
         # The norms of the target's states show in the file, the other switches only in config.json.
-        flags = self.row.flags(raw)
+        flags = row.flags(raw)
         if flags.fc_norm != (normed := "fc_norm.0.weight" in tensors):
-            found = f"{'norms' if normed else 'no norm'} of the target's states in the file"
-            raise InputError("fc_norm", found, f"what config.json says ({flags.fc_norm})", "Correct config.json.")
-        aux_layers = self.aux_layers(raw, target, tensors, llama.hidden_size)
-        drafted = take_vocabulary(tensors, raw, llama, target, notes, problems)
-        biases: dict[str, Any] = self.take_biases(tensors, raw, notes, problems)
+            text = f"{'norms' if normed else 'no norm'} of the target's states in the file"
+            raise InputError("fc_norm", text, f"what config.json says ({flags.fc_norm})", "Correct config.json.")
+        aux_layers = self.aux_layers(found, llama.hidden_size)
+        drafted = take_vocabulary(found, llama)
+        biases: dict[str, Any] = found.take_biases()
         del biases["fc_bias"]
-        qk_norm, longest = "layer.self_attn.q_norm.weight" in tensors, longest_text(llama, target, notes)
+        qk_norm, longest = "layer.self_attn.q_norm.weight" in tensors, found.longest_text(llama)
         llama = dataclasses.replace(llama, num_layers=1, max_position=longest, qk_norm=qk_norm, **biases)
-        config = Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
-        with torch.device("meta"):
-            check_tensors(Eagle3Head(config), tensors, self.disk_name)
-        return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))
+        return Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
 
-    def aux_layers(
-        self, raw: Raw, target: TargetFacts | None, tensors: Mapping[str, Tensor], size: int
-    ) -> tuple[int, ...]:
+    def aux_layers(self, found: Found, size: int) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""
         # fc says how many states it reads, and nothing else in the file says which.
-        count, row = num_states(tensors, size), self.row
-        layers = layer_ids(raw, *row.id_places)
+        count, row = found.num_states(size), self.row
+        layers = layer_ids(found.raw, *row.id_places)
         if layers is not None:
             # SGLang and vLLM read the states in the order of the layers, whatever the list's.
             layers = tuple(sorted(set(layers)) if row.sorts_ids else layers)
             layers = tuple(number + row.output_ids for number in layers)
-        elif target is not None:
-            layers = default_layers(target)
+        elif found.target is not None:
+            layers = default_layers(found.target)
         if layers is None:
             expected = "the target: this is a head that reads its target's layers 2, L/2 and L-3"
             raise InputError("target", "none", expected, "Pass --target.")
-        check_layers("layers", layers, layers, count, target, outputs=False)
+        found.check_layers("layers", layers, layers, count, outputs=False)
         return layers
-
-
-def our_name(name: str) -> str:
-    """Return our name of a tensor, by any system's, without the prefix `model.`."""
-    return re.sub(r"^(midlayer|layers\.0)\.", "layer.", OLD_NORMS.get(name, name))
 
 
 def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
@@ -148,19 +128,13 @@ def valid_table(ids: Tensor, marks: Tensor | None, vocab: int) -> bool:
     return int(marked.sum()) == len(ids) and (marks is None or torch.equal(marked, marks.bool()))
 
 
-def take_vocabulary(
-    tensors: dict[str, Tensor],
-    raw: Mapping[str, Any],
-    llama: LlamaConfig,
-    target: TargetFacts | None,
-    notes: list[str],
-    problems: list[Problem],
-) -> int:
+def take_vocabulary(found: Found, llama: LlamaConfig) -> int:
     """Return the size of the draft vocabulary.
 
-    Replaces the tables in `tensors` by ascending ids `d2t`, if the vocabulary is reduced; adds a missing lm_head.
+    Replaces the tables by ascending ids `d2t`, if the vocabulary is reduced; adds a missing lm_head.
     """
-    offsets, marks, vocab = tensors.pop("d2t", None), tensors.pop("t2d", None), llama.vocab_size
+    raw, tensors, target, vocab = found.raw, found.tensors, found.target, llama.vocab_size
+    offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
     lm_head = tensors.get("lm_head.weight")
     for name, tensor, dims in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
         if tensor is not None and tensor.ndim != dims:
@@ -170,8 +144,8 @@ def take_vocabulary(
         remedy = "Correct config.json."
         raise InputError("config.json, draft_vocab_size", drafted, f"the {len(lm_head)} rows of lm_head", remedy)
     if drafted != vocab and not raw.get("draft_vocab_size"):
-        problems.append(Problem("draft_vocab_size", f"is missing, and lm_head has {drafted} rows"))
-    ids = drafted_ids(offsets, marks, vocab, drafted, problems)
+        found.problems.append(Problem("draft_vocab_size", f"is missing, and lm_head has {drafted} rows"))
+    ids = drafted_ids(offsets, marks, vocab, drafted, found.problems)
     if len(ids) != drafted or not valid_table(ids, marks, vocab):
         expected = f"{drafted} different ones of the target's {vocab}, those that t2d marks"
         raise InputError("d2t", f"ids of {len(ids)} tokens", expected, "Fetch the head again.")
@@ -179,14 +153,14 @@ def take_vocabulary(
         if target is None or target.lm_head is None:
             raise InputError("lm_head.weight", "none", "one, or the target whose own it is", "Pass --target.")
         tensors["lm_head.weight"] = target.lm_head[ids].clone()
-        notes.append("lm_head is not in the file: it is the target's")
+        found.notes.append("lm_head is not in the file: it is the target's")
         if drafted != vocab:
-            problems.append(Problem("lm_head.weight", "is missing, and the target's has rows for other tokens"))
+            found.problems.append(Problem("lm_head.weight", "is missing, and the target's has rows for other tokens"))
     # Ours are ascending: a training draws the most frequent tokens in any order.
     order = ids.argsort()
     if not torch.equal(ids[order], ids):
         ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
-        notes.append("the draft vocabulary is sorted by id")
+        found.notes.append("the draft vocabulary is sorted by id")
     if drafted != vocab:
         tensors["d2t"] = ids
     return drafted

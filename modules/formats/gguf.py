@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,13 +21,7 @@ from draftsmith.modules.formats.eagle3 import IDS
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, llama_sizes, rope_frequencies
 from draftsmith.modules.types import InputError
 
-# transformers' names -> GGUF's. A tied model has no output.weight.
-MODEL_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-# The same inside a layer: model.layers.I.NAME -> blk.I.NAME, each with .weight or .bias.
+# Modules of a decoder layer in transformers' files -> in GGUF, each with .weight or .bias.
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -41,8 +35,10 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Names in a head's directory -> GGUF's, each with .weight or .bias. Those of its layers are LAYER_NAMES.
-HEAD_NAMES = {
+# The same of the modules around the layers: of a whole model, and of a head's directory by the architecture of its
+# file. A tied model has no output.weight.
+NAMES = {
+    "model": {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
     "eagle3": {
         "fc": "fc",
         "input_norm": "enc.output_norm",
@@ -61,6 +57,8 @@ HEAD_NAMES = {
         "confidence_head.proj": "conf_proj",
     },
 }
+HEADS = ("eagle3", "dflash")
+LAYERS = {"model": "model.layers.", "dflash": "layers."}  # in front of a layer's number
 REMEDY = "Use another model, or its transformers directory."
 # Architectures whose rotary pairs are neighbors (0, 1) in GGUF, and halves (0, d/2) in transformers' files. "dflash",
 # of DSpark too, keeps halves.
@@ -176,22 +174,24 @@ def shortest(value: float) -> float:
     return float(format(value, ".7g"))
 
 
-def from_gguf_name(name: str) -> str | None:
-    """Return transformers' name of a tensor in a GGUF file, or None for a tensor that the Llama family lacks."""
-    for ours, theirs in MODEL_NAMES.items():
-        if name == theirs:
-            return ours
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    part = match and next((ours for ours, theirs in LAYER_NAMES.items() if theirs == match[2]), None)
-    return f"model.layers.{match[1]}.{part}.{match[3]}" if match and part else None
+def gguf_name(kind: str, name: str) -> str | None:
+    """Return the name in a GGUF file of a tensor; None if such files do not hold it. kind: of NAMES."""
+    module, _, part = name.rpartition(".")
+    known, match = NAMES[kind].get(module), re.fullmatch(rf"{LAYERS.get(kind)}(\d+)\.(.+)", module)
+    if known is None and match and match[2] in LAYER_NAMES:
+        known = f"blk.{match[1]}.{LAYER_NAMES[match[2]]}"
+    return known and f"{known}.{part}"
 
 
-def to_gguf_name(name: str) -> str | None:
-    """Return the GGUF name of a tensor by transformers' name, or None for a tensor that GGUF does not hold."""
-    if name in MODEL_NAMES:
-        return MODEL_NAMES[name]
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    return f"blk.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}" if match and match[2] in LAYER_NAMES else None
+def directory_name(kind: str, name: str) -> str | None:
+    """Return the name in a directory of a tensor in a GGUF file; None for an unknown one. kind: of NAMES."""
+    module, _, part = name.rpartition(".")
+    known = {theirs: ours for ours, theirs in NAMES[kind].items()}.get(module)
+    match = re.fullmatch(r"blk\.(\d+)\.(.+)", module)
+    layer = {theirs: ours for ours, theirs in LAYER_NAMES.items()}
+    if known is None and match and match[2] in layer and kind in LAYERS:
+        known = f"{LAYERS[kind]}{match[1]}.{layer[match[2]]}"
+    return known and f"{known}.{part}"
 
 
 def to_adjacent(rows: Tensor, heads: int) -> Tensor:
@@ -204,19 +204,30 @@ def to_halves(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
+def reordered(
+    kind: str, name: str, tensor: Tensor, heads: tuple[int, int], reorder: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """Reorder a tensor of q or k if GGUF files of this architecture hold rotary pairs as neighbors.
+
+    name: in a directory. heads: of queries, and of keys. reorder: `to_adjacent` or `to_halves`.
+    """
+    counts = dict(zip(("q_proj", "k_proj"), heads, strict=True)) if kind in ADJACENT_ROPE else {}
+    count = counts.get(name.split(".")[-2]) if "." in name else None
+    return tensor if count is None else reorder(tensor, count)
+
+
 def head_to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return metadata and tensors of a head's GGUF file; the tokenizer's other fields are the caller's."""
     raw, kind = settings(package.config), package.config["gguf"]
     llama = llama_sizes(raw)
-    heads = {"q_proj": llama.num_heads, "k_proj": llama.num_kv_heads} if kind in ADJACENT_ROPE else {}
     tensors = rope_divisors(llama)
     for name, tensor in package.tensors.items():
         if name == "d2t":
             # The target's ids, where other systems store what is added to the drafted one.
             tensors["d2t"] = tensor + torch.arange(len(tensor))
         elif name != "t2d":
-            part = name.split(".")[-2]
-            tensors[head_name(kind, name)] = to_adjacent(tensor, heads[part]) if part in heads else tensor
+            heads = llama.num_heads, llama.num_kv_heads
+            tensors[str(gguf_name(kind, name))] = reordered(kind, name, tensor, heads, to_adjacent)
     if kind == "eagle3":
         own: dict[str, Any] = {
             "target_layers": list(raw[IDS]),
@@ -279,32 +290,12 @@ def head_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
             "markov_rank": 0 if markov is None else markov.shape[-1],
             "enable_confidence_head": bool(setting("has_confidence_head", "conf_proj.weight" in tensors)),
         }
-    heads = {"q_proj": layers["num_attention_heads"], "k_proj": layers["num_key_value_heads"]}
-    heads = heads if kind in ADJACENT_ROPE else {}
+    heads = layers["num_attention_heads"], layers["num_key_value_heads"]
     package: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name == "d2t":
             package["d2t"] = tensor - torch.arange(len(tensor))
         elif name != "rope_freqs.weight":
-            known = directory_name(kind, name)
-            part = known.split(".")[-2] if "." in known else ""
-            package[known] = to_halves(tensor, heads[part]) if part in heads else tensor
+            known = directory_name(kind, name) or name
+            package[known] = reordered(kind, known, tensor, heads, to_halves)
     return Package(config, package)
-
-
-def head_name(kind: str, name: str) -> str:
-    """Return the name in a GGUF file of a tensor in a head's directory."""
-    module, _, part = name.rpartition(".")
-    if match := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
-        return f"blk.{match[1]}.{LAYER_NAMES[match[2]]}.{part}"
-    return f"{HEAD_NAMES[kind][module]}.{part}"
-
-
-def directory_name(kind: str, name: str) -> str:
-    """Return the name in a head's directory of a tensor in a GGUF file; an unknown one as it is."""
-    module, _, part = name.rpartition(".")
-    ours = {theirs: known for known, theirs in HEAD_NAMES[kind].items()}
-    if module not in ours and (match := re.fullmatch(r"blk\.(\d+)\.(.+)", module)):
-        inner = next((known for known, theirs in LAYER_NAMES.items() if theirs == match[2]), match[2])
-        return f"layers.{match[1]}.{inner}.{part}"
-    return f"{ours.get(module, module)}.{part}" if module else name

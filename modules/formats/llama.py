@@ -6,19 +6,23 @@ import dataclasses
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftsmith.modules.drafters import head_class
 from draftsmith.modules.formats.base import (
     HeadFormat,
+    ImportedHead,
     Package,
     Problem,
     Served,
     TargetFacts,
+    as_stored,
+    check_tensors,
     same_values,
 )
 from draftsmith.modules.layers import (
@@ -28,6 +32,7 @@ from draftsmith.modules.layers import (
     RopeScaling,
     RotarySettings,
     config_object,
+    llama_sizes,
     rope_frequencies,
     rope_number,
 )
@@ -47,6 +52,7 @@ PLAIN_VALUES: dict[str, Any] = {
 }
 # Fields that change a distribution and not its first choice.
 OF_LOGITS = ("output_multiplier", "final_logit_softcapping", "logits_scaling", "lm_head_multiplier")
+BLOCK_KINDS = ("dflash", "dspark")
 UNSUPPORTED = "Such heads are not supported."
 AGAIN = "Train it again: heads trained from now on have none."
 # Field of `Biases` -> its tensors.
@@ -99,7 +105,7 @@ class System:
         strict: it raises for tensors that it does not know.
         zero_bias: it fills attention biases with zeros before it loads.
         biases: `config.json` -> the linear layers that it creates with a bias.
-        problems: (this row, `config.json`, target, bare names of the tensors) -> what it refuses or misreads.
+        problems: a directory -> what the system refuses or misreads in it.
         refused: (this row, head's config, target) -> settings that it ignores or computes with in another way.
         extra_tensors: (head's config, dtype, target) -> what it wants beside the head's own tensors.
         layer_names: names of an EAGLE-3 head's layer that it knows; the first is written.
@@ -125,7 +131,7 @@ class System:
     strict: bool = False
     zero_bias: bool = False
     biases: Callable[[Raw], Biases] = lambda raw: Biases()
-    problems: tuple[Callable[[System, Raw, TargetFacts | None, Collection[str]], Wrong], ...] = ()
+    problems: Callable[[Found], Wrong] = lambda found: {}
     refused: Callable[[System, Any, TargetFacts | None], Iterator[Refusal]] = lambda system, config, target: iter(())
     extra_tensors: Callable[[Any, torch.dtype, TargetFacts | None], dict[str, Tensor]] = lambda *_: {}
     layer_names: tuple[str, ...] = ("midlayer", "layers.0")
@@ -141,28 +147,186 @@ class System:
     notes: tuple[str, ...] = ()
 
 
+@dataclass
+class Found:
+    """A directory while a system reads it.
+
+    Attributes:
+        row: how the system reads.
+        package: the directory. raw: its `config.json`, with everything that the system reads at the top.
+        target: the model whose states the head reads, if it is known.
+        tensors: of the head by our names, what the system does not use left out.
+        notes, problems: as of `ImportedHead`.
+    """
+
+    row: System
+    package: Package
+    raw: Raw
+    target: TargetFacts | None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name, with or without the prefix `model.`."""
+        return name in self.package.tensors or f"model.{name}" in self.package.tensors
+
+    def add_problems(self, wrong: Wrong) -> None:
+        """Record what is wrong, each with its condition and what the system does."""
+        self.problems += [
+            Problem(name, f"{self.row.system} {text}") for name, (is_wrong, text) in wrong.items() if is_wrong
+        ]
+
+    def take_tensors(self, our_name: Callable[[str], str]) -> None:
+        """Take the file's tensors by our names, without rotary buffers and the target's embedding."""
+        # SGLang reads prefixed names in EAGLE-3 but for lm_head.
+        known = [name for name in self.package.tensors if self.row.prefix and name != "model.lm_head.weight"]
+        prefixed = any(name.startswith("model.") for name in self.package.tensors.keys() - set(known))
+        self.add_problems({"model.": (prefixed, "knows the names without it")})
+        for on_disk, tensor in self.package.tensors.items():
+            name = our_name(on_disk.removeprefix("model."))
+            if any(buffer in name for buffer in ROTARY_BUFFERS):
+                continue
+            if name in self.tensors:
+                raise InputError("weights", f"{name} twice, by two names", "each once", "Remove one of them.")
+            if name != "embed_tokens.weight":
+                self.tensors[name] = tensor
+                continue
+            if self.target is None or self.target.embed_tokens is None:
+                expected = "the target to compare it with"
+                raise InputError(on_disk, "an embedding in the head", expected, "Pass --target.")
+            if not same_values(tensor, self.target.embed_tokens):
+                found, expected = "an embedding that differs from the target's", "the target's: our head reads that one"
+                remedy = "Pass the target that the head was trained for, or remove the tensor if it was not trained."
+                raise InputError(on_disk, found, expected, remedy)
+            self.notes.append(f"{on_disk} is left out: it is the target's embedding")
+
+    def take_biases(self) -> dict[str, bool]:
+        """Drop biases that the system does not use, or that are zero; return which layers of our head keep one."""
+        kept, created = {}, self.row.biases(self.raw)._asdict()
+        for part, pattern in BIASES.items():
+            names = [name for name in self.tensors if re.fullmatch(pattern, name)]
+            zero = not any(bool(self.tensors[name].any()) for name in names)
+            if created[part] and not names and not (part == "o" and self.row.zero_bias):
+                # To whoever trains heads, `bias` is that of fc. SGLang's fc has one whatever config.json says.
+                if part != "fc" or self.raw.get("bias") is not False:
+                    found = f"no {part} bias in the file, where config.json makes {self.row.system} create one"
+                    raise InputError("weights", found, "its values, which would be random", NO_BIAS)
+                self.add_problems({"fc.bias": (True, "does not find it and makes up a random one")})
+            # EAGLE-1 heads of Qwen2 targets keep q, k and v biases of zeros: their layers have them.
+            kept[f"{part}_bias"] = created[part] and bool(names)
+            kept[f"{part}_bias"] &= not (zero and (part != "qkv" or self.row.kind == "eagle3"))
+            if names and not kept[f"{part}_bias"]:
+                if not zero:
+                    self.notes.append(f"{', '.join(names)}: left out, {self.row.system} does not use them")
+                    self.add_problems({names[0]: (True, "drops it and says nothing")})
+                for name in names:
+                    del self.tensors[name]
+        return kept
+
+    def check_options(self, llama: LlamaConfig, vocabularies: Sequence[str]) -> None:
+        """Raise InputError for a field that our head cannot follow; note what is left out or assumed.
+
+        vocabularies: fields that must be the target's whole vocabulary.
+        """
+        raw, target = self.raw, self.target
+        if "rms_norm_eps" not in raw:
+            self.notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
+        for name in OF_LOGITS:
+            value = raw.get(name)
+            if value not in (None, 1.0) and (target is None or value != target.raw.get(name)):
+                self.notes.append(f"{name} {value} is left out: the head's logits are scaled as the target's, or not")
+        if llama.rope_scaling.kind not in ROPE_KINDS:
+            raise InputError("rope_type", llama.rope_scaling.kind, " or ".join(ROPE_KINDS), UNSUPPORTED)
+        # A block drafter's layers may have a window, and are causal within it.
+        is_block = self.row.kind in BLOCK_KINDS
+        for name, plain in PLAIN_VALUES.items():
+            if raw.get(name) not in (None, plain) and not (is_block and name == "is_causal"):
+                expected = "nothing" if plain is None else f"{plain} or nothing"
+                raise InputError(f"config.json, {name}", raw[name], expected, UNSUPPORTED)
+        if not is_block and "sliding_attention" in (raw.get("layer_types") or []):
+            raise InputError("config.json, layer_types", "sliding_attention", "full_attention", UNSUPPORTED)
+        vocab = llama.vocab_size if target is None else target.raw.get("vocab_size", llama.vocab_size)
+        for name in vocabularies:
+            if raw.get(name) not in (None, vocab):
+                expected = f"the target's whole vocabulary ({vocab})"
+                remedy = "Heads of a truncated vocabulary are not supported."
+                raise InputError(f"config.json, {name}", raw[name], expected, remedy)
+        width = llama.hidden_size if target is None else target.hidden_size or llama.hidden_size
+        if width != llama.hidden_size:
+            expected = f"the target's {width}"
+            raise InputError("config.json, hidden_size", llama.hidden_size, expected, "Pass its own target.")
+
+    def num_states(self, size: int) -> int:
+        """Return how many states of the target the fusion layer reads, each of width `size`."""
+        fc = self.tensors.get("fc.weight")
+        if fc is None or fc.ndim != 2 or fc.shape[1] % size:
+            found = "none" if fc is None else f"a tensor {list(fc.shape)}"
+            raise InputError("fc.weight", found, f"a matrix that reads states of width {size}", UNSUPPORTED)
+        return fc.shape[1] // size
+
+    def check_layers(self, name: str, shown: Sequence[int], layers: Sequence[int], count: int, outputs: bool) -> None:
+        """Raise InputError unless these are `count` layers of the target, ascending.
+
+        shown: as in the file, where `outputs` means numbers of layers whose outputs are read.
+        """
+        last = None if self.target is None else self.target.num_layers
+        fits = len(layers) == count and list(layers) == sorted(set(layers)) and layers[0] >= 0
+        # The state after the last layer is normed where it is read.
+        if not fits or (last is not None and layers[-1] >= last):
+            expected = f"{count} distinct ones, as fc reads, ascending"
+            if last is not None:
+                expected += f", outputs of layers below {last - 1}" if outputs else f", below {last}"
+            raise InputError(name, list(shown), expected, "Pass the target that the head was trained for.")
+
+    def longest_text(self, llama: LlamaConfig) -> int:
+        """Return the positions of an imported head: at least the target's."""
+        longest = max(llama.max_position, max_positions(self.target))
+        if longest > llama.max_position:
+            raised = f"max_position_embeddings {llama.max_position} is raised to the target's {longest}"
+            self.notes.append(f"{raised}, as vLLM does")
+        return longest
+
+
 class LlamaFormat(HeadFormat):
     """Directory of a head whose layers are Llama's, in the layout of one system."""
+
+    # Fields of `config.json` that must be the target's whole vocabulary.
+    vocabularies: tuple[str, ...] = ("vocab_size",)
 
     def __init__(self, row: System):
         self.row = row
         self.name, self.system, self.kind = row.name, row.system, row.kind
         self.writes, self.target_index, self.notes = row.serve is not None, row.target_index, row.notes
 
-    # -- writing
-
     @abstractmethod
     def check_common(self, config: Any) -> None:
         """Raise InputError for a head of this kind that no system holds."""
 
     @abstractmethod
+    def read_config(self, found: Found, llama: LlamaConfig) -> Any:
+        """Return the head's config, and drop from `found.tensors` what is no part of the head. llama: sizes."""
+
+    def top_level(self, config: Raw) -> Raw:
+        """Return a `config.json` with everything that is read at the top."""
+        return config
+
+    def our_name(self, name: str) -> str:
+        """Return our name of a tensor, by any system's without the prefix `model.`."""
+        return name
+
+    def disk_name(self, name: str) -> str:
+        """Return the name in a file of one of our parameters."""
+        return name
+
     def disk_tensors(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a head's tensors by their names in the file."""
+        return dict(state)
 
     def check(self, config: Any, target: TargetFacts | None = None) -> None:
         self.check_common(config)
-        for field, found, expected, remedy in self.row.refused(self.row, config, target):
-            raise InputError(field, found, expected, remedy)
+        for refusal in self.row.refused(self.row, config, target):
+            raise InputError(*refusal)
 
     def write(
         self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
@@ -190,107 +354,19 @@ class LlamaFormat(HeadFormat):
     def serve(self, served: Served) -> str:
         return super().serve(served) if self.row.serve is None else self.row.serve(self.kind, served)
 
-    # -- reading
-
-    def problems(self, raw: Raw, tensors: Collection[str], target: TargetFacts | None) -> list[Problem]:
-        """Return the fields and tensors by which this system refuses the directory or computes something else."""
-        row, names = self.row, {name.removeprefix("model.") for name in tensors}
-        return [wrong for problems in row.problems for wrong in self.listed(problems(row, raw, target, names))]
-
-    def listed(self, fields: Wrong) -> list[Problem]:
-        """Return the problems of fields, each with its condition and what the system does."""
-        return [Problem(field, f"{self.system} {text}") for field, (wrong, text) in fields.items() if wrong]
-
-    def unheld(self, config: Any) -> list[Problem]:
-        """Return the setting of a head in a directory that this system does not compute with."""
-        refused = list(self.row.refused(self.row, config, None))[:1]
-        return [
-            Problem(field, f"is {found}, where {self.system} has {expected}") for field, found, expected, _ in refused
-        ]
-
-    def own_tensors(
-        self,
-        package: Package,
-        target: TargetFacts | None,
-        our_name: Callable[[str], str],
-        notes: list[str],
-        problems: list[Problem],
-    ) -> dict[str, Tensor]:
-        """Return a file's tensors by our names, without rotary buffers and the target's embedding."""
-        tensors: dict[str, Tensor] = {}
-        # SGLang reads them in EAGLE-3 but for lm_head.
-        known = [name for name in package.tensors if self.row.prefix and name != "model.lm_head.weight"]
-        prefixed = any(name.startswith("model.") for name in package.tensors.keys() - set(known))
-        problems += self.listed({"model.": (prefixed, "knows the names without it")})
-        for on_disk, tensor in package.tensors.items():
-            name = our_name(on_disk.removeprefix("model."))
-            if any(buffer in name for buffer in ROTARY_BUFFERS):
-                continue
-            if name in tensors:
-                raise InputError("weights", f"{name} twice, by two names", "each once", "Remove one of them.")
-            if name != "embed_tokens.weight":
-                tensors[name] = tensor
-                continue
-            if target is None or target.embed_tokens is None:
-                expected = "the target to compare it with"
-                raise InputError(on_disk, "an embedding in the head", expected, "Pass --target.")
-            if not same_values(tensor, target.embed_tokens):
-                found, expected = "an embedding that differs from the target's", "the target's: our head reads that one"
-                remedy = "Pass the target that the head was trained for, or remove the tensor if it was not trained."
-                raise InputError(on_disk, found, expected, remedy)
-            notes.append(f"{on_disk} is left out: it is the target's embedding")
-        return tensors
-
-    def take_biases(
-        self, tensors: dict[str, Tensor], raw: Raw, notes: list[str], problems: list[Problem]
-    ) -> dict[str, bool]:
-        """Remove the biases that the system does not use, or that are zero, and return those that our head has."""
-        kept, created = {}, self.row.biases(raw)._asdict()
-        for part, pattern in BIASES.items():
-            names = [name for name in tensors if re.fullmatch(pattern, name)]
-            zero = not any(bool(tensors[name].any()) for name in names)
-            if created[part] and not names and not (part == "o" and self.row.zero_bias):
-                # To whoever trains heads, `bias` is that of fc. SGLang's fc has one whatever config.json says.
-                if part != "fc" or raw.get("bias") is not False:
-                    found = f"no {part} bias in the file, where config.json makes {self.system} create one"
-                    raise InputError("weights", found, "its values, which would be random", NO_BIAS)
-                problems.append(Problem("fc.bias", f"{self.system} does not find it and makes up a random one"))
-            # EAGLE-1 heads of Qwen2 targets keep q, k and v biases of zeros: their layers have them.
-            kept[f"{part}_bias"] = created[part] and bool(names)
-            kept[f"{part}_bias"] &= not (zero and (part != "qkv" or self.kind == "eagle3"))
-            if names and not kept[f"{part}_bias"]:
-                if not zero:
-                    notes.append(f"{', '.join(names)}: left out, {self.system} does not use them")
-                    problems.append(Problem(names[0], f"{self.system} drops it and says nothing"))
-                for name in names:
-                    del tensors[name]
-        return kept
-
-
-def num_states(tensors: Mapping[str, Tensor], size: int) -> int:
-    """Return how many states of the target the fusion layer reads, each of width `size`."""
-    fc = tensors.get("fc.weight")
-    if fc is None or fc.ndim != 2 or fc.shape[1] % size:
-        found = "none" if fc is None else f"a tensor {list(fc.shape)}"
-        raise InputError("fc.weight", found, f"a matrix that reads states of width {size}", UNSUPPORTED)
-    return fc.shape[1] // size
-
-
-def check_layers(
-    field: str, found: Sequence[int], layers: Sequence[int], count: int, target: TargetFacts | None, outputs: bool
-) -> None:
-    """Raise InputError unless these are `count` layers of the target, ascending.
-
-    found: as in the file, where outputs means numbers of layers whose outputs are read.
-    """
-    last = None if target is None else target.num_layers
-    fits = len(layers) == count and list(layers) == sorted(set(layers)) and layers[0] >= 0
-    # The state after the last layer is normed where it is read.
-    if not fits or (last is not None and layers[-1] >= last):
-        expected = f"{count} distinct ones, as fc reads, ascending"
-        if last is not None:
-            expected += f", outputs of layers below {last - 1}" if outputs else f", below {last}"
-        raise InputError(field, list(found), expected, "Pass the target that the head was trained for.")
+    def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
+        found = Found(self.row, package, self.top_level(package.config), target)
+        llama = llama_sizes(found.raw)
+        found.check_options(llama, self.vocabularies)
+        found.add_problems(self.row.problems(found))
+        found.take_tensors(self.our_name)
+        config = self.read_config(found, llama)
+        with torch.device("meta"):
+            check_tensors(head_class(self.kind)(config), found.tensors, self.disk_name)
+        # A setting that this system does not compute with.
+        for name, value, expected, _ in list(self.row.refused(self.row, config, None))[:1]:
+            found.problems.append(Problem(name, f"is {value}, where {self.system} has {expected}"))
+        return ImportedHead(config, as_stored(found.tensors), tuple(found.notes), tuple(found.problems))
 
 
 def architecture(raw: Raw) -> str:
@@ -372,42 +448,6 @@ def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def check_options(
-    raw: Raw,
-    llama: LlamaConfig,
-    target: TargetFacts | None,
-    vocabularies: Sequence[str],
-    notes: list[str],
-) -> None:
-    """Raise InputError for a field that our head cannot follow; add notes of what is left out or assumed.
-
-    vocabularies: fields that must be the target's whole vocabulary.
-    """
-    if "rms_norm_eps" not in raw:
-        notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
-    for field in OF_LOGITS:
-        value = raw.get(field)
-        if value not in (None, 1.0) and (target is None or value != target.raw.get(field)):
-            notes.append(f"{field} {value} is left out: the head's logits are scaled as the target's, or not")
-    if llama.rope_scaling.kind not in ROPE_KINDS:
-        raise InputError("rope_type", llama.rope_scaling.kind, " or ".join(ROPE_KINDS), UNSUPPORTED)
-    for field, plain in PLAIN_VALUES.items():
-        if raw.get(field) not in (None, plain):
-            expected = "nothing" if plain is None else f"{plain} or nothing"
-            raise InputError(f"config.json, {field}", raw[field], expected, UNSUPPORTED)
-    if "sliding_attention" in (raw.get("layer_types") or []):
-        raise InputError("config.json, layer_types", "sliding_attention", "full_attention", UNSUPPORTED)
-    vocab = llama.vocab_size if target is None else target.raw.get("vocab_size", llama.vocab_size)
-    for field in vocabularies:
-        if raw.get(field) not in (None, vocab):
-            expected = f"the target's whole vocabulary ({vocab})"
-            remedy = "Heads of a truncated vocabulary are not supported."
-            raise InputError(f"config.json, {field}", raw[field], expected, remedy)
-    width = llama.hidden_size if target is None else target.hidden_size or llama.hidden_size
-    if width != llama.hidden_size:
-        raise InputError("config.json, hidden_size", llama.hidden_size, f"the target's {width}", "Pass its own target.")
-
-
 def check_layer(llama: LlamaConfig, refused: Mapping[str, tuple[Any, str]]) -> None:
     """Raise InputError for a layer of ours that no system builds. refused: more switches, and what is expected."""
     common = {
@@ -415,9 +455,9 @@ def check_layer(llama: LlamaConfig, refused: Mapping[str, tuple[Any, str]]) -> N
         "qk_norm": (llama.qk_norm, "no norm of q and k: a layer of Llama has none"),
         "o_bias": (llama.o_bias, "no bias of o_proj: SafeAILab/EAGLE and Qwen-type heads have none"),
     }
-    for field, (value, expected) in {**refused, **common}.items():
+    for name, (value, expected) in {**refused, **common}.items():
         if value:
-            raise InputError(field, value, expected, AGAIN)
+            raise InputError(name, value, expected, AGAIN)
     if llama.hidden_size % llama.num_heads:
         expected = f"a divisor of hidden_size {llama.hidden_size}: transformers refuses any other"
         raise InputError("num_heads", llama.num_heads, expected, "Train the head for a target of other sizes.")
@@ -426,11 +466,3 @@ def check_layer(llama: LlamaConfig, refused: Mapping[str, tuple[Any, str]]) -> N
 def max_positions(target: TargetFacts | None) -> int:
     """Return the target's context length, 0 if it is unknown."""
     return 0 if target is None else int(target.raw.get("max_position_embeddings") or 0)
-
-
-def longest_text(llama: LlamaConfig, target: TargetFacts | None, notes: list[str]) -> int:
-    """Return the positions of an imported head: at least the target's."""
-    longest = max(llama.max_position, max_positions(target))
-    if longest > llama.max_position:
-        notes.append(f"max_position_embeddings {llama.max_position} is raised to the target's {longest}, as vLLM does")
-    return longest

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,13 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats.base import Served, TargetFacts
-from draftsmith.modules.formats.block import NON_CAUSAL, OUTPUTS, STATES, settings
+from draftsmith.modules.formats.block import NON_CAUSAL, OUTPUTS, STATES
 from draftsmith.modules.formats.eagle3 import IDS, default_layers, layer_ids
 from draftsmith.modules.formats.llama import (
+    BLOCK_KINDS,
     Biases,
     Flags,
+    Found,
     Raw,
     Refusal,
     System,
@@ -111,20 +113,16 @@ def vllm_fills(raw: Raw) -> Raw:
 def safeailab_refused(system: System, config: Any, target: TargetFacts | None) -> Iterator[Refusal]:
     llama, scaling = config.llama, config.llama.rope_scaling
     if llama.head_dim * llama.num_heads != llama.hidden_size:
-        expected = (
-            f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}: {system.system} ignores the field"
-        )
-        yield "head_dim", llama.head_dim, expected, OTHERS_SGLANG
+        usual = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}"
+        yield "head_dim", llama.head_dim, f"{usual}: {system.system} ignores the field", OTHERS_SGLANG
     if scaling.kind == "llama3":
         yield "rope_scaling", "llama3", f"none or linear: {system.system} refuses every other", OTHERS_SGLANG
     if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
         found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
         rule = f"{system.system} takes that base under linear scaling, whatever rope_theta says"
         yield "rope_scaling", found, f"a factor over 1 on base 10000: {rule}", OTHERS_SGLANG
-
-
-def safeailab_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
-    yield from safeailab_refused(system, config, target)
+    if system.kind == "eagle":
+        return
     for name in Flags._fields:
         if getattr(config, name):
             yield name, True, f"false: {system.system} ignores it and says nothing", OTHERS_VLLM
@@ -132,9 +130,9 @@ def safeailab_eagle3_refused(system: System, config: Eagle3Config, target: Targe
     always = f"which {system.system} always reads"
     if config.aux_layers != (2, count // 2, count - 3):
         yield "layers", list(config.aux_layers), f"2, L/2 and L-3, {always}", OTHERS_VLLM
-    usual = None if target is None else default_layers(target)
-    if usual not in (None, config.aux_layers):
-        yield "layers", list(config.aux_layers), f"{list(usual or ())}, {always} of this target", OTHERS_VLLM
+    usual_layers = None if target is None else default_layers(target)
+    if usual_layers not in (None, config.aux_layers):
+        yield "layers", list(config.aux_layers), f"{list(usual_layers or ())}, {always} of this target", OTHERS_VLLM
 
 
 def sglang_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
@@ -181,34 +179,29 @@ def deepspec_refused(system: System, config: BlockConfig, target: TargetFacts | 
 # -- directories that a system refuses, or computes another head from
 
 
-def built_by_class(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+def built_by_class(found: Found) -> Wrong:
+    # What block drafters have inside an object, servers do not read.
+    row, raw = found.row, found.package.config if found.row.kind in BLOCK_KINDS else found.raw
     name, model_type = architecture(raw) or None, raw.get("model_type")
-    wanted = "llama" if "eagle" in system.kind else "qwen3"
+    wanted = "llama" if "eagle" in row.kind else "qwen3"
     return {
-        "architectures": (
-            name not in system.classes,
-            f"does not build this head for {name}: write {system.classes[0]}",
-        ),
+        "architectures": (name not in row.classes, f"does not build this head for {name}: write {row.classes[0]}"),
         "model_type": (model_type != wanted, f"builds another model for {model_type!r}: write {wanted}"),
     }
 
 
-def built_by_class_or_type(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
-    # A directory of speculators has its kind in another field.
-    return {} if TYPE in raw else built_by_class(system, raw, target, names)
-
-
-def safeailab_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+def safeailab_problems(found: Found) -> Wrong:
+    raw, target = found.raw, found.target
     # vLLM and SGLang read rotary settings in another way.
     meant, read = rope_settings(raw), safeailab_rope(raw)
     differ = (meant.theta, meant.kind) != (read.theta, read.kind)
-    return {"rope_theta": (differ, f"computes with {read}, not with {meant}")}
-
-
-def safeailab_eagle3_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+    wrong = {"rope_theta": (differ, f"computes with {read}, not with {meant}")}
+    if found.row.kind == "eagle":
+        return wrong
     ids = layer_ids(raw, "", "eagle_config")
     model_type = "llama" if target is None else target.raw.get("model_type", "llama")
     return {
+        **wrong,
         TYPE: (TYPE in raw, "reads sizes at the top of config.json only"),
         "draft_vocab_size": (raw.get("draft_vocab_size") is None, "raises: the field is missing"),
         "layers": (ids is not None and (target is None or ids != default_layers(target)), "takes 2, L/2 and L-3"),
@@ -216,72 +209,63 @@ def safeailab_eagle3_problems(system: System, raw: Raw, target: TargetFacts | No
     }
 
 
-def vllm_eagle_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
-    # The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention).
-    typed, layers = len(raw.get("layer_types") or []), int(raw.get("num_hidden_layers") or 1)
-    short = typed and target is not None and (target.num_layers or 0) + layers > typed
-    return {"layer_types": (short, "raises: effective_layer_idx is out of bounds. Remove the field")}
-
-
-def vllm_block_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
-    slides = "sliding_attention" in (settings(raw).get("layer_types") or [])
+def vllm_problems(found: Found) -> Wrong:
+    raw, target, kind = found.raw, found.target, found.row.kind
+    # A directory of speculators has its kind in another field.
+    wrong = {} if TYPE in raw and kind != "eagle" else built_by_class(found)
+    if kind == "eagle":
+        # The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention).
+        typed, layers = len(raw.get("layer_types") or []), int(raw.get("num_hidden_layers") or 1)
+        short = typed and target is not None and (target.num_layers or 0) + layers > typed
+        return {**wrong, "layer_types": (short, "raises: effective_layer_idx is out of bounds. Remove the field")}
+    slides = "sliding_attention" in (raw.get("layer_types") or [])
     # transformers_utils/configs/speculators/algos.py, update_dflash.
-    other = raw.get(TYPE) == "dflash" and bool(raw.get(NON_CAUSAL, True)) == slides
+    other = kind != "eagle3" and raw.get(TYPE) == "dflash" and bool(raw.get(NON_CAUSAL, True)) == slides
     text = f"lays {'bidirectional' if slides else 'causal'} blocks: write {str(not slides).lower()}"
-    return {NON_CAUSAL: (other, text)}
+    return {**wrong, NON_CAUSAL: (other, text)}
 
 
-def sglang_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+def sglang_problems(found: Found) -> Wrong:
+    raw, kind = found.raw, found.row.kind
     # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
     rope = rope_settings(raw)
     stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
-    own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(target)
+    own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(found.target)
     longer = f"raises: the target's context of {theirs} is longer than the draft's {own}. Write a longer one, or "
-    return {
-        "max_position_embeddings": (theirs > own, longer + "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
-        "tie_word_embeddings": (raw.get("tie_word_embeddings"), "raises, or drafts with the embedding as lm_head"),
-    }
-
-
-def sglang_eagle3_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
-    above, inside = layer_ids(raw, ""), layer_ids(raw, "eagle_config")
+    is_eagle3, untyped = kind == "eagle3", raw.get("markov_rank") and raw.get("markov_head_type") is None
+    above, inside = (layer_ids(raw, place) if is_eagle3 else None for place in ("", "eagle_config"))
     read = None if inside is None else tuple(sorted({number + 1 for number in inside}))
     return {
-        TYPE: (TYPE in raw, "does not know such a config.json"),
-        "draft_vocab_size": (raw.get("draft_vocab_size") is None, "raises, or drops lm_head: write it"),
-        IDS: (above is not None and above != read, "does not read it at the top, but in eagle_config"),
+        **({} if TYPE in raw and kind in BLOCK_KINDS else built_by_class(found)),
+        "max_position_embeddings": (theirs > own, longer + "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
+        "tie_word_embeddings": (raw.get("tie_word_embeddings"), "raises, or drafts with the embedding as lm_head"),
+        TYPE: (kind != "eagle" and TYPE in raw, "does not know such a config.json"),
+        "draft_vocab_size": (is_eagle3 and raw.get("draft_vocab_size") is None, "raises, or drops lm_head: write it"),
+        IDS: (above not in (None, read), "does not read it at the top, but in eagle_config"),
+        "markov_head_type": (kind in BLOCK_KINDS and untyped, "raises: it has no default"),
     }
 
 
-def sglang_block_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
-    own = settings(raw)
-    lost = own.get("markov_rank") and own.get("markov_head_type") is None
-    return {
-        "markov_head_type": (lost, "raises: it has no default"),
-        TYPE: (TYPE in raw, "does not know such a config.json"),
-    }
-
-
-def speculators_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
+def speculators_problems(found: Found) -> Wrong:
+    raw, kind = found.raw, found.row.kind
     layer = isinstance(raw.get("transformer_layer_config"), Mapping)
-    return {
-        TYPE: (raw.get(TYPE) != system.kind, f"does not load {raw.get(TYPE)!r} as a head of kind {system.kind}"),
+    wrong = {
+        TYPE: (raw.get(TYPE) != kind, f"does not load {raw.get(TYPE)!r} as a head of kind {kind}"),
         "transformer_layer_config": (not layer, "does not find it"),
     }
-
-
-def speculators_eagle3_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
-    layer = isinstance(raw.get("transformer_layer_config"), Mapping)
+    if kind in BLOCK_KINDS:
+        return wrong
     other, reduced = raw.get("model_type", "qwen3"), raw.get("draft_vocab_size") != raw.get("vocab_size")
     return {
+        **wrong,
         "model_type": (layer and other != "llama", f"builds the layer of {other!r}: write llama"),
-        "embed_tokens.weight": ("embed_tokens.weight" not in names, "may leave it undefined"),
-        "t2d": (reduced and "t2d" not in names, "raises: t2d tensor hasn't been set"),
+        "embed_tokens.weight": (not found.has("embed_tokens.weight"), "may leave it undefined"),
+        "t2d": (reduced and not found.has("t2d"), "raises: t2d tensor hasn't been set"),
     }
 
 
-def llamacpp_problems(system: System, raw: Raw, target: TargetFacts | None, names: Collection[str]) -> Wrong:
-    kind = None if target is None else target.raw.get("model_type")
+def llamacpp_problems(found: Found) -> Wrong:
+    kind = None if found.target is None else found.target.raw.get("model_type")
     aborts = kind is not None and kind not in LLAMACPP_TARGETS
     return {"target": (aborts, f"aborts: its {kind} graphs do not give the states of their layers")}
 
@@ -496,14 +480,16 @@ SAFEAILAB = partial(
     "SafeAILab/EAGLE",
     serve=safeailab_command,
     refused=safeailab_refused,
+    problems=safeailab_problems,
     layer_names=("midlayer",),
     id_places=(),
     target_index=True,
 )
-VLLM = partial(System, "vllm", "vLLM", serve=vllm_command)
-SGLANG = partial(System, "sglang", "SGLang", serve=sglang_command)
-SPECULATORS = partial(System, "speculators", "speculators", serve=vllm_command)  # vLLM reads such directories
-LLAMACPP = partial(System, "llamacpp", "llama.cpp", serve=llamacpp_command, problems=(llamacpp_problems,))
+VLLM = partial(System, "vllm", "vLLM", serve=vllm_command, problems=vllm_problems)
+SGLANG = partial(System, "sglang", "SGLang", serve=sglang_command, problems=sglang_problems)
+# vLLM serves such directories.
+SPECULATORS = partial(System, "speculators", "speculators", serve=vllm_command, problems=speculators_problems)
+LLAMACPP = partial(System, "llamacpp", "llama.cpp", serve=llamacpp_command, problems=llamacpp_problems)
 
 EAGLE1_ROWS = (
     # Imports take head_dim and llama3 scaling, which its code lacks: heads for vLLM come in the same directory.
@@ -511,7 +497,6 @@ EAGLE1_ROWS = (
         kind="eagle",
         fields=eagle_fields,
         biases=safeailab_biases,
-        problems=(safeailab_problems,),
         notes=(TREE.format(5, "eagle-tree"),),
     ),
     VLLM(
@@ -520,7 +505,6 @@ EAGLE1_ROWS = (
         classes=("LlamaForCausalLM", "EagleLlamaForCausalLM"),
         strict=True,
         biases=vllm_biases,
-        problems=(built_by_class, vllm_eagle_problems),
     ),
     SGLANG(
         kind="eagle",
@@ -528,7 +512,6 @@ EAGLE1_ROWS = (
         classes=(SGLANG_EAGLE,),
         zero_bias=True,
         biases=sglang_biases,
-        problems=(built_by_class, sglang_problems),
         extra_tensors=sglang_zeros,
     ),
 )
@@ -545,8 +528,6 @@ EAGLE3_ROWS = (
     SAFEAILAB(
         kind="eagle3",
         fields=eagle3_fields,
-        refused=safeailab_eagle3_refused,
-        problems=(safeailab_problems, safeailab_eagle3_problems),
         notes=(TREE.format(7, "eagle3-tree"),),
     ),
     VLLM(
@@ -554,7 +535,6 @@ EAGLE3_ROWS = (
         fields=eagle3_fields,
         classes=(EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
         biases=biases_by(qkv=("attention_bias",), o=BOTH, mlp=("mlp_bias",)),
-        problems=(built_by_class_or_type,),
         id_places=("", "eagle_config"),
         sorts_ids=True,
         flags=vllm_flags,
@@ -566,7 +546,6 @@ EAGLE3_ROWS = (
         prefix=True,
         biases=biases_by(fc=("bias",), o=BOTH),
         refused=sglang_eagle3_refused,
-        problems=(built_by_class, sglang_problems, sglang_eagle3_problems),
         id_places=("eagle_config",),
         output_ids=True,
         sorts_ids=True,
@@ -576,7 +555,6 @@ EAGLE3_ROWS = (
         kind="eagle3",
         fields=speculators_eagle3_fields,
         biases=biases_by(qkv=("attention_bias",), o=("attention_bias",), mlp=("mlp_bias",)),
-        problems=(speculators_problems, speculators_eagle3_problems),
         extra_tensors=target_embedding,
         layer_names=("layers.0",),
     ),
@@ -594,21 +572,18 @@ def block_rows(kind: str) -> tuple[System, ...]:
             fields=block_fields,
             classes=classes,
             markov_types=vanilla,
-            problems=(built_by_class_or_type, vllm_block_problems),
             fills=vllm_fills,
             **common,
         ),
         SGLANG(
             fields=block_fields,
             classes=classes,
-            problems=(built_by_class_or_type, sglang_problems, sglang_block_problems),
             asks_confidence=False,  # but its own verification mode
             **common,
         ),
         SPECULATORS(
             fields=speculators_block_fields,
             classes=SPECULATORS_CLASSES[kind],
-            problems=(speculators_problems,),
             **common,
         ),
         # Trainers, whose heads are read and not written. DeepSpec's DFlash heads are anchor-first too, and have the

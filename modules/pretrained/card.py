@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters import MODEL, head_class, learned
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.formats import GGUF, formats_of
@@ -64,28 +64,7 @@ METRICS = {
     "tau_behind_end": "share of those tokens that come behind an end token: the target serves no such text",
 }
 AGREEMENT = "share of drafts whose token {} is the target's choice, of those that were right until then"
-COUNTING_RULE = """\
-tau is emitted tokens per target call under {modes}. Emitted tokens are cut at the end token (kept) and at \
-{max_new_tokens} before they are counted; the token that the target adds to a draft (the bonus token) is one of them; \
-the prefill is one of the target's calls. Over prompts it is a ratio of sums, never a mean of ratios. Speed-up is \
-tokens per second of {clock}, over autoregressive decoding by the same engine in the same run.
-
-Measured {date} on {count} prompts of {source}, {batch_size} at a time, in {dtype} on {machine}."""
-
-
-@dataclass(frozen=True)
-class HeadCard:
-    """Part of a model card that depends on the kind of head.
-
-    title, what: name, and description in a sentence or two. tag: for the model hub. method: for `decode` to try it.
-    shape: lines on its sizes.
-    """
-
-    title: str
-    what: str
-    tag: str
-    method: str
-    shape: tuple[str, ...] = ()
+TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def model_card(
@@ -103,30 +82,24 @@ def model_card(
     export: of an exported directory: `format`, `command` (serves it), `checks` (passed), `head` (sha256),
         `weights` (dtype) and `notes`.
     """
+    from huggingface_hub import ModelCard, ModelCardData
+
     head, config, imported, metrics, identity = (
         manifest.get(name) or {} for name in ("head", "config", "imported", "metrics", "target")
     )
-    drafts, unknown = kind in learned(), "Unknown: the head was imported." if imported else "Unknown."
+    drafts = kind in learned()
     # An acceptance head reads the hidden states of a draft model, or of the target of a drafting head.
     drafter = next((name for name in learned() if name in identity), None)
     # Only a benchmark may know the target of an acceptance head.
     target = config.get("target") or imported.get("target") or (measured or {}).get("settings", {}).get("target")
-    draft = config.get("draft") or imported.get("draft")
-    reads = target if drafts else draft
-    about = _drafter_card(kind, head) if drafts else _acceptance_card(head, drafter)
-
-    facts = list(about.shape)
-    if imported:
-        facts.append(f"- imported from {imported.get('producer')}, {_code(imported.get('path'))}")
-        facts += [f"- {note}" for note in imported.get("notes", ())]
-    if export is not None:
-        facts.append(f"- weights in {export['weights']}, of a head of sha256 `{export['head']['sha256']}`")
-        facts += [f"- {note}" for note in export.get("notes", ())]
-
-    model = "target" if drafts else _drafter_card(drafter, {}).title if drafter else "draft"
+    reads = target if drafts else config.get("draft") or imported.get("draft")
+    tag, method = _tag_and_method(kind, head, drafter)
     saved_as_model = drafts and head_class(kind).saved_as_model
-    read = "whose distributions it learned" if saved_as_model else "whose hidden states it reads"
-    models = {f"{model}, {read}": reads}
+
+    model = "target" if drafts else _title(drafter) if drafter else "draft"
+    models = {
+        f"{model}, {'whose distributions it learned' if saved_as_model else 'whose hidden states it reads'}": reads
+    }
     if not drafts:
         models["target, whose verdicts it predicts"] = target
     bound = "Its identity is recorded: `draftsmith` refuses other models."
@@ -134,27 +107,13 @@ def model_card(
         bound = "It drafts for any model of that tokenizer, best for this one."
     elif not identity:
         bound = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
-    options = {name: value for name, value in (manifest.get("options") or {}).items() if value not in (None, "")}
-    training = _fenced(yaml.safe_dump(options, sort_keys=False).strip(), language="yaml")
-    # Options that name the models in a command; what is not known is left to the reader in capitals.
+
+    # Commands that try the head and export it to every format that holds it. Options that name the models in a command;
+    # what is not known is left to the reader in capitals.
     named = f"--target {shlex.quote(target or 'TARGET')} --draft "
     named += "DIR" if drafts else f"{shlex.quote(reads or 'DRAFT')} --acceptance DIR"
-    bench = f"draftsmith eval bench {named} --methods {about.method} --prompts FILE --output runs/bench"
-    bench += "" if saved_as_model else " --card"
-    sections = {
-        "Target": f"{_bullets(models)}\n\n{bound}",
-        "Data": _data_section(manifest) or unknown,
-        "Training": unknown,
-        "Measured on held-out samples": _metrics_section(metrics) or unknown,
-        "tau by task": _tau_section(measured) or f"Not measured yet. This measures it:\n\n{_fenced(bench)}",
-    }
-    if manifest.get("step"):
-        sections["Training"] = f"{manifest['step']:,} steps of `draftsmith train {kind}`:\n\n{training}"
-    if not drafts:
-        sections["Calibration"] = _calibration_section(head, metrics, manifest.get("sampling"), unknown)
-
-    # Commands that try the head and export it to every format that holds it.
-    commands = [f"draftsmith decode PROMPT {named} --method {about.method}"]
+    bench = f"draftsmith eval bench {named} --methods {method} --prompts FILE --output runs/bench"
+    commands = [f"draftsmith decode PROMPT {named} --method {method}"]
     settings = config_from_json(class_of(kind).Config, head) if head else None
     for format in formats_of(kind):
         if settings is not None and format.holds(settings):
@@ -162,155 +121,109 @@ def model_card(
             commands.append(line + (f" --target {shlex.quote(target or 'TARGET')}" if drafts else ""))
     if saved_as_model:
         commands.append(f"draftsmith export {named} --format {GGUF} --output DIR-{GGUF}")
-    loads = " transformers, vLLM and SGLang load it as it is, as a draft model." if saved_as_model else ""
-    usage = f"DIR is this directory.{loads}\n\n{_fenced(*commands)}"
-    return _page(
-        about,
-        base_model=target if drafter else reads,
-        facts=facts,
-        sections={**sections, "How to use it": usage if export is None else _export_section(export)},
-        license=manifest.get("license") or config.get("license"),
-        sources=f"{_code(reads) or f'the {model}'}, from which it was made, and to the data",
-        manifest=manifest,
-        format=export["format"] if export else "",
-        saved_as_model=saved_as_model,
-    )
 
-
-def _page(
-    about: HeadCard,
-    base_model: str | None,
-    facts: Sequence[str],
-    sections: Mapping[str, str],
-    license: str | None,
-    sources: str,
-    manifest: Mapping[str, Any],
-    format: str,
-    saved_as_model: bool = False,
-) -> str:
-    """Join the parts of a card under the front matter by which the model hub lists a model."""
+    rows = [] if measured is None else measured["methods"]
+    temperatures = sorted({row["temperature"] for row in rows})
+    sampled = {"top_k": 0, "top_p": 1.0} if measured is None else measured["settings"]
+    cuts = f"top-k {sampled['top_k'] or 'all'}, top-p {sampled['top_p']:g}"
+    labels = {
+        row["method"] + (f", temperature {row['temperature']:g}" if len(temperatures) > 1 else ""): row for row in rows
+    }
+    license = manifest.get("license") or config.get("license")
     # The hub takes `other` with a name for a license that it does not list, and hub ids only as base models.
-    matter: dict[str, Any] = {
-        **({"license": license} if license else {"license": "other", "license_name": "not-stated"}),
-        "library_name": "transformers" if saved_as_model else format or "draftsmith",
-        "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "draftsmith", about.tag],
-    }
-    base = (base_model or "").partition("@")[0]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():
-        matter["base_model"] = base
-    stated = f"`{license}`, as stated when it was made." if license else "Not stated."
-    packages = manifest.get("packages") or {}
-    names = [f"{name} {packages[name]}" for name in ("draftsmith", "torch", "transformers") if packages.get(name)]
-    names += [f"commit {manifest['git_commit']}"] if manifest.get("git_commit") else []
-    ends = {
-        "License": f"{stated} Other licenses apply to {sources}: look them up before you share it.",
-        "Versions": f"{', '.join(names)}." if names else "Unknown.",
-    }
-    title = f"{about.title}, exported for {format}" if format else about.title
-    parts = [f"# {title}", about.what, "\n".join(facts)]
-    parts += [f"## {heading}\n\n{text}" for heading, text in {**sections, **ends}.items()]
-    return f"---\n{yaml.safe_dump(matter, sort_keys=False)}---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+    base = ((target if drafter else reads) or "").partition("@")[0]
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
+    card_data = ModelCardData(
+        license=license or "other",
+        license_name=None if license else "not-stated",
+        library_name="transformers" if saved_as_model else export["format"] if export else "draftsmith",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "draftsmith", tag],
+        base_model=base if is_hub_id else None,
+    )
+    options = {name: value for name, value in (manifest.get("options") or {}).items() if value not in (None, "")}
+    card = ModelCard.from_template(
+        card_data,
+        template_path=str(TEMPLATE),
+        code=_code,
+        kind=kind,
+        title=_title(kind),
+        what=" ".join((head_class(kind).__doc__ or "").split("\n\n")[0].split()) if drafts else ACCEPTANCE_HEAD,
+        settings={name: value for name, value in head.items() if name != "llama"},
+        layers=", ".join(f"{name} {_code(value)}" for name, value in head.get("llama", {}).items()),
+        imported=imported,
+        export=export,
+        unknown="Unknown: the head was imported." if imported else "Unknown.",
+        models=models,
+        bound=bound,
+        data=_data_lines(manifest),
+        step=manifest.get("step"),
+        options=yaml.safe_dump(options, sort_keys=False).strip(),
+        metrics=[(name, value, _meaning(name)) for name, value in sorted(metrics.items())],
+        measured=measured,
+        tasks=[
+            (task, label, part)
+            for label, row in labels.items()
+            for task, part in {"all": row, **(row.get("by_task") or {})}.items()
+        ],
+        modes=" and under ".join(
+            f"sampling at temperature {t:g}, {cuts}" if t else "greedy decoding" for t in temperatures
+        ),
+        bench=bench + ("" if saved_as_model else " --card"),
+        calibration=not drafts,
+        sampling=manifest.get("sampling"),
+        ece=metrics.get("ece_platt"),
+        saved_as_model=saved_as_model,
+        commands="\n".join(commands),
+        license=license,
+        source=_code(reads) or f"the {model}",
+        versions=_versions(manifest),
+    )
+    return re.sub(r"\n{3,}", "\n\n", card.content).strip() + "\n"
 
 
-def _drafter_card(kind: str, head: Mapping[str, Any]) -> HeadCard:
-    what = " ".join((head_class(kind).__doc__ or "").split("\n\n")[0].split())
-    tag, method = ("assisted-generation", "spec:k=5") if kind == MODEL else (kind, kind)
-    return HeadCard(TITLES.get(kind, f"{kind} head"), what, tag, method, _settings(head))
+def _title(kind: str) -> str:
+    return "Acceptance head" if kind == AcceptanceHead.kind else TITLES.get(kind, f"{kind} head")
 
 
-def _acceptance_card(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
+def _tag_and_method(kind: str, head: Mapping[str, Any], drafter: str | None) -> tuple[str, str]:
+    """Return a head's tag on the model hub, and the method of `decode` that tries it."""
+    if kind in learned():
+        return ("assisted-generation", "spec:k=5") if kind == MODEL else (kind, kind)
     option = f":drafter={drafter}" if drafter else ""
-    method = f"specdec++:h=0.7{option}" if head.get("state", "after") == "after" else f"online:head=on{option}"
-    return HeadCard("Acceptance head", ACCEPTANCE_HEAD, "specdec++", method, _settings(head))
+    is_late = head.get("state", "after") == "after"
+    return "specdec++", f"specdec++:h=0.7{option}" if is_late else f"online:head=on{option}"
 
 
-def _settings(head: Mapping[str, Any]) -> tuple[str, ...]:
-    """List a head's settings; those of its decoder layers, `llama`, stand on the last line."""
-    lines = [f"- {name}: {_code(value)}" for name, value in head.items() if name != "llama"]
-    layers = ", ".join(f"{name} {_code(value)}" for name, value in head.get("llama", {}).items())
-    return (*lines, f"- decoder layers: {layers}") if layers else tuple(lines)
-
-
-def _data_section(manifest: Mapping[str, Any]) -> str:
+def _data_lines(manifest: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, part in (manifest.get("samples") or {}).items():
-        line = f"- {name}: {part['samples']:,} samples, {part['tokens']:,} tokens"
+        line = f"{name}: {part['samples']:,} samples, {part['tokens']:,} tokens"
         # A sample of rollouts is a block of drafted tokens: the number of samples says nothing.
         if manifest.get("labels") == "rollout":
-            line = f"- {name}: {part['tokens']:,} tokens of labeled drafts"
+            line = f"{name}: {part['tokens']:,} tokens of labeled drafts"
         if "answers" in part:
             median = f"median {part['tokens_p50']:,.0f} tokens"
             line += f"; {part['answers']:,} responses of {part['answer_tokens']:,} tokens, {median}"
         lines.append(line)
     sampling = manifest.get("sampling")
     if lines and sampling and "labels" not in manifest:
-        lines.append(f"- the target's answers at temperature {sampling['temperature']:g}")
-    return "\n".join(lines)
+        lines.append(f"the target's answers at temperature {sampling['temperature']:g}")
+    return lines
 
 
-def _metrics_section(metrics: Mapping[str, float]) -> str:
-    rows = []
-    for name, value in sorted(metrics.items()):
-        meaning = METRICS.get(name, "")
-        if name.startswith("top1_"):
-            meaning = f"the same of the head for token {name.removeprefix('top1_')} of a draft"
-        if name.startswith("agreement_"):
-            meaning = AGREEMENT.format(name.removeprefix("agreement_"))
-        rows.append((name, f"{value:.4g}", meaning))
-    return _table(("metric", "value", "meaning"), rows) if rows else ""
+def _meaning(metric: str) -> str:
+    if metric.startswith("top1_"):
+        return f"the same of the head for token {metric.removeprefix('top1_')} of a draft"
+    if metric.startswith("agreement_"):
+        return AGREEMENT.format(metric.removeprefix("agreement_"))
+    return METRICS.get(metric, "")
 
 
-def _tau_section(measured: Mapping[str, Any] | None) -> str:
-    if measured is None:
-        return ""
-    temperatures = sorted({row["temperature"] for row in measured["methods"]})
-    rows = []
-    for row in measured["methods"]:
-        label = f"{row['method']}, temperature {row['temperature']:g}" if len(temperatures) > 1 else row["method"]
-        for task, part in {"all": row, **(row.get("by_task") or {})}.items():
-            tau, speedup = f"{part['tau']:.3f}", f"{part['speedup']:.2f}x"
-            rows.append((task, label, str(part["prompts"]), f"{part['tokens']:,}", tau, speedup))
-    table = _table(("task", "method", "prompts", "tokens", "tau", "speed-up"), rows)
-
-    # A measurement means nothing without its rule, prompts and machine.
-    settings, prompts, hardware = measured["settings"], measured["prompts"], measured["hardware"]
-    cuts = f"top-k {settings['top_k'] or 'all'}, top-p {settings['top_p']:g}"
-    modes = [f"sampling at temperature {t:g}, {cuts}" if t else "greedy decoding" for t in temperatures]
-    rule = COUNTING_RULE.format(
-        modes=" and under ".join(modes),
-        clock="CPU time" if measured["clock"] == "cpu" else "wall time",
-        date=measured["date"],
-        count=prompts["count"],
-        source=_code(prompts["source"]),
-        machine=hardware.get("gpu") or hardware.get("cpu", "an unknown machine"),
-        **{name: settings[name] for name in ("max_new_tokens", "batch_size", "dtype")},
-    )
-    return f"{table}\n\n{rule}"
-
-
-def _calibration_section(head: Mapping[str, Any], metrics: Mapping[str, float], sampling: Any, unknown: str) -> str:
-    """Describe how an acceptance head's output becomes a probability, where that holds, and how good it was."""
-    lines = [unknown]
-    if sampling:
-        lines = [f"Labels and calibration hold for this sampling only: {_code(sampling)}."]
-    if "ece_platt" in metrics:
-        lines.append(f"Calibration error on held-out tokens: {metrics['ece_platt']:.4g}.")
-    return "\n\n".join(lines)
-
-
-def _export_section(export: Mapping[str, Any]) -> str:
-    checks = "\n".join(f"- {check}" for check in export.get("checks", ())) or "- none"
-    return f"{_fenced(export['command'])}\n\nChecked when it was written, and passed:\n\n{checks}"
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _bullets(rows: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {name}: {_code(value) or 'unknown'}" for name, value in rows.items())
+def _versions(manifest: Mapping[str, Any]) -> str:
+    packages = manifest.get("packages") or {}
+    names = [f"{name} {packages[name]}" for name in ("draftsmith", "torch", "transformers") if packages.get(name)]
+    return ", ".join(names + ([f"commit {manifest['git_commit']}"] if manifest.get("git_commit") else []))
 
 
 def _code(value: Any) -> str:
@@ -318,10 +231,6 @@ def _code(value: Any) -> str:
     if value is None:
         return ""
     return f"`{value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)}`"
-
-
-def _fenced(*lines: str, language: str = "sh") -> str:
-    return "\n".join([f"```{language}", *lines, "```"])
 
 
 def write_measured(directory: str | Path, measured: Mapping[str, Any]) -> None:

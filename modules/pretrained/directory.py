@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.pretrained.checkpoint import read_model_json, weight_map
-from draftsmith.modules.pretrained.gguf_writer import read_gguf_head
+from draftsmith.modules.pretrained.gguf import read_gguf_head
 from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.reading import open_tensors

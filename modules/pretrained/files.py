@@ -247,8 +247,3 @@ def _locked(directory: Path) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-def is_temporary(name: str) -> bool:
-    """Return whether a file is named as `whole` names what is not yet whole."""
-    return re.fullmatch(r".+\.tmp-\d+-[0-9a-f]{6}", name) is not None

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from draftsmith.modules.formats.gguf import ADJACENT_ROPE, from_gguf_name, read_layers, to_halves
+from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.gguf import HEADS, directory_name, head_from_gguf, read_layers, reordered, to_halves
 from draftsmith.modules.pretrained.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.llama import empty_model, llama_config
@@ -27,6 +29,9 @@ from draftsmith.modules.types import InputError
 
 logger = logging.getLogger("draftsmith")
 
+STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = ("I8", "I16", "I32", "I64")
+ARCHITECTURE, LONGEST_NAME = b"general.architecture", 64
 RECORD = "gguf.json"  # in the directory: the file's hash and how many of its tensors have each type
 SHARD_BYTES = 4 << 30
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -78,6 +83,7 @@ def dequantized_directory(file: Path) -> Path:
     directory = file.with_name(f"{file.name}.dequantized")
     if read_record(directory).get("stamp") == stamp:
         return directory
+    check_architecture(file, first_architecture(file))
     try:
         lock = FileLock(f"{directory}.lock")
         lock.acquire()
@@ -102,6 +108,27 @@ def dequantized_directory(file: Path) -> Path:
     finally:
         lock.release()
     return directory
+
+
+def first_architecture(file: Path) -> str | None:
+    """Return the architecture of a GGUF file if it is the first of its metadata, where all writers put it.
+
+    The package `gguf` reads all metadata, the vocabulary among them, which takes seconds.
+    """
+    with file.open("rb") as opened:
+        # Magic, version, and numbers of tensors and metadata; then key, type (8 is text) and value of each.
+        opened.seek(24)
+        key = opened.read(8 + len(ARCHITECTURE) + 4)
+        name = opened.read(8 + LONGEST_NAME)
+    if key != struct.pack("<Q", len(ARCHITECTURE)) + ARCHITECTURE + struct.pack("<I", 8) or len(name) < 8:
+        return None
+    return name[8 : 8 + min(LONGEST_NAME, *struct.unpack("<Q", name[:8]))].decode("utf-8", "replace")
+
+
+def check_architecture(file: Path, kind: str | None) -> None:
+    """Raise InputError for an architecture other than those that are read; None is unknown."""
+    if kind is not None and kind not in CLASSES:
+        raise InputError("model", f"{file} of architecture {kind}", f"one of {', '.join(CLASSES)}", REMEDY)
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -142,6 +169,46 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
+def read_tensor(tensor: Any) -> Tensor:
+    """Return a tensor of a GGUF file, as `open_gguf` maps it, in float32, or its integers."""
+    if tensor.tensor_type.name in INTEGERS:
+        return torch.from_numpy(tensor.data.copy())
+    return torch.from_numpy(gguf_package().quants.dequantize(tensor.data, tensor.tensor_type).copy())
+
+
+def read_gguf_head(file: Path) -> Package:
+    """Read a head's GGUF file as a directory in vLLM's layout; quantized weights become float32."""
+    metadata, found = open_gguf(file)
+    kind = metadata.get("general.architecture")
+    if kind not in HEADS:
+        raise InputError(str(file), f"GGUF of {kind}", f"a head's: {' or '.join(HEADS)}", "Check the path.")
+    tensors = {name: (tensor.tensor_type.name, read_tensor(tensor)) for name, tensor in found.items()}
+    stored = {
+        name: values if kind in INTEGERS else values.to(STORED.get(kind, torch.float32))
+        for name, (kind, values) in tensors.items()
+    }
+    return head_from_gguf(metadata, stored)
+
+
+def is_gguf_model(file: Path) -> bool:
+    """Return whether a GGUF file is a whole model of the Llama family, and no head."""
+    return open_gguf(file)[0].get("general.architecture") in CLASSES
+
+
+def copied_tokenizer(file: Path) -> dict[str, Any]:
+    """Return the tokenizer's metadata of a target's GGUF file, to be written into a head's or a draft model's."""
+    return {name: value for name, value in copied_metadata(file).items() if name.startswith("tokenizer.")}
+
+
+def copied_metadata(file: Path) -> dict[str, tuple[Any, ...]]:
+    """Return all metadata of a GGUF file as `write_gguf` takes them, with their types."""
+    fields = gguf_package().GGUFReader(file).fields
+    return {
+        name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        for name, field in fields.items()
+    }
+
+
 def _write_model(file: Path, directory: Path) -> dict[str, int]:
     """Write config, weights and tokenizer of a GGUF file; return how many of its tensors have each type."""
     fields, tensors = open_gguf(file)
@@ -170,11 +237,9 @@ def _write_shard(directory: Path, number: int, shard: Mapping[str, Tensor]) -> d
 
 def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return transformers' `config.json` of a GGUF model."""
-    kind = fields.get("general.architecture")
-    if kind not in CLASSES:
-        raise InputError("model", f"{file} of architecture {kind}", f"one of {', '.join(CLASSES)}", REMEDY)
-
-    names = {name: from_gguf_name(name) for name in tensors if name != "rope_freqs.weight"}
+    kind = str(fields.get("general.architecture"))
+    check_architecture(file, kind)
+    names = {name: directory_name("model", name) for name in tensors if name != "rope_freqs.weight"}
     if unknown := sorted(name for name, ours in names.items() if ours is None):
         found = f"{file} with {len(unknown)} tensors of another design ({', '.join(unknown[:3])})"
         raise InputError("model", found, "the tensors of a Llama-family model", REMEDY)
@@ -221,21 +286,17 @@ def _check_metadata(file: Path, kind: str, fields: Mapping[str, Any]) -> None:
 
 def _read_weights(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Dequantize one tensor after the other, under transformers' names."""
-    gguf = gguf_package()
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
     for name, tensor in tensors.items():
-        ours = from_gguf_name(name)
+        ours = directory_name("model", name)
         if ours is None:
             continue
         try:
-            weight = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+            weight = read_tensor(tensor)
         except NotImplementedError as error:
             found = f"{file} with {name} in {tensor.tensor_type.name}"
             raise InputError("model", found, "a type that the package gguf dequantizes", REMEDY) from error
-        part = ours.split(".")[-2]
-        if config["model_type"] in ADJACENT_ROPE and part in heads:
-            weight = to_halves(weight, heads[part])
-        yield ours, weight.contiguous()
+        yield ours, reordered(config["model_type"], ours, weight, heads, to_halves).contiguous()
 
 
 def _end_tokens(fields: Mapping[str, Any]) -> list[int]:

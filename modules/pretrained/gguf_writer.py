@@ -1,4 +1,4 @@
-"""GGUF files of heads and of Llama-family models, written and read with the package `gguf`."""
+"""Write GGUF files of heads and of Llama-family models with the package `gguf`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.base import Package
-from draftsmith.modules.formats.gguf import (
-    ADJACENT_ROPE,
-    HEAD_NAMES,
-    head_from_gguf,
-    llama_metadata,
-    rope_divisors,
-    to_adjacent,
-    to_gguf_name,
-)
+from draftsmith.modules.formats.gguf import gguf_name, llama_metadata, reordered, rope_divisors, to_adjacent
 from draftsmith.modules.pretrained.checkpoint import check_unquantized, checkpoint_files, end_tokens, model_shape
 from draftsmith.modules.pretrained.files import whole
-from draftsmith.modules.pretrained.gguf import CLASSES, gguf_package, open_gguf
+from draftsmith.modules.pretrained.gguf import copied_metadata, gguf_package, open_gguf, read_tensor
 from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
@@ -35,8 +26,6 @@ SPLITS = {
     r"\p{N}{1,3}": "llama-bpe",
     r"\p{N}": "qwen2",
 }
-STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
-INTEGERS = ("I8", "I16", "I32", "I64")
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
 
 
@@ -95,26 +84,6 @@ def add_metadata(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def read_gguf_head(file: Path) -> Package:
-    """Read a head's GGUF file as a directory in vLLM's layout; quantized weights become float32."""
-    gguf = gguf_package()
-    metadata, found = open_gguf(file)
-    tensors = {}
-    for name, tensor in found.items():
-        kind = tensor.tensor_type.name
-        values = read_tensor(gguf, tensor)
-        tensors[name] = values if kind in INTEGERS else values.to(STORED.get(kind, torch.float32))
-    kind = metadata.get("general.architecture")
-    if kind not in HEAD_NAMES:
-        raise InputError(str(file), f"GGUF of {kind}", f"a head's: {' or '.join(HEAD_NAMES)}", "Check the path.")
-    return head_from_gguf(metadata, tensors)
-
-
-def is_gguf_model(file: Path) -> bool:
-    """Return whether a GGUF file is a whole model of the Llama family, and no head."""
-    return open_gguf(file)[0].get("general.architecture") in CLASSES
-
-
 def write_gguf_model(
     path: Path, model: str, weights: str = "float32", tokenizer: Mapping[str, Any] | None = None
 ) -> None:
@@ -128,49 +97,24 @@ def write_gguf_model(
         raise InputError(
             "sliding_window", llama.sliding_window, "none: llama.cpp's Llama has none", "Use another model."
         )
-    heads = {"q_proj": llama.num_heads, "k_proj": llama.num_kv_heads}
     tensors = rope_divisors(llama)
     state = {name: tensor for file in checkpoint_files(directory) for name, tensor in read_tensors(file).items()}
     for name, tensor in state.items():
-        theirs = to_gguf_name(name)
-        if theirs is None or (name == "lm_head.weight" and llama.tie_embeddings):
-            continue
-        part = name.split(".")[-2]
-        adjacent = kind in ADJACENT_ROPE and part in heads
-        tensors[theirs] = to_adjacent(tensor, heads[part]) if adjacent else tensor
+        theirs = gguf_name("model", name)
+        if theirs is not None and not (name == "lm_head.weight" and llama.tie_embeddings):
+            heads = llama.num_heads, llama.num_kv_heads
+            tensors[theirs] = reordered(kind, name, tensor, heads, to_adjacent)
     fields = tokenizer_metadata(model, raw) if tokenizer is None else tokenizer
     write_gguf(path, kind, {"general.name": directory.name, **llama_metadata(kind, llama), **fields}, tensors, weights)
 
 
 def widen_gguf(file: Path, path: Path) -> None:
     """Write a copy of a GGUF file with all weights in float32, and nothing else changed."""
-    gguf = gguf_package()
     fields, found = open_gguf(file)
-    tensors = {name: read_tensor(gguf, tensor) for name, tensor in found.items()}
+    tensors = {name: read_tensor(tensor) for name, tensor in found.items()}
     skipped = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
     metadata = {name: value for name, value in copied_metadata(file).items() if not name.startswith(skipped)}
     write_gguf(path, fields["general.architecture"], metadata, tensors)
-
-
-def read_tensor(gguf: Any, tensor: Any) -> Tensor:
-    """Return a tensor of a GGUF file in float32, or its integers."""
-    if tensor.tensor_type.name in INTEGERS:
-        return torch.from_numpy(tensor.data.copy())
-    return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-
-
-def copied_tokenizer(file: Path) -> dict[str, Any]:
-    """Return the tokenizer's metadata of a target's GGUF file, to be written into a head's or a draft model's."""
-    return {name: value for name, value in copied_metadata(file).items() if name.startswith("tokenizer.")}
-
-
-def copied_metadata(file: Path) -> dict[str, tuple[Any, ...]]:
-    """Return all metadata of a GGUF file as `write_gguf` takes them, with their types."""
-    fields = gguf_package().GGUFReader(file).fields
-    return {
-        name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-        for name, field in fields.items()
-    }
 
 
 def tokenizer_metadata(model: str, raw: Mapping[str, Any]) -> dict[str, Any]:

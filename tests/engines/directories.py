@@ -40,8 +40,9 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.eval.check.check import differences, hashes_of
 from draftsmith.eval.check.states import facts_of
-from draftsmith.launch.export.export import ExportConfig, write_package
 from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.export import write_package
+from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, DocumentBlocks, layers_like
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead

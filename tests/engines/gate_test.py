@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval.check.engine import EngineCheckConfig, run
+from draftsmith.eval.check.engine import run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
+from draftsmith.eval.settings import EngineCheckConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.heads import load_head, stored_tensors

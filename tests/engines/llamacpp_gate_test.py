@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import httpx
 import pytest
 import torch
@@ -32,8 +31,8 @@ from draftsmith.launch.export.export import ExportConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.block.net import default_layers
 from draftsmith.modules.formats.gguf import to_adjacent, to_halves
-from draftsmith.modules.pretrained.gguf import open_gguf
-from draftsmith.modules.pretrained.gguf_writer import copied_metadata, read_tensor, write_gguf, write_gguf_model
+from draftsmith.modules.pretrained.gguf import copied_metadata, open_gguf, read_tensor
+from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model
 from draftsmith.modules.types import InputError
 
 torch.set_num_threads(1)
@@ -64,7 +63,7 @@ def edited(to: Path, edit: Edit, case: str = "three") -> Path:
     metadata = {name: value for name, value in copied_metadata(to / "head.gguf").items() if not name.startswith("GGUF")}
     kind = metadata.pop("general.architecture")[0]
     del metadata["general.file_type"]
-    tensors = {name: read_tensor(gguf, tensor) for name, tensor in open_gguf(to / "head.gguf")[1].items()}
+    tensors = {name: read_tensor(tensor) for name, tensor in open_gguf(to / "head.gguf")[1].items()}
     edit(metadata, tensors)
     write_gguf(to / "head.gguf", kind, metadata, tensors)
     return to

@@ -29,8 +29,8 @@ from quick_heads import quick_block_head, quick_eagle3_head, quick_eagle_head
 from run_models import run_models
 
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.launch.export.export import ExportConfig
 from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.eagle3 import layer_like
 from draftsmith.modules.drafters.methods import parse_method

@@ -20,8 +20,8 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose.diagnosis import template
 from draftsmith.eval.diagnose.drafts import agreed
-from draftsmith.launch.export.diagnose import DiagnoseConfig, run
-from draftsmith.launch.export.export import ExportConfig
+from draftsmith.eval.settings import DiagnoseConfig, ExportConfig
+from draftsmith.launch.export.diagnose import run
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.training import run as train_and_explain
 from draftsmith.modules.formats.readings import other_weights, reversed_states

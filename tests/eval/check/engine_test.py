@@ -20,11 +20,12 @@ from engine_like import EngineLike
 from quick_heads import quick_eagle3_head, quick_eagle_head
 
 from draftsmith.data.engines.process import running
-from draftsmith.eval.check.engine import EngineCheckConfig, run
+from draftsmith.eval.check.engine import run
 from draftsmith.eval.check.states import PROMPTS, answered_prompts
 from draftsmith.eval.engines.vllm import server_words
-from draftsmith.launch.export.export import ExportConfig
+from draftsmith.eval.settings import EngineCheckConfig
 from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.systems import vllm_command
 from draftsmith.modules.pretrained.heads import build_head, load_head, save_head, stored_tensors

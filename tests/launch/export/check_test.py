@@ -1,4 +1,4 @@
-"""The check finds ways in which a directory can mean another EAGLE-1 head in the system that loads it."""
+"""`check` finds the ways in which a directory can mean another head in the system that loads it."""
 
 from __future__ import annotations
 
@@ -10,108 +10,154 @@ import torch
 from head_directory import Directory
 from tiny_models import tiny_llama_dir
 
-from draftsmith.eval.check.check import RECORD, CheckConfig
+from draftsmith.eval.check.check import RECORD
 from draftsmith.eval.check.check import run as check
+from draftsmith.eval.diagnose.drafts import head_variants
+from draftsmith.eval.settings import CheckConfig
 from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.formats.gguf import to_adjacent
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
-FORMATS = ("eagle", "vllm", "sglang")
-# An edit of an export without its record -> the line of each system; None if it computes the same.
-BROKEN: dict[str, tuple[Callable[[Directory], None], dict[str, str | None]]] = {
-    "stray lm_head": (
-        lambda d: d.add("lm_head.weight", torch.zeros(300, 48)),
-        {"vllm": "vLLM raises: it has no such parameter", "sglang": "takes the target's, which differs"},
-    ),
-    "missing tensor": (lambda d: d.remove("fc.weight"), {"vllm": "fc.weight is missing"}),
-    "fc bias that is lost": (
-        lambda d: d.add("fc.bias", torch.full((48,), 0.01)),
-        {"eagle": "drops it and says nothing", "vllm": "drops it and says nothing", "sglang": None},
-    ),
-    "bias read as attention bias": (lambda d: d.set(bias=True), {"eagle": "fc bias", "vllm": "qkv bias"}),
-    "another family": (
-        lambda d: d.set(architectures=["Qwen3ForCausalLM"]),
-        {"eagle": None, "vllm": "architectures", "sglang": "architectures"},
-    ),
-}
-CASES = [(name, format) for name, (_, systems) in BROKEN.items() for format in systems]
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-@pytest.mark.parametrize(("name", "format"), CASES, ids=lambda value: value.replace(" ", "-"))
-def test_a_directory_that_a_system_reads_otherwise_is_found_without_the_original(copy_of, checked, name, format):
-    """The record that export leaves is removed: these are the mistakes of public directories."""
-    edit, systems = BROKEN[name]
-    directory = copy_of(format)
-    (directory / RECORD).unlink()
-    edit(Directory(directory))
-    code, shown = checked(directory, format)
-    expected = systems[format]
-    if expected is None:
-        assert code == 0 and "nothing differs" in shown
-    else:
-        assert code == 1 and expected in shown and "nothing differs" not in shown, shown
+def interleaved(directory: Directory) -> None:
+    """q and k as if converted for adjacent rotary pairs."""
+    for part, heads in (("q", 4), ("k", 2)):
+        directory.change(f"layers.0.self_attn.{part}_proj.weight", lambda rows, n=heads: to_adjacent(rows, n))
 
 
-RECORDED = {
-    "positions": (
+def swap_halves(directory: Directory) -> None:
+    """The state before the embedding in q, k and v."""
+    for part in "qkv":
+        name = next(name for name in directory.tensors if name.endswith(f"{part}_proj.weight"))
+        directory.change(name, lambda weight: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))
+
+
+# Kind and system, edit of an export, and the line of a check beside the export's record.
+Edit = Callable[[Directory], None]
+RECORDED: dict[str, tuple[str, str, Edit, str]] = {
+    "positions": ("eagle", "sglang",
         lambda d: d.set(rope_theta=123.0, rope_parameters={"rope_theta": 123.0, "rope_type": "default"}),
-        "other rotary frequencies",
-    ),
-    "another epsilon": (lambda d: d.set(rms_norm_eps=1e-3), "0.001 in this system, exported with 1e-06"),
-    "halves of fc": (lambda d: d.change("fc.weight", lambda w: torch.cat(w.chunk(2, 1)[::-1], 1)), "fc.weight"),
-    "a bias of fc": (lambda d: d.add("fc.bias", torch.full((48,), 0.5)), "fc.bias"),
-}
+        "other rotary frequencies"),
+    "another epsilon": ("eagle", "sglang", lambda d: d.set(rms_norm_eps=1e-3),
+        "0.001 in this system, exported with 1e-06"),
+    "a bias of fc": ("eagle", "sglang", lambda d: d.add("fc.bias", torch.full((48,), 0.5)), "fc.bias"),
+    "ids in d2t": ("eagle3", "vllm", lambda d: d.change("d2t", lambda table: table + torch.arange(len(table))),
+        "wants offsets"),
+    "layer ids": ("eagle3", "vllm", lambda d: d.set(**{IDS: [3, 7, 10]}), "aux_layers"),
+    "states in another order": ("eagle3", "vllm",
+        lambda d: d.change("fc.weight", lambda w: torch.cat(w.chunk(3, dim=1)[::-1], dim=1)), "fc.weight"),
+    "another residual": ("eagle3", "vllm", lambda d: d.set(norm_before_residual=True), "norm_before_residual"),
+    "layout": ("dspark", "vllm", lambda d: d.set(sample_from_anchor=False),
+        "fill-in in this system, exported with anchor-first"),
+    "layers": ("dspark", "vllm", lambda d: d.set(target_layer_ids=[1, 3, 5]),
+        "[2, 4, 6] in this system, exported with [1, 3, 5]"),
+    "mask": ("dspark", "vllm", lambda d: d.set(mask_token_id=3), "mask_token"),
+    "rotary pairs": ("dspark", "vllm", interleaved, "layers.0.self_attn.q_proj.weight"),
+    "norm": ("dspark", "vllm", lambda d: d.remove("hidden_norm.weight"), "hidden_norm.weight is missing"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_another_head_is_found_by_the_exports_record(copy_of, checked, name):
-    edit, words = RECORDED[name]
-    directory = copy_of("sglang")
+def test_another_head_is_found_by_the_exports_record(copy_of, checked, exchange, name):
+    kind, system, edit, words = RECORDED[name]
+    directory = copy_of(system, kind)
     edit(Directory(directory))
-    code, shown = checked(directory, "sglang")
+    code, shown = checked(directory, system, kind)
     assert code == 1 and words in shown and "nothing differs" not in shown, shown
+    if kind == "dspark":  # and beside the head itself, without the record
+        (directory / RECORD).unlink()
+        code, shown = checked(directory, system, kind, head=exchange.head(kind))
+        assert code == 1, shown
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_an_export_as_it_was_written_passes(exported, checked, format):
-    code, shown = checked(exported(format), format)
-    assert code == 0 and "nothing differs" in shown, shown
+# A stranger's directory, which has no record: kind and system, edit, and the line; empty if nothing is wrong. (Other
+# layers cost these heads nothing.)
+STRANGE: dict[str, tuple[str, str, Edit, str]] = {
+    "fc bias that vLLM drops": ("eagle", "vllm", lambda d: d.add("fc.bias", torch.full((48,), 0.01)),
+        "drops it and says nothing"),
+    "fc bias that SGLang reads": ("eagle", "sglang", lambda d: d.add("fc.bias", torch.full((48,), 0.01)), ""),
+    "another family": ("eagle", "sglang", lambda d: d.set(architectures=["Qwen3ForCausalLM"]), "architectures"),
+    "nothing": ("eagle3", "vllm", lambda d: None, ""),
+    "halves of q, k and v": ("eagle3", "vllm", swap_halves,
+        "read with the state before the embedding in q, k and v"),
+    "another residual": ("eagle3", "vllm", lambda d: d.set(norm_before_residual=True),
+        "read with norm_before_residual off"),
+    "layout": ("dspark", "vllm", lambda d: d.set(sample_from_anchor=False),
+        "read with layout anchor-first in place of fill-in"),
+    "confidence": ("dspark", "vllm", lambda d: d.set(enable_confidence_head=None), "drops the confidence head"),
+}  # fmt: skip
 
 
-def test_without_a_format_every_system_that_holds_such_heads_gets_a_verdict(copy_of, checked):
-    directory = copy_of("eagle")
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strangers_directory_that_is_read_otherwise_than_it_was_made_is_found(copy_of, checked, name):
+    kind, system, edit, words = STRANGE[name]
+    directory = copy_of(system, kind)
     (directory / RECORD).unlink()
-    code, shown = checked(directory, "auto")
-    assert code == 0 and "Written as SafeAILab/EAGLE does." in shown
-    assert "eagle: computes this head" in shown and "vllm: computes this head" in shown
-    assert "sglang: another head, or none (architectures" in shown and "speculators" not in shown
+    edit(Directory(directory))
+    code, shown = checked(directory, system, kind)
+    assert code == bool(words) and words in shown and ("nothing differs" in shown) == (not words), shown
 
 
-def test_logits_are_compared_with_the_original_head(exported, checked, eagle_dir, tiny_target, tmp_path):
-    other = EagleHead(load_head(eagle_dir).config)
-    other.load_state_dict(load_head(eagle_dir).state_dict())
+@pytest.mark.parametrize(
+    ("kind", "system", "others"),
+    [
+        ("eagle", "eagle", {"eagle": True, "vllm": True, "sglang": False}),
+        ("eagle3", "speculators", {"speculators": True, "vllm": True, "sglang": False, "eagle": False}),
+        ("dspark", "speculators", {"speculators": True, "vllm": True, "sglang": False}),
+    ],
+)
+def test_without_a_format_every_system_that_holds_such_heads_gets_a_verdict(copy_of, checked, kind, system, others):
+    directory = copy_of(system, kind)
+    (directory / RECORD).unlink()
+    code, shown = checked(directory, kind=kind)
+    assert code == 0 and f"Written as {'SafeAILab/EAGLE' if system == 'eagle' else system} does." in shown
+    for name, computes in others.items():
+        assert f"{name}: {'computes this head' if computes else 'another head, or none ('}" in shown, shown
+    assert kind != "dspark" or "eagle:" not in shown
+
+
+def test_logits_are_compared_with_the_original_head(exchange, checked, tmp_path):
+    eagle = exchange.head("eagle")
+    other = EagleHead(load_head(eagle).config)
+    other.load_state_dict(load_head(eagle).state_dict())
     other.layers[0].mlp.up_proj.weight.data[3, 5] += 0.1  # one weight
-    lm = load_lm(str(tiny_target))
+    lm = load_lm(exchange.target("eagle"))
     save_head(tmp_path / "other", other, {"target": lm.info.identity}, "card")
-    code, shown = checked(exported("vllm"), "vllm", head=tmp_path / "other")
+    code, shown = checked(exchange.export("vllm", "eagle"), "vllm", head=tmp_path / "other")
     assert code == 1 and "DIFFERS" in shown
-    assert checked(exported("vllm"), "vllm", head=eagle_dir)[0] == 0
 
 
-def test_a_directory_made_for_another_target_is_found(exported, checked, tmp_path):
+def test_a_directory_made_for_another_target_is_found(exchange, checked, tmp_path):
     other = tiny_llama_dir(tmp_path / "other", seed=5, layers=2, hidden=48)
-    code, shown = checked(exported("vllm"), "vllm", target=other)
+    code, shown = checked(exchange.export("vllm", "eagle"), "vllm", target=str(other))
     assert code == 1 and "is another than the model that the head was trained for" in shown
 
 
-def test_a_head_of_our_own_is_no_export(eagle_dir, checked):
+def test_a_head_of_our_own_is_no_export(exchange, checked):
     with pytest.raises(InputError, match="one of draftsmith's own heads"):
-        checked(eagle_dir, "vllm")
+        checked(exchange.head("eagle"), "vllm")
 
 
 @pytest.mark.parametrize(("changes", "field"), [({"target": None}, "target"), ({"format": "specdec_pp"}, "draft")])
-def test_the_model_whose_states_are_read_has_to_be_named(exported, changes, field):
-    config = CheckConfig(directory=exported("vllm"), format="vllm", target="somewhere")
+def test_the_model_whose_states_are_read_has_to_be_named(exchange, changes, field):
+    config = CheckConfig(directory=exchange.export("vllm", "eagle"), format="vllm", target="somewhere")
     with pytest.raises(InputError, match=f"{field}: found none"):
         check(dataclasses.replace(config, **changes))
+
+
+def test_a_diagnosis_tries_what_a_block_drafter_may_be_instead(exchange):
+    variants = head_variants(load_head(exchange.head("dspark")), None, 8)
+    assert [(one.factor, one.label) for one in variants if one.factor != "rotary"] == [
+        ("", "as it is"),
+        ("layers", "layers 0, 2, 4 in place of 1, 3, 5"),
+        ("layers", "layers 2, 4, 6 in place of 1, 3, 5"),
+        ("layers", "layers 5, 3, 1 in place of 1, 3, 5"),
+        ("weights", "the rotary pairs of q and k as if not converted from interleaved"),
+        ("weights", "the rotary pairs of q and k as if converted twice from interleaved"),
+        ("layout", "layout fill-in in place of anchor-first"),
+        ("causality", "slots that see no later ones"),
+    ]

@@ -6,12 +6,11 @@ import pytest
 import torch
 from tiny_models import tiny_llama_dir
 
-from draftsmith.eval.check.check import CheckConfig
 from draftsmith.eval.check.check import run as check
-from draftsmith.launch.export.export import ExportConfig
+from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import run as export
-from draftsmith.launch.export.import_head import ImportConfig
 from draftsmith.launch.export.import_head import run as import_head
+from draftsmith.launch.export.settings import ExportConfig, ImportConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.pretrained.gguf import open_gguf
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model

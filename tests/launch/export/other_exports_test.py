@@ -9,12 +9,11 @@ import torch
 from quick_heads import varied_acceptance_head
 from tiny_models import tiny_llama_dir
 
-from draftsmith.eval.check.check import CheckConfig
 from draftsmith.eval.check.check import run as check
-from draftsmith.launch.export.export import ExportConfig
+from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import run as export
-from draftsmith.launch.export.import_head import ImportConfig
 from draftsmith.launch.export.import_head import run as import_head
+from draftsmith.launch.export.settings import ExportConfig, ImportConfig
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import drafter_identity, load_head, save_head
@@ -44,7 +43,7 @@ def test_a_tied_acceptance_head_comes_back_from_specdec_pp_as_it_was(tied, draft
     assert "--model_name big" in capsys.readouterr().out
     import_head(ImportConfig(directory=str(there), output=back, draft=draft, w_rej=6.0))
     head, again = load_head(tied), load_head(back)
-    assert head.config == again.config
+    assert head.config == again.config and again.config.w_rej == 6
     states = torch.randn(50, 32)
     assert torch.equal(head(states), again(states))
 
@@ -68,28 +67,10 @@ def test_an_acceptance_head_loads_in_specdec_pps_own_environment(tied, draft, tm
     assert {path.name for path in there.iterdir()} >= {"model.safetensors", "pytorch_model.bin"}
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"), [("model.0.linear.bias", "blocks.0.linear.bias"), ("model.3.weight", "out.weight")]
-)
-def test_a_changed_tensor_of_an_acceptance_head_is_found(tied, draft, tmp_path, capsys, monkeypatch, name, ours):
-    from head_directory import Directory
-
-    monkeypatch.setenv("COLUMNS", "400")
-    there = tmp_path / "there"
-    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=there)) == 0
-    Directory(there).change(name, lambda tensor: tensor + 0.1 * torch.randn_like(tensor))
-    capsys.readouterr()
-    assert check(CheckConfig(directory=there, format="specdec_pp", draft=draft)) == 1
-    assert ours in capsys.readouterr().out
-
-
 def test_what_specdec_pp_cannot_hold_is_refused_with_the_remedy(tied, draft, tmp_path):
-    own_blocks = save_head(tmp_path / "own", varied_acceptance_head(32), {}, "card")
-    with pytest.raises(InputError, match="--tied"):
-        export(ExportConfig(format="specdec_pp", head=own_blocks, draft=draft, output=tmp_path / "out"))
     with pytest.raises(InputError, match="weights: found bfloat16, expected float32"):
         export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=tmp_path / "out", weights="bfloat16"))
-    assert {path.name for path in tmp_path.iterdir()} == {"own"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(tmp_path, draft):

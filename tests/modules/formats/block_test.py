@@ -247,13 +247,11 @@ TABLE = torch.zeros(V, H)
 UNREADABLE = [
     ("dspark", {}, {"layers.1.self_attn.q_norm.weight": None}, "layers.1.self_attn.q_norm.weight is missing"),
     ("dspark", {}, {"hidden_norm.weight": None}, "hidden_norm.weight is missing"),
-    ("dspark", {"rope_scaling": ..., "rope_parameters": {"full_attention": {}}}, {}, "found one for each of full_att"),
     ("dspark", {}, {"markov_head.markov_w2.weight": None}, "markov_head.markov_w2.weight is missing"),
     ("dspark", {}, {"confidence_head.proj.bias": None}, "proj.bias is missing"),
     ("dspark", {"target_layer_ids": [1, 4]}, {}, r"target_layer_ids: found \[1, 4\], expected 3 distinct"),
     ("dspark", {"target_layer_ids": [1, 4, 11]}, {}, r"outputs of layers below 11"),
     ("dspark", {"mask_token_id": V}, {}, "mask_token_id: found 20, expected a token of the target's 20"),
-    ("dspark", {"draft_vocab_size": 8}, {}, "draft_vocab_size: found 8.*truncated vocabulary"),
     ("dspark", {"markov_head_type": "cond"}, {}, "markov_type: found 'cond'"),
     ("dspark", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "layer_types.*layers of one kind"),
     ("dspark", {"is_causal": True}, {}, "is_causal: found True, expected false, as in layers without a window"),
