@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.launch.errors import UsageError, did_you_mean
+from draftsmith.modules.drafters import learned
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,18 @@ class Command:
     """Location and help of a command.
 
     Attributes:
-        settings: `module:name` of its config dataclass, relative to the package; for a command about a trained
-            drafter, of a function from the drafter's kind to that dataclass.
+        settings: `module:name` of its config dataclass, relative to the package; for `train KIND`, of a function from
+            the kind to that dataclass.
+        runner: `module`, whose `run(config)` runs it, or `module:function`.
         help: one line for the overview.
         positional: options that may also be given without their names, in this order.
-        runner: `module` or `module:function` that runs it; by default `run` in the module of the dataclass.
         drafter: kind of the trained drafter that the command is about.
     """
 
     settings: str
+    runner: str
     help: str
     positional: tuple[str, ...] = ()
-    runner: str | None = None
     drafter: str | None = None
 
     def config_class(self) -> type:
@@ -42,7 +43,7 @@ class Command:
 
     def function(self) -> Callable[[Any], Any]:
         """Import and return the function that runs the command; --help does not need it."""
-        module, _, name = (self.runner or self.settings.partition(":")[0]).partition(":")
+        module, _, name = self.runner.partition(":")
         function: Callable[[Any], Any] = getattr(importlib.import_module(f"draftsmith.{module}"), name or "run")
         return function
 
@@ -50,121 +51,112 @@ class Command:
         return self.function()(config)
 
 
-def of_drafters(verb: str, settings: str, runner: str | None = None, about: str = "{first_line}") -> dict[str, Command]:
-    """Return a command `VERB KIND` for every trained drafter in modules/drafters.
-
-    Args:
-        about: help, with `{kind}` and `{first_line}` (of the drafter's file) filled in.
-    """
-    from draftsmith.modules.drafters import learned
-
-    return {
-        f"{verb} {kind}": Command(
-            settings, about.format(kind=kind, first_line=line.removesuffix(".")), runner=runner, drafter=kind
-        )
-        for kind, line in learned().items()
-    }
-
+# `train KIND` for every trained drafter of modules/drafters.
+DRAFTERS = {
+    f"train {kind}": Command("train.config:drafter_config", "launch.training", line.removesuffix("."), drafter=kind)
+    for kind, line in learned().items()
+}
 
 # Commands by sections of the overview, in the order in which a newcomer needs them.
 SECTIONS: dict[str, dict[str, Command]] = {
     "Start here": {
         "run": Command(
-            "launch.pipeline:RunConfig", "Run a pipeline: demo, laptop, refresh, or a YAML file", ("pipeline",)
+            "launch.pipeline:RunConfig",
+            "launch.pipeline",
+            "Run a pipeline: demo, laptop, refresh, or a YAML file",
+            ("pipeline",),
         ),
         "decode": Command(
             "eval.settings:DecodeConfig",
+            "eval.decode",
             "Answer a prompt and show which tokens were drafted",
             ("prompt",),
-            runner="eval.decode",
         ),
     },
     "Make training data with the target": {
         "data prompts": Command(
-            "data.settings:PromptsConfig", "Chat rows to prompts, with the loss mask", runner="data.prompts"
+            "data.settings:PromptsConfig", "data.prompts", "Chat rows to prompts, with the loss mask"
         ),
-        "data responses": Command(
-            "data.settings:ResponsesConfig", "The target answers the prompts", runner="data.responses"
-        ),
+        "data responses": Command("data.settings:ResponsesConfig", "data.responses", "The target answers the prompts"),
         "data acceptance": Command(
-            "data.settings:AcceptanceConfig", "Label which drafted tokens the target keeps", runner="data.acceptance"
+            "data.settings:AcceptanceConfig", "data.acceptance", "Label which drafted tokens the target keeps"
         ),
         "data features": Command(
-            "data.settings:FeaturesConfig", "The target's hidden states, to train a draft head", runner="data.features"
+            "data.settings:FeaturesConfig", "data.features", "The target's hidden states, to train a draft head"
         ),
         "data inspect": Command(
-            "data.settings:InspectConfig", "Look at rows, their mask in color", ("artifact",), "data.inspect"
+            "data.settings:InspectConfig", "data.inspect", "Look at rows, their mask in color", ("artifact",)
         ),
     },
     "Train heads": {
         "train acceptance": Command(
-            "train.config:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="launch.training"
+            "train.config:TrainAcceptanceConfig", "launch.training", "Acceptance head: when to stop drafting"
         ),
-        **of_drafters("train", "train.config:drafter_config", "launch.training"),
+        **DRAFTERS,
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(
             "launch.launchers:TorchrunConfig",
+            "launch.launchers:run_torchrun",
             "Processes on this machine, or one group per machine",
             ("command",),
-            "launch.launchers:run_torchrun",
         ),
-        "launch slurm": Command("launch.slurm:SlurmConfig", "A SLURM job: submitted, followed, requeued", ("command",)),
+        "launch slurm": Command(
+            "launch.slurm:SlurmConfig", "launch.slurm", "A SLURM job: submitted, followed, requeued", ("command",)
+        ),
         "launch vllm": Command(
-            "launch.vllm:VllmConfig", "A vLLM server that hands out a target's hidden states", ("command",)
+            "launch.vllm:VllmConfig",
+            "launch.vllm",
+            "A vLLM server that hands out a target's hidden states",
+            ("command",),
         ),
     },
     "Use heads elsewhere, and others' here": {
         "export": Command(
-            "launch.export.settings:ExportConfig",
-            "A head as another system loads it, checked",
-            runner="launch.export.export",
+            "launch.export.settings:ExportConfig", "launch.export.export", "A head as another system loads it, checked"
         ),
         "check": Command(
             "eval.settings:EngineCheckConfig",
+            "eval.check.engine",
             "What another system makes of a directory",
             ("directory",),
-            runner="eval.check.engine",
         ),
         "import": Command(
             "launch.export.settings:ImportConfig",
+            "launch.export.import_head",
             "A public head as one of ours",
             ("directory",),
-            runner="launch.export.import_head",
         ),
     },
     "Measure": {
         "diagnose": Command(
             "eval.settings:DiagnoseConfig",
+            "launch.export.diagnose",
             "Why a drafter drafts badly, and its files corrected",
             ("draft",),
-            runner="launch.export.diagnose",
         ),
         "eval bench": Command(
-            "eval.settings:BenchConfig",
-            "Compare methods: speed, tau, equality with the target",
-            runner="eval.bench.command",
+            "eval.settings:BenchConfig", "eval.bench.command", "Compare methods: speed, tau, equality with the target"
         ),
         "eval served": Command(
-            "eval.settings:ServedConfig", "A head in a server, by load and draft length", runner="eval.engines.served"
+            "eval.settings:ServedConfig", "eval.engines.served", "A head in a server, by load and draft length"
         ),
         "eval compare": Command(
-            "eval.settings:CompareConfig",
-            "Two runs of the bench, prompt by prompt",
-            ("runs",),
-            runner="eval.bench.compare",
+            "eval.settings:CompareConfig", "eval.bench.compare", "Two runs of the bench, prompt by prompt", ("runs",)
         ),
         "eval report": Command(
-            "eval.settings:ReportConfig", "Finished runs as one HTML page", ("runs",), runner="eval.report.command"
+            "eval.settings:ReportConfig", "eval.report.command", "Finished runs as one HTML page", ("runs",)
         ),
         "eval certify": Command(
             "eval.settings:CertifyConfig",
+            "eval.certify",
             "Certify that answers follow the target: a server's, or a method's",
-            runner="eval.certify",
         ),
     },
     "Your machine": {
-        "doctor": Command("launch.doctor:DoctorConfig", "What is installed here and what of it can be used"),
+        "doctor": Command(
+            "launch.doctor:DoctorConfig", "launch.doctor", "What is installed here and what of it can be used"
+        ),
     },
 }
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}

@@ -82,7 +82,7 @@ def probe(monkeypatch) -> ModuleType:
     module.ProbeConfig, module.seen = ProbeConfig, []
     module.run = module.seen.append
     monkeypatch.setitem(sys.modules, "draftsmith.probe", module)
-    monkeypatch.setitem(COMMANDS, "probe", Command("probe:ProbeConfig", "Probe", ("name", "files")))
+    monkeypatch.setitem(COMMANDS, "probe", Command("probe:ProbeConfig", "probe", "Probe", ("name", "files")))
     return module
 
 
@@ -155,7 +155,7 @@ def test_a_defect_keeps_its_traceback_and_code_1():
         "def run(config): raise KeyError('a defect')\n"
         "module.C, module.run = C, run\n"
         "sys.modules['draftsmith.probe'] = module\n"
-        "commands.COMMANDS['probe'] = commands.Command('probe:C', 'Probe')\n"
+        "commands.COMMANDS['probe'] = commands.Command('probe:C', 'probe', 'Probe')\n"
         "sys.exit(cli.main(['probe']))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
