@@ -1,4 +1,4 @@
-"""Files that a disk, an editor or another program has damaged, and directories in the way."""
+"""Files that a disk, an editor or another program has damaged, and model directories that are no models."""
 
 from __future__ import annotations
 
@@ -71,39 +71,19 @@ def head(file: str, spoil: Spoil) -> Callable[[Ground, Path], dict[str, object]]
     return make
 
 
-def journal(*lines: object) -> Callable[[Ground, Path], dict[str, object]]:
-    """An interrupted bench with this journal."""
-
-    def make(ground: Ground, to: Path) -> dict[str, object]:
-        (to / "run").mkdir()
-        (to / "run" / "journal.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        return {"d": to / "run"}
-
-    return make
+def journal(ground: Ground, to: Path) -> dict[str, object]:
+    """An interrupted bench whose journal is nested without end."""
+    (to / "run").mkdir()
+    (to / "run" / "journal.jsonl").write_text("[" * 100_000 + "\n")
+    return {"d": to / "run"}
 
 
-def unfinished(spoil: Spoil, file: str = "started.json", source: str = "features") -> Callable[..., dict[str, object]]:
-    """A stage that was killed before its manifest."""
-
-    def make(ground: Ground, to: Path) -> dict[str, object]:
-        directory = ground.copy(source, to)
-        (directory / "manifest.json").unlink()
-        spoil(directory / file)
-        return {"d": directory}
-
-    return make
-
-
-def training(file: str, content: bytes) -> Callable[[Ground, Path], dict[str, object]]:
-    """A finished training with another content in one of its files."""
-
-    def make(ground: Ground, to: Path) -> dict[str, object]:
-        whole = {"metrics.csv": b"step,val/loss\n10,6.5\n", "config.yaml": b"target: t\n", "training.json": b"{}"}
-        for name, own in (whole | {file: content}).items():
-            (to / name).write_bytes(own)
-        return {"d": to}
-
-    return make
+def unfinished(ground: Ground, to: Path) -> dict[str, object]:
+    """A stage that was killed before its manifest, and whose record of its beginning is damaged."""
+    directory = ground.copy("features", to)
+    (directory / "manifest.json").unlink()
+    cut(directory / "started.json")
+    return {"d": directory}
 
 
 def a_file(ground: Ground, to: Path) -> dict[str, object]:
@@ -129,7 +109,6 @@ COMPARE = "eval compare {d} {bench}"
 DECODE = "decode Hi --target {target} --draft {d} --method eagle:k=2 --max-new-tokens 4"
 RESUME = "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --output {d} --loggers csv"
 SHARD = "shard-00000"
-DEEP = "[" * 100_000
 
 ROWS = [
     # Manifests: not JSON, no text, another type, keys that are absent, null or of another type.
@@ -137,21 +116,11 @@ ROWS = [
         Row(f"manifest {name}", INSPECT, ("manifest.json", said), spoilt("features", "manifest.json", spoil))
         for name, spoil, said in [
             ("cut", cut, "damaged"),
-            ("that is a list", text("[]"), "an object"),
-            ("without files", changed(files=...), "no files"),
             ("whose counts are text", changed(counts={"rows": "5"}), "counts.rows"),
         ]
     ),
     # An unfinished stage: what says how it was begun, and what says that a shard is whole.
-    Row("started.json cut, continued", FEATURES, ("started.json", "damaged"), unfinished(cut)),
-    Row("started.json without state", FEATURES, ("started.json", "state"), unfinished(changed(state=...))),
-    *(
-        Row(f"done.json {name}", FEATURES, (f"{SHARD}.done.json", said), unfinished(spoil, f"{SHARD}.done.json"))
-        for name, spoil, said in [
-            ("cut", cut, "damaged"),
-            ("without files", changed(files=...), "no files"),
-        ]
-    ),
+    Row("started.json cut, continued", FEATURES, ("started.json", "damaged"), unfinished),
     # Shards, with the size they had.
     Row("a Parquet shard of zeros", INSPECT, (f"{SHARD}.parquet",), spoilt("features", f"{SHARD}.parquet",
         lambda file: file.write_bytes(bytes(file.stat().st_size)))),
@@ -164,75 +133,48 @@ ROWS = [
         for file, name, spoil, said in [
             ("manifest.json", "cut", cut, ("manifest.json", "damaged")),
             ("config.json", "without head", changed(head=...), ("config.json", "no head")),
-            ("config.json", "of an unknown kind", changed(kind=["eagle"]), ("kind",)),
             ("model.safetensors", "cut", cut, ("model.safetensors",)),
         ]
     ),
     # Results of a bench.
-    *(
-        Row(f"{command.split()[1]}: results.json {name}", command, ("results.json", said),
-            spoilt("bench", "results.json", spoil))
-        for command in (REPORT, COMPARE)
-        for name, spoil, said in [
-            ("cut", cut, "damaged"),
-        ]
-    ),
-    Row("report: a method without a name", REPORT, ("results.json", "methods[0].method"),
-        spoilt("bench", "results.json", changed(methods=[{}]))),
-    Row("report: tables of something else", REPORT, ("results.json", "tables"),
-        spoilt("bench", "results.json", changed(tables=[{"type": "table"}], meta={"kind": "schedule"}))),
+    Row("report: results.json cut", REPORT, ("results.json", "damaged"), spoilt("bench", "results.json", cut)),
     Row("compare: prompts.parquet cut", COMPARE, ("prompts.parquet", "unreadable"),
         spoilt("bench", "prompts.parquet", cut)),
-    Row("report: trace.jsonl cut", REPORT, ("trace.jsonl", "damaged in line"), spoilt("bench", "trace.jsonl", cut)),
-    Row("report: texts.json null", REPORT, ("texts.json",), spoilt("bench", "texts.json", text("null"))),
-    Row("report: a bench of nothing", REPORT, ("results.json", "nothing measured"),
-        spoilt("bench", "results.json", changed(methods=[]))),
-    *(
-        Row(f"report: {file} {name}", REPORT, (file, said), training(file, content))
-        for file, name, content, said in [
-            ("metrics.csv", "of words", b"step,a\n10,high\n", "line 2 (ValueError"),
-            ("config.yaml", "cut", b"target: [a", "damaged"),
-        ]
-    ),
     # An interrupted bench.
-    Row("journal: a head of another type", BENCH, ("journal.jsonl", "line 1"), journal([])),
-    Row("journal: nested without end", BENCH, ("journal.jsonl", "line 1"),
-        lambda ground, to: journal()(ground, to) | {"x": (to / "run" / "journal.jsonl").write_text(DEEP + "\n")}),
+    Row("journal: nested without end", BENCH, ("journal.jsonl", "line 1"), journal),
     # A training that is to go on.
-    Row("training: started.json cut", RESUME, ("started.json", "damaged"), spoilt("interrupted", "started.json", cut)),
     Row("training: finished, with another rate", RESUME + " --val-share 0.3 --tau-prompts 0 --lr 0.1",
         ("output", "config.lr: 0.1, begun with"), spoilt("eagle_run", "best/README.md", text("card"))),
-    *(
-        Row(f"training: {words}", f"train eagle --data {{features}} --target {{target}} --output {{out}} --{words}",
-            says)
-        for words, says in {
-            "betas 0.9 1.0": ("betas", "1.0"), "lr fast": ("lr", "fast"), "max-length 3": ("max_length",),
-        }.items()
-    ),
     # Exports.
     Row("check: draftsmith.json cut", "check {d} --format vllm --target {target}", ("draftsmith.json", "damaged"),
         exported("draftsmith.json", cut)),
-    Row("import: config.json a list", "import {d} --target {target} --output {out}", ("config.json",),
-        exported("config.json", text("[]"))),
     Row("import: another width", "import {d} --target {target} --output {out}", ("hidden_size", "the target's"),
         exported("config.json", changed(hidden_size=2**24))),
     Row("import: weights of int8", "import {d} --target {target} --output {out}", ("fc.weight is int8", "float32"),
         exported("model.safetensors", of_type(torch.int8))),
-    Row("import: weights cut", "import {d} --target {target} --output {out}", ("model.safetensors", "damaged"),
-        exported("model.safetensors", cut)),
     # A config file, as an editor may leave it.
-    Row("decode.yaml of a list", "decode Hi --config {d}/decode.yaml", ("decode.yaml", "list"),
-        lambda ground, to: {"d": to, "x": (to / "decode.yaml").write_text("- a\n")}),
     Row("decode.yaml cut", "decode Hi --config {d}/decode.yaml", ("decode.yaml", "YAML"),
         lambda ground, to: {"d": to, "x": (to / "decode.yaml").write_text("target: [a")}),
     # A file where a directory is to be.
-    *(
-        Row(f"{command.split(' --')[0]}: the output is a file", command, ("taken",), a_file)
-        for command in (
-            FEATURES,
-            BENCH,
-            "data prompts --source {chats} --target {target} --output {d}",
-            "export --format vllm --head {eagle} --target {target} --output {d}",
-        )
-    ),
+    Row("data features: the output is a file", FEATURES, ("taken",), a_file),
 ]  # fmt: skip
+
+MODELS: list[tuple[str, str, Spoil, str]] = [
+    ("an unknown model type", "config.json", changed(model_type="zebra"), "zebra"),
+    ("heads that do not divide", "config.json", changed(num_key_value_heads=3), "num_key_value_heads: found 3"),
+    ("text for a width", "config.json", changed(hidden_size="32"), '"32"'),
+    ("yarn without a factor", "config.json", changed(rope_parameters={"rope_type": "yarn"}), "factor"),
+    ("a text eos id", "generation_config.json", changed(eos_token_id="</s>"), "eos_token_id"),
+    ("no config", "config.json", Path.unlink, "without config.json"),
+    ("a damaged tokenizer", "tokenizer.json", text('{"model": {'), "JSONDecodeError"),
+    ("pickled weights only", "model.safetensors", lambda file: file.rename(file.with_name("pytorch_model.bin")),
+        "without safetensors"),
+    ("damaged weights", "model.safetensors", text("no"), "damaged"),
+    ("an adapter beside it", "config.json",
+        lambda file: file.with_name("adapter_config.json").write_text('{"base_model_name_or_path": "gpt2"}'), "PEFT"),
+]  # fmt: skip
+ROWS += [
+    Row(f"a model: {name}", "decode Hi --target {d} --method ar", (says,), spoilt("target", file, spoil))
+    for name, file, spoil, says in MODELS
+]
+ROWS += [Row("a model that is not there", "decode Hi --target ./no/model --method ar", ("no directory ./no/model",))]
