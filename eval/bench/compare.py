@@ -71,6 +71,16 @@ def run(config: CompareConfig) -> None:
         print_text(line)
     for table in tables:
         print_table(table)
+        for row in table.rows:
+            if row["method"] != BASELINE and row["gain_low"] is not None:
+                print_text(verdict(row))
+
+
+def verdict(row: Row) -> str:
+    """Say which of two runs is faster with a method, if the interval tells."""
+    low, high = row["gain_low"], row["gain_high"]
+    said = "B is faster than A" if low > 1 else "A is faster than B" if high < 1 else "no difference is shown"
+    return f"{row['method']}: {said}, B / A is {row['gain']:.2f}x and lies between {low:.2f} and {high:.2f}"
 
 
 def open_bench(path: str) -> Bench:
