@@ -164,22 +164,6 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
         assert (values[0] - values[1]) / (2 * step) == pytest.approx(along, rel=1e-4, abs=1e-4), name
 
 
-def test_a_loss_of_the_users_own_takes_the_place_of_both_distances(head, target):
-    """One that computes L1 equals l1_weight=1, also over sampled columns."""
-
-    def l1(logits, p):
-        return (logits.softmax(-1) - p).abs().sum(-1)
-
-    found = []
-    for changes in ({"ce_weight": 0.0, "l1_weight": 1.0}, {"loss": l1}):
-        settings = head.Settings(**changes, loss_vocab=80)
-        head.zero_grad()
-        output = head.loss(batch_of(head, target), target, settings, FIRST)
-        output.loss.backward()
-        found.append((output.loss, [weight.grad.clone() for weight in head.parameters()]))
-    torch.testing.assert_close(found[0], found[1])
-
-
 def forced(oracle: PlainBlock, tokens: list[int], states: torch.Tensor, place: int) -> tuple[torch.Tensor, Any]:
     """Logits and confidence of draft token `place` behind tokens[0], where the draft before it were the text's."""
     first = int(oracle.config.layout == "fill-in")

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -202,6 +202,29 @@ def test_the_loss_is_a_mean_over_the_tokens_that_count_however_they_are_laid(dra
     assert flat.loss.item() == pytest.approx(output.loss.item(), rel=1e-5)
     without = dataclasses.replace(padded, features=None)  # the target has not read them yet
     assert drafter.loss_count(without, settings) == counted
+
+
+# A field that may be FILE.py:FUNCTION; others choose between losses.
+OWN_LOSS = [kind for kind in learned() if "str" in str(get_type_hints(head_class(kind).Settings).get("loss"))]
+
+
+@pytest.mark.parametrize("drafter", OWN_LOSS, indirect=True)
+def test_a_loss_of_the_users_own_is_what_it_learns(drafter):
+    seen = list[tuple[torch.Size, torch.Size]]()
+
+    def squares(logits: Tensor, p: Tensor) -> Tensor:
+        seen.append((logits.shape, p.shape))
+        return (logits.softmax(-1) - p).square().sum(-1)
+
+    settings, batch = drafter.Settings(), batch_of(drafter, 3)
+    for own in (settings, dataclasses.replace(settings, loss=squares)):
+        drafter.zero_grad()
+        output = drafter.loss(batch, Linear(), own, None)
+        output.loss.backward()
+        seen.append((output.loss, next(weight.grad for weight in drafter.parameters() if weight.grad is not None)))
+    (loss, grad), *called, (other, own_grad) = seen
+    assert called and all(logits == p for logits, p in called)
+    assert loss != other and not torch.equal(grad, own_grad) and own_grad.isfinite().all()
 
 
 def test_what_is_behind_a_text_or_in_the_other_one_does_not_change_its_loss(drafter):
