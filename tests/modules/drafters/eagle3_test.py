@@ -1,4 +1,5 @@
-"""EAGLE-3's alignment, masks, means and validation against loops over single tokens, in float64."""
+"""EAGLE-3: its training-time test against real chains of drafting, and alignment, masks, means and validation against
+loops over single tokens, in float64."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from draftsmith.modules.drafters.eagle3 import (
     draft_vocabulary,
     layer_like,
 )
-from draftsmith.modules.layers import LlamaConfig, captured_layers
+from draftsmith.modules.layers import LlamaConfig, RopeScaling, captured_layers, rotate
 from draftsmith.modules.types import FeatureBatch, InputError
 
 H, V, PASSES = 12, 17, 3
 LLAMA = LlamaConfig(
-    vocab_size=V, hidden_size=H, intermediate_size=20, num_layers=8, num_heads=2, num_kv_heads=1, head_dim=6,
-    max_position=40,
+    vocab_size=V, hidden_size=H, intermediate_size=20, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=4,
+    max_position=40, rope_scaling=RopeScaling("linear", 2.0),
 )  # fmt: skip
 D2T = torch.tensor([0, 1, 4, 5, 7, 9, 10, 13, 16])
 LENGTHS = (9, 5, 7)
@@ -50,9 +51,9 @@ class Target:
 TARGET: Any = Target()
 
 
-def head_of(reduced: bool = True, aux_layers: tuple[int, ...] = (2, 4, 5)) -> Eagle3Head:
+def head_of(reduced: bool = True, **shape: bool) -> Eagle3Head:
     torch.manual_seed(2)
-    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), aux_layers, len(D2T) if reduced else V)).double()
+    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), (2, 4, 5), len(D2T) if reduced else V, **shape)).double()
     for weight in head.parameters():
         weight.data.normal_(std=0.4)
     head.cos, head.sin = head.cos.double(), head.sin.double()
@@ -242,14 +243,7 @@ class Linear(Target):
 )
 def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced: bool) -> None:
     """States and logits of drafts from a text, token by token."""
-    shape = Eagle3Config(layer_like(LLAMA), (2, 4, 5), len(D2T) if reduced else V, **late)
-    torch.manual_seed(2)
-    head = Eagle3Head(shape).double().requires_grad_(False)
-    for weight in head.parameters():
-        weight.normal_(std=0.4)
-    head.cos, head.sin = head.cos.double(), head.sin.double()
-    if reduced:
-        head.use_draft_vocabulary(D2T)
+    head = head_of(reduced, **late).requires_grad_(False)
     text, drafted, target = [3, 1, 4, 1, 5, 9], [2, 6, 5], Linear()
     features = torch.randn(len(text), 3 * H, dtype=torch.float64)
     branches: Any = BranchDrafter(head.net(target), len(drafted))
@@ -264,3 +258,65 @@ def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced
         assert (logits[head.d2t] - head.lm_head(head.logits_input(wanted))).abs().max() < 1e-9
         unknown = sorted(set(range(V)) - set(head.d2t.tolist()))
         assert logits[unknown].eq(-torch.inf).all()
+
+
+NUM_STEPS = 4
+SHAPES = [
+    {},
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True},
+    {"norm_before_residual": True},
+]
+
+
+def layer_once(net: Eagle3Head, embeds: Tensor, states: Tensor) -> Tensor:
+    """The last output of the layer over a whole sequence of pairs [T, H], written out without a cache."""
+    layer, length = net.layer, len(states)
+    state = layer.hidden_norm(states)
+    pair = torch.cat([layer.input_layernorm(embeds), state], -1)
+    attention = layer.self_attn
+
+    def heads(linear: torch.nn.Linear, count: int) -> Tensor:
+        return linear(pair).view(length, count, attention.head_dim).transpose(0, 1)
+
+    cos, sin = net.cos[:length], net.sin[:length]
+    query = rotate(heads(attention.q_proj, 4), cos, sin)
+    key = rotate(heads(attention.k_proj, 2), cos, sin).repeat_interleave(2, 0)
+    value = heads(attention.v_proj, 2).repeat_interleave(2, 0)
+    weights = (query[:, -1:] @ key.mT / attention.head_dim**0.5).softmax(-1)
+    mixed = attention.o_proj((weights @ value).transpose(0, 1).flatten(1))[0]
+    hidden = (state if net.config.norm_before_residual else states)[-1] + mixed
+    hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return net.norm(hidden) if net.config.norm_output else hidden
+
+
+def chain(net: Eagle3Head, embeds: Tensor, states: Tensor, start: int, ttt_steps: int) -> list[Tensor]:
+    """What a chain from row `start` reads and gives: true states up to there, its own ones from then on."""
+    read, given = list(net.read(states)[: start + 1]), []
+    for j in range(ttt_steps):
+        given.append(layer_once(net, embeds[: start + 1 + j], torch.stack(read)))
+        read.append(given[-1])
+    return given
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_row_is_a_real_chain(shape: dict[str, bool]) -> None:
+    net, rows = head_of(**shape), 9
+    embeds, states = torch.randn(2, rows + NUM_STEPS - 1, 12).double(), torch.randn(2, rows, 36).double()
+    ttt_steps = net.unroll(embeds, states, NUM_STEPS)
+    for b in range(2):
+        for t in range(rows):
+            for j, wanted in enumerate(chain(net, embeds[b], states[b], t, NUM_STEPS)):
+                assert (ttt_steps[j][b, t] - wanted).abs().max() < 1e-10, (b, t, j)
+
+
+def test_its_gradients_are_those_of_the_chains() -> None:
+    net, rows = head_of(), 5
+    embeds, states = torch.randn(1, rows + NUM_STEPS - 1, 12).double(), torch.randn(1, rows, 36).double()
+    weights = list(net.layer.parameters()) + list(net.fc.parameters())
+    scale = torch.randn(NUM_STEPS, rows, 12).double()
+    ours = sum((scale[j] * h[0]).sum() for j, h in enumerate(net.unroll(embeds, states, NUM_STEPS)))
+    chains = [chain(net, embeds[0], states[0], t, NUM_STEPS) for t in range(rows)]
+    theirs = sum((scale[j, t] * h).sum() for t, own in enumerate(chains) for j, h in enumerate(own))
+    pairs = zip(torch.autograd.grad(ours, weights), torch.autograd.grad(theirs, weights), strict=True)
+    assert max(((a - b).abs() / b.abs().clamp_min(1)).max() for a, b in pairs) < 1e-10

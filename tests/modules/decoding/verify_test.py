@@ -1,21 +1,30 @@
-"""Drafting and verifying of several rows against each row alone, by the same random numbers: lazily, and ahead as on a
-GPU. What a row alone does is enumerated in exactness_test.py."""
+"""Drafting and verifying: several rows against each row alone, by the same random numbers, lazily and ahead as on a
+GPU; trees against brute force; and typical acceptance against its formula, over all paths of a tree. What a row alone
+does is enumerated in exactness_test.py."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 
 import pytest
 import torch
-from table_models import PROMPT, TableLM, V
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_methods import CAPACITY, EAGLE_TREES, method, random_medusa_heads
+from table_models import PROMPT, TableLM, V, decoded_distribution, target_distribution, total_variation, warped
 from torch import Tensor
 
+from draftsmith.eval.bench.runner import read_tree
 from draftsmith.modules.decoding.chain import draft_chains, draft_fixed_length
 from draftsmith.modules.decoding.stop import ConfidenceStop, FixedLengthStop, SelfVerifyStop
-from draftsmith.modules.decoding.tree import DraftTree, chain_parents
+from draftsmith.modules.decoding.tree import DraftTree, StaticTree, Typical, chain_parents
 from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.drafters.method import Models
+from draftsmith.modules.drafters.methods import StaticTreeMethod
 from draftsmith.modules.sampling import Sampler, TorchSource, draw_each, probabilities
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 
 LARGEST_UNIFORM, GREEDY = 1 - 2**-53, SamplingParams()
 SETTINGS = {
@@ -191,3 +200,162 @@ def test_a_token_without_mass_is_never_emitted(uniform, ahead):
         for row, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
             assert target[row, len(verdict.path), verdict.next_token] > 0
             assert all(target[row, i, tree.tokens[i]] > 0 for i in verdict.path)
+
+
+# Three levels, siblings, an equal sibling, and nodes in an order of their own.
+PARENTS = (-1, -1, 0, 1, 1, 0, 3, -1, 4)
+
+
+class Recorder:
+    """Draws the last token that has mass, and remembers from what."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Tensor] = []
+
+    def accept(self, prob: float) -> bool:
+        raise AssertionError("nothing is drawn for acceptance")
+
+    def draw(self, probs: Tensor) -> int:
+        self.drawn.append(probs)
+        return int(probs.nonzero()[-1])
+
+
+def accepted_path(tree: DraftTree, laws: list[list[float]], eps: float, delta: float) -> tuple[int, ...]:
+    """The formula, written out over every path. laws: of what follows the root, then each node."""
+    best: tuple[tuple[float, ...], tuple[int, ...]] = ((0, 0.0), ())
+    for node in range(len(tree.tokens)):
+        path = [node]
+        while tree.parents[path[0]] >= 0:
+            path.insert(0, tree.parents[path[0]])
+        total = 0.0
+        for step in path:
+            law, token = laws[tree.parents[step] + 1], tree.tokens[step]
+            entropy = -sum(p * math.log(p) for p in law if p > 0)
+            if not law[token] > min(eps, delta * math.exp(-entropy)):
+                break
+            total += math.log(law[token])
+        else:
+            if (len(path), total) > best[0]:
+                best = ((len(path), total), tuple(path))
+    return best[1]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("eps", "delta"), [(0.09, 0.3), (0.4, 2.0), (0.2, 0.9)])
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.6, 4)], ids=str)
+def test_the_longest_typical_path_is_accepted_by_the_formula_in_float64(ahead, eps, delta, params):
+    rng, lengths = torch.Generator().manual_seed(1), set()
+    for _ in range(60):
+        tokens = tuple(torch.randint(V, (len(PARENTS),), generator=rng).tolist())
+        tree = DraftTree(tokens, PARENTS, typical=Typical(eps, delta))
+        logits = 2 * torch.randn(1, len(PARENTS) + 1, V, generator=rng, dtype=torch.float64)
+        source = Recorder()
+        (verdict,) = verify([tree], logits, Sampler(params, [source]), ahead)
+        laws = [warped(row, params) for row in logits[0]]
+        path = accepted_path(tree, laws, eps, delta)
+        assert verdict.path == path
+        (law,) = source.drawn  # the target's own token is drawn once, from what follows the path
+        assert law.tolist() == pytest.approx(laws[path[-1] + 1 if path else 0])
+        assert verdict.next_token == int(law.nonzero()[-1])
+        lengths.add(len(path))
+    assert lengths == {0, 1, 2, 3}
+
+
+def test_the_papers_numbers_are_the_defaults_and_the_bound_itself_is_not_enough():
+    assert Typical() == Typical(0.09, 0.3)
+    even = torch.full((4,), 0.25)  # exp(-H) = 1/4
+    assert not Typical(0.9, 1.0).accepts(even).any() and Typical(0.9, 0.99).accepts(even).all()
+    assert not Typical(0.25, 100.0).accepts(even).any() and Typical(0.24, 100.0).accepts(even).all()
+
+
+def test_the_method_changes_the_distribution_and_says_so():
+    """By no little; the exact one beside it does not (exactness_test.py)."""
+    target, params = TableLM(1), SamplingParams(temperature=1.0)
+    asked = StaticTreeMethod(tree="six", accept="typical", drafter="medusa")
+    models = Models(
+        target, heads={"medusa": random_medusa_heads(7)}, capacity=CAPACITY, trees={"six": EAGLE_TREES["eagle-static"]}
+    )
+    found = decoded_distribution(target, lambda: asked.build(models), params, length=3, max_new_tokens=8)
+    assert sum(found.values()) == pytest.approx(1)
+    assert not asked.lossless and StaticTreeMethod().lossless
+    assert total_variation(found, target_distribution(target, params, 3)) > 0.01
+    same = decoded_distribution(target, method("medusa-static", target), params, length=3, max_new_tokens=8)
+    assert total_variation(found, same) > 0.01
+
+
+@pytest.mark.parametrize(("settings", "field"), [({"eps": 0}, "eps"), ({"eps": 1}, "eps"), ({"delta": 0}, "delta")])
+def test_bad_settings_are_refused(settings, field):
+    with pytest.raises(InputError, match=field):
+        StaticTreeMethod(accept="typical", **settings)
+
+
+def test_eagle_1s_tree_has_the_published_shape():
+    tree = read_tree("eagle-1")
+    assert len(tree.parents) == 25
+    assert Counter(tree.depths) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
+
+
+def test_paths_become_parents_in_level_order():
+    tree = StaticTree.from_paths([[0, 1], [1], [0], [0, 1, 0]])
+    assert tree.parents == (-1, -1, 0, 2) and tree.ranks == (0, 1, 1, 0) and tree.level(2) == [2]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [([], "at least one"), ([[0], [0]], "each path once"), ([[]], "0 or more"), ([[-1]], "0 or more"),
+     ([[0], [1, 0]], r"parent \[1\]")],
+)  # fmt: skip
+def test_what_is_no_tree_is_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        StaticTree.from_paths(paths)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=6), st.randoms())
+@settings(max_examples=200, deadline=None)
+def test_a_tree_of_paths_is_these_paths(leaves, random):
+    paths = sorted({tuple(leaf[:end]) for leaf in leaves for end in range(1, len(leaf) + 1)})
+    random.shuffle(paths)
+    tree = StaticTree.from_paths(paths)
+    rebuilt: list[tuple[int, ...]] = []
+    for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+        assert -1 <= parent < node
+        rebuilt.append((*(() if parent < 0 else rebuilt[parent]), rank))
+    assert sorted(rebuilt) == sorted(paths)
+    assert [len(path) for path in rebuilt] == list(tree.depths) == sorted(tree.depths)
+    assert [node for depth in range(1, 5) for node in tree.level(depth)] == list(range(len(rebuilt)))
+
+
+@st.composite
+def drafted_trees(draw):
+    """Nodes of two tokens, so that siblings are often equal, and the target's choice after every node."""
+    size = draw(st.integers(1, 9))
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(size))
+    tokens = tuple(draw(st.integers(0, 1)) for _ in range(size))
+    return DraftTree(tokens, parents), [draw(st.integers(0, 1)) for _ in range(size + 1)]
+
+
+class Chooses:
+    """A source whose draws are the only token that has mass, as the distributions below are certain."""
+
+    def draw(self, probs):
+        assert sorted(probs.tolist()) == [0.0, 1.0]
+        return int(probs.argmax())
+
+
+@given(drafted_trees(), st.sampled_from([0.0, 1.0]))
+@settings(max_examples=300, deadline=None)
+def test_the_walk_follows_the_targets_choices_to_where_no_node_has_them(case, temperature):
+    tree, choices = case
+    # Certain distributions, so that sampling walks as greedy does; row 0 is what follows the root.
+    logits = torch.full((len(choices), 2), -torch.inf)
+    logits[range(len(choices)), choices] = 0.0
+    (verdict,) = verify([tree], logits[None], Sampler(SamplingParams(temperature), [Chooses()]))
+    # Oracle: from each node look for a child by going over all nodes.
+    path, node = [], -1
+    while True:
+        equal = [i for i, parent in enumerate(tree.parents) if parent == node and tree.tokens[i] == choices[node + 1]]
+        if not equal:
+            break
+        node = equal[0]
+        path.append(node)
+    assert verdict.path == tuple(path) and verdict.next_token == choices[node + 1]
