@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import subprocess
 import threading
 import time
@@ -224,10 +225,16 @@ class StopOnSignal(pl.Callback):
             return
 
         def handle(number: int, frame: Any) -> None:
-            pl_module.signal_received = number
+            again, pl_module.signal_received = pl_module.signal_received == number, number
             # torchrun forwards a Ctrl-C that the terminal has already sent to every process of the group.
-            if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+            if number != signal.SIGINT or "TORCHELASTIC_RUN_ID" in os.environ:
+                return
+            step = trainer.global_step + 1
+            said = f"step {step} is not saved" if again else f"finishing step {step}, then saving; again stops at once"
+            os.write(sys.stderr.fileno(), f"\ndraftsmith: {said}\n".encode())  # print may be what was interrupted
+            if again:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)
 
         # Restored at the end: the process may outlive the training, as in a notebook.
         for number in SIGNALS:

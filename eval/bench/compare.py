@@ -76,7 +76,7 @@ def run(config: CompareConfig) -> None:
                 print_text(verdict(row))
 
 
-def verdict(row: Row) -> str:
+def verdict(row: Mapping[str, Any]) -> str:
     """Say which of two runs is faster with a method, if the interval tells."""
     low, high = row["gain_low"], row["gain_high"]
     said = "B is faster than A" if low > 1 else "A is faster than B" if high < 1 else "no difference is shown"

@@ -109,6 +109,7 @@ def test_a_signal_saves_and_says_how_to_go_on(artifacts, tmp_path, unbroken):
     process.join()
     said = log.read_text()
     assert process.exitcode == 128 + number, said
+    assert "draftsmith: finishing step" in said and "again stops at once" in said
     assert f"{number.name}: saved step" in said and "Traceback" not in said
     assert f"draftsmith train acceptance --config {tmp_path}/run/config.yaml" in said
     # Any step, not only one that a checkpoint was due at.
