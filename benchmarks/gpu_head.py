@@ -26,7 +26,7 @@ from draftsmith.data.engines.own import generate_all
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.command import results_tables
+from draftsmith.eval.bench.tables import results_tables
 from draftsmith.launch.cli import main, main_of
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.heads import load_head

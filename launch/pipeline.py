@@ -79,7 +79,7 @@ def run(config: RunConfig) -> Path:
     """
     from draftsmith.data.console import log_note, print_table, print_text
     from draftsmith.data.store.writer import writing_alone
-    from draftsmith.eval.bench.results import results_tables
+    from draftsmith.eval.bench.tables import results_tables
     from draftsmith.launch.machine import forecast
     from draftsmith.modules.pretrained.reading import read_object
 

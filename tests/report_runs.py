@@ -17,7 +17,7 @@ TASKS = ("code", HOSTILE)
 TOKENS = {1: "def", 2: " x", 3: "\n", 4: HOSTILE, 5: " a", 6: " b", 7: " c", 8: "</script><!--"}
 
 META = {
-    "schema_version": 2,
+    "schema_version": 3,
     "kind": "bench",
     "command": "draftsmith eval bench --target embedded:target --methods 'ar,spec:k=3'",
     "date": "2026-11-21T00:00:00+00:00",
@@ -25,13 +25,14 @@ META = {
     "settings": {"target": "embedded:target", "draft": "embedded:draft", "prompts": "p.jsonl",
                  "methods": ",".join(METHODS), "top_k": 0, "top_p": 1.0, "dtype": "float32", "device": "cpu",
                  "engine": "auto", "num_threads": 1, "batch_size": 1, "max_new_tokens": 64, "ignore_eos": False,
-                 "repeats": 1, "limit": 2},
+                 "repeats": 1, "limit": 2, "target_precision": "dtype", "draft_precision": "dtype"},
     "target": {"config": "c0ffee", "tokenizer": "70c3"},
     "models": {"draft": {"config": "d4af7"}},
     "prompts": {"source": "p.jsonl", "count": 2, "sha256": "ab" * 32},
     "versions": {"torch": "2.13.0", "python": "3.11"},
     "hardware": {"cpu": "a CPU", "cpu_count": 2, "torch_threads": 1, "platform": "Linux"},
     "clock": "cpu",
+    "step_costs": {},
 }  # fmt: skip
 
 # One answer of the chain and one of the tree; `kinds` is what a reader of the definitions says.
@@ -95,6 +96,8 @@ def _row(method: str, temperature: float) -> dict[str, Any]:
     part = {"speedup": gain, "tau": 2 * gain, "tokens_per_s": 100 * gain, "prompts": 1}
     whole = {**part, "prompts": 2, "tokens": 20, "num_target_calls": 9, "num_draft_tokens": 15, "num_accepted": 11}
     whole |= {"discard_rate": 0.2, "verification_rate": 0.45, "matches_ar": True if temperature == 0 else None}
+    whole |= {"acceptance_rate": 11 / 15, "copied_prompt": 0.1, "copied_answer": 0.2, "distinct_4grams": 0.9}
+    whole |= {"macro_speedup": gain, "macro_tau": 2 * gain, "num_differing": 0}
     whole |= {"speedup_ci95": [gain - 0.1, gain + 0.1], "tau_ci95": [2 * gain - 0.2, 2 * gain + 0.2]}
     return {"method": method, "temperature": temperature, **whole, "by_task": {task: part for task in TASKS}}
 

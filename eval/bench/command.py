@@ -26,12 +26,12 @@ from draftsmith.eval.bench.results import (
     PER_PROMPT,
     failures_of,
     of_methods,
-    results_tables,
     summarize,
     write_numbers,
     write_rows,
 )
 from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, make_runners, warn_about_sampling
+from draftsmith.eval.bench.tables import results_tables
 from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import BenchConfig

@@ -13,13 +13,13 @@ from draftsmith.eval.bench.results import (
     BASELINE,
     MeasuredResamples,
     Row,
-    mode,
     of_methods,
     read_rows,
     speedup,
     tokens_per_s,
     totals_of,
 )
+from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.meta import RESULTS
 from draftsmith.eval.settings import CompareConfig

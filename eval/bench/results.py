@@ -23,7 +23,7 @@ import csv
 import dataclasses
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
-from draftsmith.eval.bench.acceptance import acceptance, acceptance_tables, numbers_of
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
-from draftsmith.modules.drafters.methods import LOSSY
 from draftsmith.modules.pretrained.files import write_table, write_text
 from draftsmith.modules.types import InputError
 
@@ -68,17 +65,9 @@ SCHEMA = pa.schema(
         "error": TEXT,
     }
 )
-METHOD_COLUMNS = (
-    Column("method", "method"),
-    Column("tokens_per_s", "tokens/s", ",.1f"),
-    Column("speedup", "speed-up", ".2fx"),
-    Column("speedup_ci", "95 % CI", below=True),
-    Column("tau", "tau", ".2f"),
-    Column("tau_ci", "95 % CI", below=True),
-    Column("accepted", "accepted", ".0%"),
-    Column("equal", "= ar"),
-)
-POOLED, MACRO = "all, pooled", "mean of tasks"
+PLACES = 16  # of a draft that are counted
+SHORTEST = 256  # tokens of the first class of context lengths; each later one is twice as long
+FEWEST_PROMPTS = 5  # of a class with an interval
 NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
 
 
@@ -148,7 +137,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_numbers(path: Path, methods: Sequence[Row]) -> None:
-    """Write results.csv (`acceptance.numbers_of`)."""
+    """Write results.csv (`numbers_of`)."""
     lines = [line for row in methods for line in numbers_of(row)]
     text = io.StringIO()
     table = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
@@ -276,85 +265,73 @@ def summary_row(
     }
 
 
-def results_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Build the tables of a run: methods at each temperature; by task, where there are several; where drafts hold."""
-    temperatures = list(dict.fromkeys(row["temperature"] for row in results["methods"]))
-    methods: list[Table] = []
-    drafts: list[Table] = []
-    tasks: list[Table] = []
-    for temperature in temperatures:
-        rows = [row for row in results["methods"] if row["temperature"] == temperature]
-        # ar is always there.
-        fastest = max(row["speedup"] for row in rows if not row["method"].endswith(LOSSY))
-        cells = []
-        for row in rows:
-            # None where equality with ar is no fair test: sampling, or half precision.
-            matches = row["matches_ar"]
-            cells.append({
-                **row,
-                "speedup_ci": format_interval(row["speedup_ci95"]),
-                "tau_ci": format_interval(row["tau_ci95"]),
-                "accepted": row["acceptance_rate"],
-                "equal": "-" if matches is None else "yes" if matches else f"no ({row['num_differing']})",
-                "fastest": row["speedup"] == fastest,
-            })  # fmt: skip
-        note = caption(results) if temperature == temperatures[-1] else ""
-        methods.append(Table("methods", mode(temperature).capitalize(), METHOD_COLUMNS, cells, note))
-        drafts += acceptance_tables(rows, f"-t{temperature:g}", mode(temperature))
-        if len(rows) > 1 and len(rows[0].get("by_task", ())) > 1:
-            tasks.append(task_table(rows, temperature))
-    return [*methods, *tasks, *drafts]
+def rounds_of(row: Row) -> Iterator[tuple[int, Row]]:
+    """Yield each round of an answer with the tokens of prompt and answer before it."""
+    context = row["prompt_tokens"] + row["prefill_emitted"]
+    for step in row["rounds"]:
+        yield context, step
+        context += step["num_emitted"]
 
 
-def mode(temperature: float) -> str:
-    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+def acceptance(rows: Sequence[Row], resamples: Resamples) -> dict[str, Any]:
+    """Return what results.json holds of one method's drafts; empty for a method without any.
+
+    accepted_by_place: of the rounds that drafted n tokens or more, the share in which n or more were accepted (servers'
+    acceptance rate per position). by_context, by_turn: acceptance length of the rounds, with its interval.
+    """
+    drafted, accepted = [0] * PLACES, [0] * PLACES
+    by_context: dict[int, list[tuple[int, int]]] = {}
+    by_turn: dict[int, list[tuple[int, int]]] = {}
+    for number, row in enumerate(rows):
+        for context, step in rounds_of(row):
+            for place in range(min(PLACES, step["num_drafted"])):
+                drafted[place] += 1
+                accepted[place] += step["num_accepted"] > place
+            begin = 0 if context < SHORTEST else 1 << (context.bit_length() - 1)
+            for classes, key in ((by_context, begin), (by_turn, row["turn"])):
+                classes.setdefault(key, []).append((number, step["num_emitted"]))
+    if not any(drafted):
+        return {}
+
+    def length(key: str, value: int, found: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        emitted, rounds = [0] * len(rows), [0] * len(rows)
+        for number, count in found:
+            emitted[number] += count
+            rounds[number] += 1
+        interval = None
+        # Of fewer prompts, some resamples would hold none.
+        if sum(count > 0 for count in rounds) >= FEWEST_PROMPTS:
+            interval = resamples.interval(lambda: resamples.sums(emitted) / resamples.sums(rounds).clip(min=1))
+        return {key: value, "rounds": len(found), "tau": sum(emitted) / len(found), "tau_ci95": interval}
+
+    return {
+        "accepted_by_place": [right / count for right, count in zip(accepted, drafted, strict=True) if count],
+        "by_context": [length("from", begin, found) for begin, found in sorted(by_context.items())],
+        "by_turn": [length("turn", turn, found) for turn, found in sorted(by_turn.items())],
+    }
 
 
-def caption(results: Mapping[str, Any]) -> str:
-    """Say how the numbers were measured, and what is missing."""
-    meta, first, settings = results["meta"], results["methods"][0], results["meta"]["settings"]
-    modes = " and ".join(dict.fromkeys(mode(row["temperature"]) for row in results["methods"]))
-    clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
-    together = f"{settings['batch_size']} prompts at a time, " if settings["batch_size"] > 1 else ""
-    repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
-    precisions = [settings["dtype"]]
-    for part in ("target", "draft"):
-        if settings[f"{part}_precision"] != "dtype":
-            precisions.append(f"{part} in {settings[f'{part}_precision']}")
-    # Text that copies is easier to draft.
-    repeats_text = Repetition(first["copied_prompt"], first["copied_answer"]).text()
-    if first["distinct_4grams"] is not None:
-        repeats_text += f"; distinct 4-grams {first['distinct_4grams']:.2f}"
-    text = (
-        f"{first['prompts']} prompts, {first['tokens']:,} tokens ({repeats_text}), {modes}, "
-        f"{', '.join(precisions)} on {settings['device']}, {settings['num_threads']} thread(s), "
-        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
-    )
-    if meta["step_costs"]:
-        text += f" c by {', '.join(f'{name}: {c:.3g}' for name, c in meta['step_costs'].items())}."
-    if any(row["method"].endswith(LOSSY) for row in results["methods"]):
-        text += f" A method that is{LOSSY} answers with another distribution than the target's."
-    if results["failures"]:
-        text += f" Prompts that failed and were left out: {len(results['failures'])}."
-    return text
+def numbers_of(row: Row) -> Iterator[dict[str, Any]]:
+    """Yield the lines of results.csv for one method: all prompts, each task, each class of context length and turn.
 
+    Intervals are two numbers. Speeds belong to whole answers, and classes of rounds have none.
+    """
+    names = ("prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar")
+    about = {"method": row["method"], "temperature": row["temperature"]}
 
-def task_table(rows: Sequence[Mapping[str, Any]], temperature: float) -> Table:
-    """Build the table of speed-up and tau by task and over tasks, as table 1 of EAGLE-2. rows: the first is ar."""
-    baseline, *others = rows
-    titles = {**{task: task.replace("_", " ") for task in baseline["by_task"]}, "pooled": POOLED, "macro": MACRO}
-    columns = [Column("method", "method")]
-    for key, title in titles.items():
-        columns += [Column(f"{key}.speedup", title, ".2fx"), Column(f"{key}.tau", f"{title}: tau", ".2f", below=True)]
-    cells = []
-    for row in others:
-        macro = {"speedup": row["macro_speedup"], "tau": row["macro_tau"]}
-        parts = {**row["by_task"], "pooled": row, "macro": macro}
-        numbers = {f"{key}.{name}": part[name] for key, part in parts.items() for name in ("speedup", "tau")}
-        cells.append({"method": row["method"], **numbers})
-    counts = ", ".join(f"{task} {part['prompts']}" for task, part in baseline["by_task"].items())
-    note = (
-        f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
-        f"Prompts of the tasks: {counts}."
-    )
-    return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, cells, note)
+    def line(part: str, own: Row) -> dict[str, Any]:
+        found = {name: own.get(name) for name in names}
+        for name in ("speedup", "tau"):
+            found[f"{name}_low"], found[f"{name}_high"] = own.get(f"{name}_ci95") or (None, None)
+        places = own.get("accepted_by_place") or ()
+        return {**about, "part": part, "rounds": own.get("rounds"), **found} | {
+            f"accepted_{n}": places[n - 1] if n <= len(places) else None for n in range(1, PLACES + 1)
+        }
+
+    yield line("all", row)
+    for task, own in (row.get("by_task") or {}).items():
+        yield line(f"task {task}", own)
+    for own in row.get("by_context") or ():
+        yield line(f"context from {own['from']}", own)
+    for own in row.get("by_turn") or ():
+        yield line(f"turn {own['turn']}", own)

@@ -9,8 +9,8 @@ from typing import Any
 import altair as alt
 
 from draftsmith.data.console import Column, Table, format_interval, json_values
-from draftsmith.eval.bench.acceptance import acceptance_tables
 from draftsmith.eval.bench.results import BASELINE
+from draftsmith.eval.bench.tables import mode, results_tables
 from draftsmith.eval.report.drawing import (
     BAR_HEIGHT,
     Chart,
@@ -24,138 +24,69 @@ from draftsmith.eval.report.drawing import (
     x_number,
     y_number,
 )
-from draftsmith.eval.report.runs import Run, temperatures
+from draftsmith.eval.report.runs import Run, temperatures, uses_head
 from draftsmith.modules.drafters.methods import LOSSY
 
 Row = dict[str, Any]
 RATES = ("speedup", "tau")
-MEAN = "mean of tasks"
 
 
 def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
     """Return tables and charts of comparable runs at the same temperatures."""
     rows = labeled(runs)
-    figures: list[Table | Chart] = []
-    for temperature in temperatures(runs[0]):
-        own = [row for row in rows if row["T"] == temperature]
-        figures += [headline(own, temperature), *by_task(own, temperature)]
-        shown = [{**row, "method": row["label"]} for row in own]
-        figures += acceptance_tables(shown, f"-t{temperature:g}", temperature_text(temperature))
-    return [*figures, *charts(rows), counts(rows)]
+    failures = [failure for run in runs for failure in run.results.get("failures") or ()]
+    return [*results_tables({**runs[0].results, "methods": rows, "failures": failures}), *charts(rows), counts(rows)]
 
 
 def verdicts(runs: Sequence[Run]) -> list[str]:
-    """Return a sentence for each temperature: the fastest lossless method, and whether answers are the target's."""
+    """Return sentences for each temperature: what is faster than the target alone, and whether answers are its own.
+
+    A method whose interval holds 1 is not called faster. Heads that were trained are named, also where they lose.
+    """
     rows, found = labeled(runs), list[str]()
     for temperature in temperatures(runs[0]):
-        own = [row for row in rows if row["T"] == temperature and not row["method"].endswith(LOSSY)]
-        best = max(own, key=lambda row: row["speedup"])
-        mode = "Greedy" if temperature == 0 else f"At temperature {temperature:g}"
-        if best["method"] == BASELINE:
-            text = f"{mode}, no method is faster than the target alone ({best['tokens_per_s']:,.1f} tokens/s)"
-        else:
-            interval = format_interval(best.get("speedup_ci95"), between=" to ")
-            text = (
-                f"{mode}, {best['label']} is the fastest: {best['speedup']:.2f} times the target alone"
-                f"{f' ({interval})' if interval else ''}, {best['tokens_per_s']:,.1f} tokens/s, "
-                f"acceptance length {best['tau']:.2f}"
-            )
-        unequal = [row["label"] for row in own if row.get("matches_ar") is False]
+        shown = [row for row in rows if row["temperature"] == temperature and not row["method"].endswith(LOSSY)]
+        others = [row for row in shown if row["method"] != BASELINE]
+        best = max(others, key=lambda row: row["speedup"], default=None)
+        if best is None:
+            continue
+        heads = [row for row in others if uses_head(row["method"])]
+        text = f"{mode(temperature).capitalize()}: {speed_text(best)}"
+        if heads and best not in heads:
+            text += f"; of the heads, {speed_text(max(heads, key=lambda row: row['speedup']))}"
+        unequal = [row["label"] for row in shown if row["matches_ar"] is False]
         if unequal:
             text += f". Answers of {', '.join(unequal)} differ from the target's"
-        elif best.get("matches_ar"):
+        elif best["matches_ar"]:
             text += "; every answer of every method is the target's own"
         found.append(f"{text}.")
     return found
 
 
-def labeled(runs: Sequence[Run]) -> list[Row]:
-    """Return the rows of all methods with `T`, `run` and `label`: the method, with its run if several have it."""
-    rows = [{**row, "T": row["temperature"], "run": run.name} for run in runs for row in run.results["methods"]]
-    seen = Counter((row["method"], row["T"]) for row in rows)
-    for row in rows:
-        row["label"] = row["method"] + (f" ({row['run']})" if seen[row["method"], row["T"]] > 1 else "")
-    return rows
-
-
-def temperature_text(temperature: float) -> str:
-    return "T = 0 (greedy)" if temperature == 0 else f"T = {temperature:g}"
-
-
-def equal_text(row: Row) -> str:
-    """Say whether greedy float32 answers are the target's own."""
-    if row.get("matches_ar") is None:
-        return "–"
-    return "yes" if row["matches_ar"] else f"no ({row.get('num_differing', '?')})"
-
-
-def headline(rows: Sequence[Row], temperature: float) -> Table:
-    """Return the table of lossless methods over all prompts, with intervals."""
-    lossy = len(rows)
-    rows = [row for row in rows if not row["method"].endswith(LOSSY)]
-    lossy -= len(rows)
-    columns = [
-        Column("label", "method"),
-        Column("tokens_per_s", "tokens/s", ",.1f"),
-        Column("speedup", "speed-up", ".2fx"),
-        Column("speedup_ci", "95 % CI"),
-        Column("tau", "τ", ".2f"),
-        Column("tau_ci", "95 % CI"),
-        Column("acceptance_rate", "accepted", ".0%"),
-        Column("equal", "= target"),
-    ]
-    cells = [
-        {
-            **{column.key: row.get(column.key) for column in columns},
-            **{f"{name}_ci": format_interval(row.get(f"{name}_ci95")) for name in RATES},
-            "equal": equal_text(row),
-        }
-        for row in rows
-    ]
-    note = (
-        "Speed-up over this engine's own autoregressive decoding in the same run; τ: acceptance length, emitted tokens "
-        "per target call, the bonus token included. Ratios of sums over all prompts, with bootstrap intervals over "
-        "prompts. accepted: of the drafted tokens. = target: whether every greedy float32 answer is the target's own."
+def speed_text(row: Row) -> str:
+    """Say how fast a method is, as far as its interval goes."""
+    low, high = row["speedup_ci95"] or (0.0, float("inf"))
+    interval = format_interval(row["speedup_ci95"], between=" to ") or "one prompt, no interval"
+    claim = "is faster" if low > 1 else "is slower" if high < 1 else "is neither faster nor slower for certain"
+    return (
+        f"{row['label']} {claim} than the target alone: {row['speedup']:.2f} times ({interval}), "
+        f"{row['tokens_per_s']:,.1f} tokens/s, acceptance length {row['tau']:.2f}"
     )
-    if lossy:
-        note += f" Methods that are{LOSSY} are in the table of counts only."
-    title = f"Speed-up and τ at {temperature_text(temperature)}"
-    return Table(f"headline-t{temperature:g}", title, columns, cells, note)
 
 
-def by_task(rows: Sequence[Row], temperature: float) -> list[Table]:
-    """Return the table of lossless methods by task, if there are several tasks."""
-    rows = [row for row in rows if not row["method"].endswith(LOSSY) and row["method"] != BASELINE]
-    tasks = list(dict.fromkeys(task for row in rows for task in row.get("by_task") or {}))
-    if len(tasks) < 2:
-        return []
-
-    def parts(row: Row) -> Row:
-        return {**(row.get("by_task") or {}), MEAN: {name: row.get(f"macro_{name}") for name in RATES}}
-
-    # Columns are what there is less of, so that they fit the page.
-    numbers = {row["label"]: parts(row) for row in rows}
-    names, groups, first = list(numbers), [*tasks, MEAN], "method"
-    if len(groups) > len(names):
-        numbers = {task: {name: numbers[name].get(task, {}) for name in names} for task in groups}
-        groups, first = names, "task"
-    columns = [Column("name", first)]
-    for group in groups:
-        columns += [Column(f"speedup {group}", "×", ".2f", group), Column(f"tau {group}", "τ", ".2f", group)]
-    cells = [
-        {
-            "name": name,
-            **{f"{rate} {group}": own[group].get(rate) for group in groups for rate in RATES if group in own},
-        }
-        for name, own in numbers.items()
-    ]
-    note = f"×: speed-up. {MEAN.capitalize()}, as in papers: each task counts alike, however long its answers."
-    return [Table(f"tasks-t{temperature:g}", f"By task at {temperature_text(temperature)}", columns, cells, note)]
+def labeled(runs: Sequence[Run]) -> list[Row]:
+    """Return the rows of all methods with `run` and `label`: the method, with its run if several have it."""
+    rows = [{**row, "run": run.name} for run in runs for row in run.results["methods"]]
+    seen = Counter((row["method"], row["temperature"]) for row in rows)
+    for row in rows:
+        several = seen[row["method"], row["temperature"]] > 1
+        row["label"] = row["method"] + (f" ({row['run']})" if several else "")
+    return rows
 
 
 def counts(rows: Sequence[Row]) -> Table:
     """Return the table of what was counted."""
-    columns = [Column("T", "T", "g"), Column("label", "method"), Column("prompts", "prompts", ",")]
+    columns = [Column("temperature", "T", "g"), Column("label", "method"), Column("prompts", "prompts", ",")]
     columns += [Column("tokens", "tokens", ","), Column("num_target_calls", "target calls", ",")]
     columns += [Column("num_draft_tokens", "drafted", ","), Column("num_accepted", "accepted", ",")]
     columns += [Column("copied_prompt", "of the prompt", ".0%", "copied")]
@@ -173,7 +104,7 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     for row in rows:
         low, high = row.get("speedup_ci95") or (None, None)
         cells = {key: row.get(key) for key in (*RATES, "tokens_per_s")}
-        named = {"method": row["label"], "temperature": temperature_text(row["T"])}
+        named = {"method": row["label"], "temperature": mode(row["temperature"])}
         data.append(json_values({**named, **cells, "low": low, "high": high}))
     return [chart(name, drawing, data) for name, drawing in DRAWINGS.items()]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
-from draftsmith.eval.meta import RESULTS
+from draftsmith.eval.meta import RESULTS, SCHEMA_VERSION
 from draftsmith.eval.report.training import is_training, read_training
+from draftsmith.modules.drafters import HEADS
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
@@ -69,6 +70,10 @@ def read_results(directory: Path) -> Mapping[str, Any]:
         remedy = "Run its command again: it continues with what is left."
         raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
     results = read_object(directory / RESULTS, SHAPE, MEASURE)
+    meta = results["meta"]
+    if results.get("methods") and meta.get("schema_version") != SCHEMA_VERSION:
+        found = f"version {meta.get('schema_version')} of its form"
+        raise InputError(str(directory / RESULTS), found, str(SCHEMA_VERSION), MEASURE)
     if not results.get("methods") and not results.get("tables"):
         raise InputError(str(directory / RESULTS), "nothing measured", "rows of a method or a table", MEASURE)
     return results
@@ -95,3 +100,8 @@ def comparable(runs: Iterable[Run]) -> list[list[Run]]:
 def temperatures(run: Run) -> list[float]:
     """Return the temperatures of a benchmark's rows, ascending."""
     return sorted({row["temperature"] for row in run.results.get("methods", [])})
+
+
+def uses_head(method: str) -> bool:
+    """Return whether a method drafts with a trained head."""
+    return method.partition(":")[0].partition("@")[0].partition("-")[0] in HEADS or "drafter=" in method

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.data.console import Column, Table
+from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bench.trace import TRACE
-from draftsmith.eval.report.benchmark import bench_figures, temperature_text, verdicts
+from draftsmith.eval.report.benchmark import bench_figures, verdicts
 from draftsmith.eval.report.drawing import Chart, Drawing, chart, x_number
 from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.runs import Run, temperatures
@@ -90,7 +91,7 @@ def about(run: Run) -> str:
     if prompts:
         parts.append(f"{prompts.get('count', '?')} prompts of {prompts.get('source', 'an unnamed source')}")
     if run.kind == "bench":
-        parts.append(" and ".join(temperature_text(value) for value in temperatures(run)))
+        parts.append(" and ".join(mode(value) for value in temperatures(run)))
     if settings.get("dtype"):
         parts.append(f"{settings['dtype']} on {settings.get('device', 'cpu')}")
     if machine := hardware.get("gpu") or hardware.get("cpu"):

@@ -80,7 +80,9 @@ def read_training(directory: Path) -> dict[str, Any]:
     else:
         status = f"Interrupted: step {step:,.0f} is the last one logged. The same command continues."
     drawn = {name: list(series(rows, name)) for name in DRAWINGS}
-    tables = [*(drawn_data(name, found) for name, found in drawn.items() if found), latest(rows)]
+    # One step is a dot: its numbers stand in the table.
+    drawn = {name: points for name, points in drawn.items() if len({point["at_step"] for point in points}) > 1}
+    tables = [*(drawn_data(name, points) for name, points in drawn.items()), latest(rows)]
     changed = datetime.datetime.fromtimestamp((directory / METRICS).stat().st_mtime, datetime.UTC)
     meta = {"kind": "training", "settings": settings, "command": command, "status": status}
     meta["date"] = changed.strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.bench.trace import TEXTS, TRACE
+from draftsmith.eval.report.runs import uses_head
 from draftsmith.modules.pretrained.reading import read_lines, read_object
 
 # Numbers per drafted token in a trace line; the page rounds them.
@@ -40,8 +41,9 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     """Return what the page embeds of a run's trace; None if rounds were not traced.
 
     Prompts are taken from the tasks in turn, with all their methods, as long as they fit into `max_bytes`. The result
-    has `methods`, `prompts` (id, task, turn, text), `answers` (method, temperature, prompt, rounds), `tokens`
-    (id -> text) and `total`, the number of traced prompts.
+    has `methods`, `first` (the number of the one that the page opens: a trained head's, if there is one), `prompts`
+    (id, task, turn, text), `answers` (method, temperature, prompt, rounds), `tokens` (id -> text) and `total`, the
+    number of traced prompts.
     """
     if not (directory / TRACE).exists() or not (directory / TEXTS).exists():
         return None
@@ -61,8 +63,10 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     methods = list(dict.fromkeys(method for method, _, _ in answers))
     texts = read_object(directory / TEXTS, {"prompts": dict, "tokens": dict}, AGAIN)
     asked = texts["prompts"]
+    first = next((number for number, method in enumerate(methods) if uses_head(method)), min(1, len(methods) - 1))
     return {
         "methods": methods,
+        "first": first,
         "prompts": [{**named[prompt], "text": asked.get(f"{prompt[0]}/{prompt[1]}", "")} for prompt in chosen],
         "answers": [
             {

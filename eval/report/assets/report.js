@@ -145,7 +145,7 @@ class Viewer {
     this.part("temperatures").hidden = temperatures.length < 2;
     options("method", this.data.methods.map((name, number) => [String(number), name]));
     // Autoregressive decoding, which comes first, has nothing to show.
-    if (this.data.methods.length > 1) this.choice("method").value = "1";
+    this.choice("method").value = String(this.data.first);
     for (const name of ["prompt", "method", "temperature"]) {
       this.choice(name).addEventListener("change", () => this.show());
     }

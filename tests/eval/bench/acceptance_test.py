@@ -6,9 +6,9 @@ import csv
 
 import pytest
 
-from draftsmith.eval.bench.acceptance import acceptance, acceptance_tables
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import Row, row_of, summarize, write_numbers
+from draftsmith.eval.bench.results import Row, acceptance, row_of, summarize, write_numbers
+from draftsmith.eval.bench.tables import acceptance_tables
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace

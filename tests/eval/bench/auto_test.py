@@ -11,7 +11,8 @@ from tiny_world import draft_options
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import measuring as asking
 from draftsmith.eval.bench.command import BenchConfig
-from draftsmith.eval.bench.results import caption, read_rows
+from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bench.tables import caption
 
 GIVEN = "online:c=0.1:max=4,spec:k=2"
 AUTO = "online:max=4,eagle-tree:nodes=auto:depth=auto:topk=2"

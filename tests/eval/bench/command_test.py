@@ -16,7 +16,8 @@ from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.results import caption, read_rows
+from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bench.tables import caption
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained.card import measured_of
 from draftsmith.modules.pretrained.heads import load_head, save_head

@@ -80,7 +80,7 @@ def test_every_chart_is_drawn_and_every_table_filled(seen):
     for index in range(charts.count()):
         box = charts.nth(index).locator("svg.marks").bounding_box()
         assert box["width"] > 100 and box["height"] > 40
-    assert seen.page.locator("#bench-bench-headline-t0 tbody tr").count() == len(METHODS)
+    assert seen.page.locator("#bench-bench-methods-t0 tbody tr").count() == len(METHODS)
     assert seen.page.locator("figure .empty").all_inner_texts() == ["No rows.", "Nothing to draw."]
 
 

@@ -23,7 +23,7 @@ from report_runs import (
 
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
-from draftsmith.eval.report.benchmark import counts, headline, labeled
+from draftsmith.eval.report.benchmark import counts, labeled, verdicts
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.drawing import chart
 from draftsmith.eval.report.page import VEGA_LITE, json_text
@@ -32,6 +32,7 @@ from draftsmith.eval.report.sections import TABLE_RUNS, make_sections
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.methods import LOSSY
+from draftsmith.modules.types import InputError
 
 
 @pytest.mark.parametrize("rounds", [CHAIN, TREE], ids=["chain", "tree"])
@@ -86,47 +87,77 @@ def test_another_target_or_other_prompts_are_another_section(tmp_path, key, valu
 
 def test_runs_that_share_a_table_keep_their_rows_apart(tmp_path):
     (section,) = make_sections(comparable(read_runs([bench_run(tmp_path / "a"), bench_run(tmp_path / "b")])), 10**6)
-    headline = next(figure for figure in section.figures if figure.name == "headline-t0")
-    assert [row["label"] for row in headline.rows] == [f"{method} ({run})" for run in "ab" for method in METHODS]
+    headline = next(figure for figure in section.figures if figure.name == "methods-t0")
+    assert [row["method"] for row in headline.rows] == [f"{method} ({run})" for run in "ab" for method in METHODS]
     bars = next(figure for figure in section.figures if figure.name == "speedup")
     assert {row["method"] for row in bars.specification["data"]["values"]} == {
         f"{method} ({run})" for method in METHODS for run in "ab"
     }
 
 
-def test_the_headline_says_what_the_results_say(tmp_path):
+def test_tables_and_verdicts_say_what_the_results_say(tmp_path):
     path = bench_run(tmp_path / "run")
     rows = json.loads((path / "results.json").read_text())["methods"]
     (section,) = make_sections(comparable(read_runs([path])), 0)
     for temperature, verdict in zip((0, 1), section.verdicts, strict=True):
         own = [row for row in rows if row["temperature"] == temperature]
-        headline, by_task = (
+        methods, by_task = (
             tables.text_cells(next(figure for figure in section.figures if figure.name == f"{name}-t{temperature}"))
-            for name in ("headline", "tasks")
+            for name in ("methods", "tasks")
         )
-        for cells, row in zip(headline, own, strict=True):
+        for cells, row in zip(methods, own, strict=True):
             low, high = row["speedup_ci95"]
             speeds = [f"{row['tokens_per_s']:,.1f}", f"{row['speedup']:.2f}x", f"{low:.2f}-{high:.2f}"]
             assert cells[:5] == [row["method"], *speeds, f"{row['tau']:.2f}"]
-            assert cells[-1] == ("–" if temperature else "yes")
-        for cells, task in zip(by_task, TASKS, strict=False):  # behind them the mean of tasks
+            assert cells[-1] == ("-" if temperature else "yes")
+        for cells, task in zip(by_task, TASKS, strict=False):  # behind them both ways over all tasks
             parts = [row["by_task"][task] for row in own if row["method"] != "ar"]
-            assert cells == [task, *(f"{part[rate]:.2f}" for part in parts for rate in ("speedup", "tau"))]
-        assert by_task[-1][0] == "mean of tasks"
+            assert cells[1:] == [form.format(part) for part in parts for form in ("{0[speedup]:.2f}x", "{0[tau]:.2f}")]
+        assert [cells[0] for cells in by_task[-2:]] == ["all, pooled", "mean of tasks"]
         best = max(own, key=lambda row: row["speedup"])
-        assert f"{best['method']} is the fastest: {best['speedup']:.2f} times" in verdict
-        assert f"acceptance length {best['tau']:.2f}" in verdict and ("the target's own" in verdict) == (
-            temperature == 0
-        )
+        claim = f"{best['method']} is faster than the target alone: {best['speedup']:.2f} times"
+        assert claim in verdict and f"acceptance length {best['tau']:.2f}" in verdict
+        assert ("the target's own" in verdict) == (temperature == 0)
 
 
-def test_what_changes_the_output_is_in_no_headline(tmp_path):
-    rows = [row for row in labeled(read_runs([bench_run(tmp_path / "run")])) if row["T"] == 1]
-    last = rows[-1]["label"] = rows[-1]["method"] = rows[-1]["method"] + LOSSY
-    first = headline(rows, 1)
-    assert last not in {row["label"] for row in first.rows} and len(first.rows) == len(rows) - 1
-    assert "(not lossless) are in the table of counts" in first.note
-    assert last in {row["label"] for row in counts(rows).rows}
+def test_a_verdict_claims_what_its_interval_holds_and_names_the_best_head(tmp_path):
+    path = bench_run(tmp_path / "run")
+    results = json.loads((path / "results.json").read_text())
+    for row in results["methods"]:
+        row["matches_ar"], row["num_differing"] = False, 1
+        spans = {"spec:k=3": (1.21, [0.89, 3.2]), "eagle-tree:nodes=4:depth=2:topk=2": (0.95, [0.9, 0.99])}
+        row["speedup"], row["speedup_ci95"] = spans.get(row["method"], (1.0, [1.0, 1.0]))
+    (path / "results.json").write_text(json.dumps(results))
+    verdict, _ = verdicts(read_runs([path]))
+    assert (
+        "spec:k=3 is neither faster nor slower for certain than the target alone: 1.21 times (0.89 to 3.20)" in verdict
+    )
+    assert "of the heads, eagle-tree:nodes=4:depth=2:topk=2 is slower than the target alone: 0.95 times" in verdict
+    assert "Answers of ar, spec:k=3, eagle-tree:nodes=4:depth=2:topk=2 differ from the target's" in verdict
+
+
+def test_the_trace_opens_on_a_trained_head(tmp_path):
+    assert viewer_data(bench_run(tmp_path / "run"), 10**6)["first"] == 2
+
+
+def test_results_of_another_form_are_refused(tmp_path):
+    path = bench_run(tmp_path / "run")
+    results = json.loads((path / "results.json").read_text())
+    results["meta"]["schema_version"] = 2
+    (path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(InputError, match="version 2 of its form"):
+        read_runs([path])
+
+
+def test_what_changes_the_output_is_in_no_verdict(tmp_path):
+    path = bench_run(tmp_path / "run")
+    results = json.loads((path / "results.json").read_text())
+    for row in results["methods"]:
+        row["method"] += LOSSY if row["method"] == METHODS[-1] else ""
+    (path / "results.json").write_text(json.dumps(results))
+    runs = read_runs([path])
+    assert all(LOSSY not in verdict and "spec:k=3" in verdict for verdict in verdicts(runs))
+    assert {row["label"] for row in counts(labeled(runs)).rows} == {*METHODS[:2], METHODS[-1] + LOSSY}
 
 
 DRAWN = [(name, drawing) for drawings in (OF_A_BENCH, *(own for _, own in TABLE_RUNS.values()))

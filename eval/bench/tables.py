@@ -1,0 +1,175 @@
+"""Tables of a bench: its methods, its tasks, and where drafts are accepted; as the command and the report show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftsmith.data.console import Column, Table, format_interval
+from draftsmith.data.text.repetition import Repetition
+from draftsmith.eval.bench.results import BASELINE, SHORTEST
+from draftsmith.modules.drafters.methods import LOSSY
+
+Row = Mapping[str, Any]
+SHOWN_PLACES = 8
+FEWEST_ROUNDS = 30  # of a class of context lengths, or of a turn
+METHOD_COLUMNS = (
+    Column("method", "method"),
+    Column("tokens_per_s", "tokens/s", ",.1f"),
+    Column("speedup", "speed-up", ".2fx"),
+    Column("speedup_ci", "95 % CI", below=True),
+    Column("tau", "tau", ".2f"),
+    Column("tau_ci", "95 % CI", below=True),
+    Column("accepted", "accepted", ".0%"),
+    Column("equal", "= ar"),
+)
+POOLED, MACRO = "all, pooled", "mean of tasks"
+
+
+def results_tables(results: Mapping[str, Any]) -> list[Table]:
+    """Build the tables of a run: methods at each temperature; by task, where there are several; where drafts hold.
+
+    Rows with a `label`, as of several runs, are shown by it.
+    """
+    rows = [{**row, "name": row["method"], "method": row.get("label", row["method"])} for row in results["methods"]]
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    methods, tasks, drafts = list[Table](), list[Table](), list[Table]()
+    for temperature in temperatures:
+        shown = [row for row in rows if row["temperature"] == temperature]
+        methods.append(methods_table(shown, caption(results) if temperature == temperatures[-1] else ""))
+        tasks += task_table(shown)
+        drafts += acceptance_tables(shown, f"-t{temperature:g}", mode(temperature))
+    return [*methods, *tasks, *drafts]
+
+
+def methods_table(rows: Sequence[Row], note: str) -> Table:
+    """Build the table of all methods at one temperature over all prompts."""
+    # ar is always there.
+    fastest = max(row["speedup"] for row in rows if not row["method"].endswith(LOSSY))
+    cells = []
+    for row in rows:
+        # None where equality with ar is no fair test: sampling, or half precision.
+        matches = row["matches_ar"]
+        cells.append({
+            **row,
+            "speedup_ci": format_interval(row["speedup_ci95"]),
+            "tau_ci": format_interval(row["tau_ci95"]),
+            "accepted": row["acceptance_rate"],
+            "equal": "-" if matches is None else "yes" if matches else f"no ({row['num_differing']})",
+            "fastest": row["speedup"] == fastest,
+        })  # fmt: skip
+    temperature = rows[0]["temperature"]
+    return Table(f"methods-t{temperature:g}", mode(temperature).capitalize(), METHOD_COLUMNS, cells, note)
+
+
+def mode(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def caption(results: Mapping[str, Any]) -> str:
+    """Say how the numbers were measured, and what is missing."""
+    meta, first, settings = results["meta"], results["methods"][0], results["meta"]["settings"]
+    modes = " and ".join(dict.fromkeys(mode(row["temperature"]) for row in results["methods"]))
+    clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
+    together = f"{settings['batch_size']} prompts at a time, " if settings["batch_size"] > 1 else ""
+    repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
+    precisions = [settings["dtype"]]
+    for part in ("target", "draft"):
+        if settings[f"{part}_precision"] != "dtype":
+            precisions.append(f"{part} in {settings[f'{part}_precision']}")
+    # Text that copies is easier to draft.
+    repeats_text = Repetition(first["copied_prompt"], first["copied_answer"]).text()
+    if first["distinct_4grams"] is not None:
+        repeats_text += f"; distinct 4-grams {first['distinct_4grams']:.2f}"
+    text = (
+        f"{first['prompts']} prompts, {first['tokens']:,} tokens ({repeats_text}), {modes}, "
+        f"{', '.join(precisions)} on {settings['device']}, {settings['num_threads']} thread(s), "
+        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
+    )
+    if meta["step_costs"]:
+        text += f" c by {', '.join(f'{name}: {c:.3g}' for name, c in meta['step_costs'].items())}."
+    if any(row["method"].endswith(LOSSY) for row in results["methods"]):
+        text += f" A method that is{LOSSY} answers with another distribution than the target's."
+    if results["failures"]:
+        text += f" Prompts that failed and were left out: {len(results['failures'])}."
+    return text
+
+
+def task_table(rows: Sequence[Row]) -> list[Table]:
+    """Build the table of speed-up and tau by task and over tasks, as table 1 of EAGLE-2, if there are several.
+
+    Columns are what there is less of, methods or tasks, so that the table fits.
+    """
+    baseline, others = rows[0], [row for row in rows if row["name"] != BASELINE]
+    if not others or len(baseline.get("by_task", ())) < 2:
+        return []
+    numbers: dict[str, dict[str, Row]] = {}
+    for row in others:
+        macro = {"speedup": row["macro_speedup"], "tau": row["macro_tau"]}
+        parts = {task.replace("_", " "): part for task, part in row["by_task"].items()} | {POOLED: row, MACRO: macro}
+        for task, part in parts.items():
+            numbers.setdefault(task, {})[row["method"]] = part
+    first = "task"
+    if len(numbers) < len(others):
+        names = [row["method"] for row in others]
+        numbers = {name: {task: parts[name] for task, parts in numbers.items()} for name in names}
+        first = "method"
+    columns = [Column("of", first)]
+    for group in next(iter(numbers.values())):
+        columns.append(Column(f"{group}.speedup", group, ".2fx"))
+        columns.append(Column(f"{group}.tau", f"{group}: tau", ".2f", below=True))
+    cells = [
+        {"of": name, **{f"{group}.{key}": part[key] for group, part in parts.items() for key in ("speedup", "tau")}}
+        for name, parts in numbers.items()
+    ]
+    counts = ", ".join(f"{task} {part['prompts']}" for task, part in baseline["by_task"].items())
+    note = (
+        f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
+        f"Prompts of the tasks: {counts}."
+    )
+    temperature = baseline["temperature"]
+    return [Table(f"tasks-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, cells, note)]
+
+
+def acceptance_tables(rows: Sequence[Row], about: str, mode: str) -> list[Table]:
+    """Return the tables of the methods at one temperature: by place, and by context and turn where they vary.
+
+    about, mode: ends of the tables' names and titles.
+    """
+    rows = [row for row in rows if row.get("accepted_by_place")]
+    if not rows:
+        return []
+    tables = [places_table(rows, f"places{about}", f"Accepted by place in the draft, {mode}")]
+    for key, value, title in (("by_context", "from", "tokens before the round"), ("by_turn", "turn", "turn")):
+        parts = [{part[value]: part for part in row[key] if part["rounds"] >= FEWEST_ROUNDS} for row in rows]
+        if len(classes := sorted(set().union(*parts))) > 1:
+            tables.append(lengths_table(rows, parts, classes, f"{key}{about}", f"Acceptance length by {title}, {mode}"))
+    return tables
+
+
+def places_table(rows: Sequence[Row], name: str, title: str) -> Table:
+    places = min(SHOWN_PLACES, max(len(row["accepted_by_place"]) for row in rows))
+    columns = [Column("method", "method"), *(Column(str(n), str(n), ".2f") for n in range(1, places + 1))]
+    cells = []
+    for row in rows:
+        shares = {str(n): share for n, share in enumerate(row["accepted_by_place"], 1)}
+        cells.append({"method": row["method"], **shares})
+    note = "Of the drafts of n tokens or more, the share whose first n were accepted (acceptance rate per position)."
+    return Table(name, title, columns, cells, note)
+
+
+def lengths_table(
+    rows: Sequence[Row], parts: Sequence[Mapping[int, Row]], classes: Sequence[int], name: str, title: str
+) -> Table:
+    """Return a table of acceptance lengths. parts: of each method, by class: a first number of tokens, or a turn."""
+    columns = [Column("method", "method")]
+    for begin in classes:
+        heading = f"{begin:,}" if name.startswith("by_turn") else f"{begin:,}+" if begin else f"below {SHORTEST}"
+        columns += [Column(str(begin), heading, ".2f"), Column(f"{begin}_ci", "", below=True)]
+    cells = []
+    for row, own in zip(rows, parts, strict=True):
+        numbers = {str(begin): part["tau"] for begin, part in own.items()}
+        intervals = {f"{begin}_ci": format_interval(part["tau_ci95"]) for begin, part in own.items()}
+        cells.append({"method": row["method"], **numbers, **intervals})
+    note = "Of rounds, without the prefill; 95 % bootstrap intervals over prompts."
+    return Table(name, title, columns, cells, note)
