@@ -22,8 +22,9 @@ from draftsmith.benchmarks.synthetic import random_eagle_head, random_pair
 from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.runner import EngineRunner, HFRunner, Runner, load_hf_model
+from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.trace import traced
 from draftsmith.eval.clock import Clock, Stopwatch, clock_of, interleaved, medians
 from draftsmith.eval.meta import hardware

@@ -152,9 +152,11 @@ class Answer:
         max_new_tokens: int,
         seed: int,
         tokenizer: Any = None,
+        ends: Sequence[int] | None = None,
     ):
+        """ends: tokens that end the answer; None takes the target's."""
         self.prompt, self._tokenizer = list(prompt), tokenizer
-        self._row = RowAnswer(target.info, prompt, max_new_tokens, TorchSource(seed))
+        self._row = RowAnswer(target.info, prompt, max_new_tokens, TorchSource(seed), ends)
         self._rounds: list[Round] = []
         self._last: list[Round] = []
         self._drafter = drafter

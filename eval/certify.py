@@ -280,7 +280,7 @@ def certify_methods(config: CertifyConfig) -> tuple[list[dict[str, Any]], dict[s
     assert config.prompts is not None
     methods = parse_methods(config.methods)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit or 20)
-    models = load_run(config, methods, prompts, config.max_new_tokens, config.sampling)
+    models = load_run(config, methods, prompts, [config.sampling])
     exact = models.target.dtype == torch.float32
     reference = models.target if exact else load_lm(config.target, **{**config.loading, "dtype": "float32"})
     rows = methods_rows(config, methods, models, prompts, reference)

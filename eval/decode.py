@@ -14,11 +14,11 @@ from draftsmith.data.console import add_result, log_note
 from draftsmith.data.settings import check_positive
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.answer import TokenStream
+from draftsmith.eval.answer import Answer, TokenStream
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.runner import EngineRunner, load_run, trained_for
+from draftsmith.eval.bench.runner import load_run, trained_for
 from draftsmith.eval.settings import DecodeConfig
-from draftsmith.modules.decoding.loop import Generation, Round
+from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.methods import LabeledMethod, by_drafter, chain_drafters, parse_methods
 from draftsmith.modules.finite import name_nonfinite
@@ -38,8 +38,7 @@ def run(config: DecodeConfig) -> Generation:
     params = config.sampling
     check_positive(config, "max_new_tokens", "num_threads")
     tokenizer, prompt = encode_prompt(config)
-    bench_prompt = BenchPrompt("on the command line", prompt)
-    models = load_run(config, [named], [bench_prompt], config.max_new_tokens, params)
+    models = load_run(config, [named], [BenchPrompt("on the command line", prompt)], [params])
     drafter = named.method.build(models)
 
     console = Console(highlight=False, soft_wrap=True)
@@ -55,15 +54,12 @@ def run(config: DecodeConfig) -> Generation:
             answer.append(piece)
         console.print(text, end="")
 
-    def on_round(done: Round) -> None:
-        show(stream.push(done.tokens, done.num_accepted))
-
-    session = models.target.session(1, models.capacity, () if drafter is None else drafter.aux_layers)
-    runner = EngineRunner(models.target, drafter, params, models.ends, on_round, session)
+    decoded = Answer(models.target, drafter, prompt, params, config.max_new_tokens, config.seed, ends=models.ends)
     start = time.perf_counter()
-    with name_nonfinite([bench_prompt.id]):
-        (generation,) = runner([prompt], config.max_new_tokens, [config.seed])
-    elapsed_s = time.perf_counter() - start
+    with name_nonfinite(["on the command line"]):
+        for done in decoded:
+            show(stream.push(done.tokens, done.num_accepted))
+    elapsed_s, generation = time.perf_counter() - start, decoded.generation
     show(stream.finish())
     console.print()
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from draftsmith.benchmarks.papers.rollouts import (
     ChainRecorder,
@@ -25,9 +24,9 @@ from draftsmith.data.console import Table, format_interval, json_values, log_not
 from draftsmith.data.settings import DraftSettings, comma_numbers
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.bench.command import BenchConfig, bench
-from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import read_rows
-from draftsmith.eval.bench.runner import EngineRunner, check_methods, load_models
+from draftsmith.eval.bench.runner import EngineRunner, load_run
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import to_json
@@ -39,7 +38,6 @@ from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import load_head
-from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, check_range
@@ -83,11 +81,11 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
         for name in ("repeats", "num_threads", "max_new_tokens"):
             check_range(name, getattr(self, name), 1)
         check_range("limit", self.limit, 0)
-        _ = self.chosen_device, self.sampling
+        _ = self.chosen_device, self.modes
 
     @property
-    def sampling(self) -> list[SamplingParams]:
-        """Sampling parameters, one for each temperature."""
+    def modes(self) -> list[SamplingParams]:
+        """Sampling at each temperature."""
         return [SamplingParams(value) for value in comma_numbers("temperatures", self.temperatures, float)]
 
 
@@ -110,15 +108,8 @@ def load(config: PaperConfig, methods: Iterable[str], further: Sequence[BenchPro
     further: other prompts that models need room for.
     """
     named = parse_methods(",".join(dict.fromkeys(methods)))
-    check_methods(named, config.paths)
-    torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    target = load_lm(config.target, **config.loading)
-    longest = longest_sequence([*prompts, *further], config.max_new_tokens, target.info.max_position)
-    models = load_models(
-        named, config.paths, longest, config.sampling[0], target, config.draft_precision, **config.loading
-    )
-    return Loaded(dataclasses.replace(models, ends=() if config.ignore_eos else models.ends), prompts)
+    return Loaded(load_run(config, named, [*prompts, *further], config.modes), prompts)
 
 
 def head_directories(root: Path) -> dict[str, Path]:

@@ -110,10 +110,10 @@ def run(config: Eagle2Config) -> Path:
     loaded = common.load(config, [*labels, static, *(size.label for size in replayed)])
 
     nodes = {label: watch_nodes(config, loaded, label) for label in (static, largest)}
-    counts = pd.DataFrame([row for params in config.sampling for row in replay_sizes(config, loaded, replayed, params)])
+    counts = pd.DataFrame([row for params in config.modes for row in replay_sizes(config, loaded, replayed, params)])
     speeds = pd.DataFrame(
         {"mode": common.mode_name(params), **row}
-        for params in config.sampling
+        for params in config.modes
         for row in common.measure(config, labels, params).values()
     )
     tables = [
@@ -126,7 +126,7 @@ def run(config: Eagle2Config) -> Path:
 def watch_nodes(config: Eagle2Config, loaded: common.Loaded, label: str) -> pd.DataFrame:
     """Decode all prompts with one method and return its nodes that have a verdict."""
     seen: list[Row] = []
-    for params in config.sampling:
+    for params in config.modes:
 
         def on_round(prompt: BenchPrompt, done: Round, params: SamplingParams = params) -> None:
             seen.extend(nodes_of(prompt, done, params, loaded.eos_ids))

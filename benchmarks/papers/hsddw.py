@@ -91,14 +91,14 @@ def run(config: HsddwConfig) -> Path:
     loaded = common.load(config, [m.format(k=k, max=config.max) for m in METHODS.values() for k in windows])
 
     drafted, verified, rounds = [], [], []
-    for params in config.sampling:
+    for params in config.modes:
         for method in METHODS:
             named = dict(zip(NAMED, (common.mode_name(params), method), strict=True))
             row, watcher = watch(config, loaded, method, params)
             drafted.append({**named, **row})
             verified += [{**named, **one} for one in watcher.verified]
             rounds += [{**named, **one} for one in watcher.windows]
-    speeds = pd.DataFrame([row for params in config.sampling for row in measure_windows(config, windows, params)])
+    speeds = pd.DataFrame([row for params in config.modes for row in measure_windows(config, windows, params)])
     tables = [
         *speed_tables(config.k, speeds),
         *entropy_tables(pd.DataFrame(verified, columns=[*NAMED, *VERIFIED])),

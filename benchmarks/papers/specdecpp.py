@@ -100,7 +100,7 @@ class SpecDecPPConfig(common.PaperConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.sampling) != 1 or "draft" not in self.drafters:
+        if len(self.modes) != 1 or "draft" not in self.drafters:
             raise InputError("temperatures", self.temperatures, "one, and a --draft model", "Name one.")
         for h in self.thresholds:
             check_range("thresholds", h, 0.0, 1.0, "()")
@@ -173,7 +173,7 @@ def step(title: str, command: str, done: Path, /, **settings: object) -> tuple[P
 
 def pipeline(config: SpecDecPPConfig) -> Iterator[tuple[Path, Stage]]:
     """Yield the commands that make labels and train heads; with --heads, only the labels that they are compared on."""
-    (params,) = config.sampling
+    (params,) = config.modes
     sampling = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
     common_options: dict[str, Any] = {
         **sampling,
@@ -218,7 +218,7 @@ class Study:
     """Loaded models and heads, with the rollouts of the dev prompts and of the reported ones."""
 
     def __init__(self, config: SpecDecPPConfig):
-        self.config, (self.params,) = config, config.sampling
+        self.config, (self.params,) = config, config.modes
         torch.set_num_threads(1)
         assert config.split is not None
         dev = read_prompts(config.prompts, config.target, config.dev_split, config.keep_tasks, config.dev_prompts)

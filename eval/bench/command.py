@@ -18,8 +18,9 @@ from draftsmith.data.settings import (
 )
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.template import load_chat_tokenizer
+from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.measuring import Journal, PromptRunner
-from draftsmith.eval.bench.prompts import longest_conversation, read_questions, task_sources
+from draftsmith.eval.bench.prompts import read_questions, task_sources
 from draftsmith.eval.bench.results import (
     BASELINE,
     NUMBERS,
@@ -30,7 +31,7 @@ from draftsmith.eval.bench.results import (
     write_numbers,
     write_rows,
 )
-from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, make_runners, warn_about_sampling
+from draftsmith.eval.bench.runner import DRAFT_ROOM, check_methods, load_run, make_runners
 from draftsmith.eval.bench.tables import results_tables
 from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.meta import RESULTS, describe
@@ -38,7 +39,6 @@ from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
-from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.types import InputError
@@ -79,15 +79,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     sources = task_sources(config.prompts, config.tasks)
     files = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
     prompts = [prompt for file in files for prompt in file]
-    target, tokenizer = load_lm(config.target, **config.loading), load_chat_tokenizer(config.target)
-    context = target.info.max_position
-    room = longest_conversation(tokenizer, prompts, config.max_new_tokens, context)
-    models = load_models(named, config.paths, room, config.modes[0], target, config.draft_precision, **config.loading)
-    if models.acceptance is not None:
-        for params in config.modes[1:]:
-            warn_about_sampling(str(config.acceptance), params)
-    if config.ignore_eos:
-        models = dataclasses.replace(models, ends=())
+    models = load_run(config, named, prompts, config.modes, later_turns=True)
+    target, tokenizer = models.target, load_chat_tokenizer(config.target)
     models.times.load_state_dict(journal.times)
     # Building runners measures costs, which meta holds.
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
@@ -117,7 +110,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         "hardware": {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")},
     }
     journal.start(depends_on, models.times.state_dict())
-    prompt_runner = PromptRunner(runners, tokenizer, context, room, config.max_new_tokens, config.repeats, config.seed)
+    lengths = target.info.max_position, models.capacity - DRAFT_ROOM, config.max_new_tokens
+    prompt_runner = PromptRunner(runners, tokenizer, *lengths, config.repeats, config.seed)
     rows = prompt_runner.run_all(files, config.batch_size, journal)
 
     # Summarize and write.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -13,24 +11,23 @@ from typing import Any, Protocol
 
 import torch
 import yaml
-from torch import Tensor
 
 from draftsmith.data.console import log_note
 from draftsmith.data.settings import MODEL, ROLES
-from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
+from draftsmith.data.text.template import load_chat_tokenizer
+from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_conversation, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, generate
 from draftsmith.modules.decoding.stop import Learner, learners_of
-from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
-from draftsmith.modules.drafters.method import Method, Models
+from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import LabeledMethod, check_needs
 from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
-from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.models import DTYPES, load_fitting, load_lm, load_transformers
+from draftsmith.modules.pretrained.models import load_fitting, load_lm
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
@@ -39,8 +36,6 @@ from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 # Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
 DRAFT_ROOM = 130
-
-Call = tuple[int, Tensor]  # of the target: how many tokens were in its cache, and the tokens [T] that it read
 
 
 class Runner(Protocol):
@@ -73,135 +68,6 @@ class EngineRunner:
         sources = [TorchSource(seed) for seed in seeds]
         options = DecodeOptions(self.on_round, self.session)
         return generate(self.target, self.drafter, prompts, self.params, max_new_tokens, sources, self.eos_ids, options)
-
-
-@dataclass(frozen=True)
-class HFGenerate(Method):
-    """transformers' own `generate`: a baseline that shares no code with this engine."""
-
-    batchable = False
-
-
-@dataclass(frozen=True)
-class HFAssisted(Method):
-    """transformers' assisted generation with the draft model: at most k drafted tokens a round.
-
-    t: a round ends early after a drafted token of probability below t; 0 drafts all k. Where scikit-learn is installed
-        transformers moves a t above 0 in every round, by what was accepted so far in the same answer.
-    """
-
-    k: int = 5
-    t: float = 0.0
-    uses = ("draft",)
-    batchable = False
-
-    def __post_init__(self) -> None:
-        check_range("k", self.k, 1)
-        if not 0 <= self.t < 1:
-            raise InputError("t", self.t, "0 (off) or a probability below 1", "Correct it.")
-
-
-BASELINES: dict[str, Method] = {"hf": HFGenerate(), "hf-assisted": HFAssisted()}
-
-
-@dataclass(frozen=True)
-class HFRunner:
-    """`generate` of one transformers model, assisted by another when `assistant` is given.
-
-    eos_ids: tokens that end the answer; () never ends. num_assistant_tokens: most drafted tokens of a round, without a
-    schedule. confidence_threshold: a round ends early after a drafted token of lower probability; 0 never.
-    """
-
-    model: Any
-    params: SamplingParams
-    eos_ids: Sequence[int]
-    assistant: Any | None = None
-    num_assistant_tokens: int = 5
-    confidence_threshold: float = 0.0
-
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        """Generate one after the other, and cut at the first end token and at `max_new_tokens` before counting."""
-        return [self.answer(prompt, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-
-    def answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        """Generate for one prompt, and count target calls with a hook."""
-        from transformers import GenerationConfig
-
-        # Options of `generate`.
-        params = self.params
-        sampling: dict[str, Any] = {"do_sample": False}
-        if not params.greedy:
-            # 0 and 1 switch the filters off in transformers as here; None would bring its default top_k of 50 back.
-            sampling = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k,
-                        "top_p": params.top_p}  # fmt: skip
-        end = {"eos_token_id": list(self.eos_ids) or None, "pad_token_id": self.eos_ids[0] if self.eos_ids else 0}
-        if self.assistant is not None:
-            # `generate` reads these three from the assistant, and one assistant serves all settings of a run.
-            self.assistant.generation_config = GenerationConfig(
-                num_assistant_tokens=self.num_assistant_tokens,
-                num_assistant_tokens_schedule="constant",
-                assistant_confidence_threshold=self.confidence_threshold,
-                **end,
-            )
-        room = min(max_new_tokens, self.model.config.max_position_embeddings - len(prompt))
-        config = GenerationConfig(max_new_tokens=room, **sampling, **end)
-
-        calls: list[Call] = []
-
-        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            cache = kwargs.get("past_key_values")
-            calls.append((int(cache.get_seq_length()) if cache is not None else 0, kwargs["input_ids"][0]))
-
-        input_ids = torch.tensor([list(prompt)], device=self.model.device)  # [1, T]
-        # A hook leaves the signature of `forward` alone. Behind a wrapper `generate` stops passing position ids.
-        hook = self.model.register_forward_pre_hook(record, with_kwargs=True)
-        try:
-            with torch.random.fork_rng(enabled=not params.greedy):
-                if not params.greedy:
-                    torch.manual_seed(seed)
-                output = self.model.generate(
-                    input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    generation_config=config,
-                    assistant_model=self.assistant,
-                )
-        finally:
-            hook.remove()
-        tokens = output[0, len(prompt) :].tolist()
-        end_at = next((i for i, token in enumerate(tokens) if token in self.eos_ids), None)
-        tokens = tokens if end_at is None else tokens[: end_at + 1]
-        return Generation(tokens, trace_of(calls, len(prompt), tokens), end_at is not None)
-
-
-def trace_of(calls: Sequence[Call], prompt_length: int, tokens: Sequence[int]) -> DecodeTrace:
-    """Derive the counts of one generation from what its target calls read.
-
-    Before the first call the prompt is known; before a later one, one token more than is cached. What was read beyond
-    the known tokens was drafted; the growth of the known tokens until the next call was emitted. Assisted generation
-    drafts before its first target call, so the prefill is a round like any other.
-
-    The common beginning of a draft and of what was emitted was accepted: a rejected token is never drawn again in its
-    own place, because the residual distribution gives it no mass.
-    """
-    known = [0, *(num_cached + 1 - prompt_length for num_cached, _ in calls[1:]), len(tokens)]
-    steps = []
-    for i, (num_cached, read) in enumerate(calls):
-        drafted, emitted = read[prompt_length + known[i] - num_cached :].tolist(), tokens[known[i] : known[i + 1]]
-        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, emitted, strict=False))
-        steps.append(DecodeStep(len(drafted), sum(1 for _ in equal), len(emitted), len(drafted)))
-    return DecodeTrace(steps, prefill_calls=0)
-
-
-def load_hf_model(path: str, dtype: str, device: str, trust_remote_code: bool = False) -> Any:
-    """Load a transformers model without generation defaults of its own, which `generate` would apply unasked."""
-    from transformers import GenerationConfig
-
-    # Assisted generation warns about the arguments that it passes to itself.
-    logging.getLogger("transformers.generation.utils").setLevel(logging.ERROR)
-    wanted = "auto" if dtype == "auto" else DTYPES[dtype]
-    model = load_transformers(model_directory(path), wanted, trust_remote_code)
-    model.generation_config = GenerationConfig()
-    return model.to(device).eval()
 
 
 def make_runners(
@@ -254,21 +120,30 @@ def load_run(
     config: Any,
     named: Sequence[LabeledMethod],
     prompts: Sequence[BenchPrompt],
-    max_new_tokens: int,
-    params: SamplingParams,
+    modes: Sequence[SamplingParams],
+    later_turns: bool = False,
 ) -> Models:
     """Load the target of a command's options and the models of its methods, with room for these prompts and answers.
 
-    config: with the options `Running`, `DraftSettings` and `AnswerLength`, and a target.
+    config: with the options `Running`, `DraftSettings` and `AnswerLength`, and a target. later_turns: the prompts' are
+    asked too, and prompts that do not fit into the context are left out.
 
     Raises:
-        InputError: as `load_models`; no such device; a prompt that leaves no room in the context.
+        InputError: as `load_models`; no such device; no prompt that leaves room in the context, or one that does not.
     """
     check_methods(named, config.paths)
     torch.set_num_threads(config.num_threads)
     target = load_lm(config.target, **config.loading)
-    longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)
-    models = load_models(named, config.paths, longest, params, target, config.draft_precision, **config.loading)
+    lengths = prompts, config.max_new_tokens, target.info.max_position
+    longest = (
+        longest_conversation(load_chat_tokenizer(config.target), *lengths)
+        if later_turns
+        else longest_sequence(*lengths)
+    )
+    models = load_models(named, config.paths, longest, modes[0], target, config.draft_precision, **config.loading)
+    if models.acceptance is not None:
+        for params in modes[1:]:
+            warn_about_sampling(config.paths["acceptance"], params)
     return replace(models, ends=()) if config.ignore_eos else models
 
 

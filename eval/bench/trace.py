@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate
 from draftsmith.eval.bench.measuring import prompt_seed
 from draftsmith.eval.bench.results import BASELINE, Row
-from draftsmith.eval.bench.runner import EngineRunner, HFAssisted, HFGenerate, make_runners
+from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.eval.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import DraftView, PredictorStop, SlotConfidenceStop, StopPolicy

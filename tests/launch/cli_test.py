@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from draftsmith.eval.bench.runner import BASELINES
+from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.launch import cli
 from draftsmith.launch.arguments import field_meanings, parse

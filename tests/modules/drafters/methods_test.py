@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.data.engines.own import select_method
-from draftsmith.eval.bench.runner import BASELINES
+from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.methods import (
     CostMethod,
