@@ -38,6 +38,24 @@ def markdown(table: Table) -> str:
     return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
 
 
+def merged(table: Table) -> Table:
+    """Return the table as the console prints it: a column that is `below` shares the cell of the one before."""
+    stacks: list[list[Column]] = []
+    for column in table.columns:
+        if column.below:
+            stacks[-1].append(column)
+        else:
+            stacks.append([column])
+    columns, rows = list[Column](), [dict[str, Any]() for _ in table.rows]
+    for first, *below in stacks:
+        titles = [first.title, *(column.title.removeprefix(f"{first.title}: ") for column in below)]
+        columns.append(Column(first.key, ", ".join(filter(None, titles)), first.format and ">", first.group))
+        for cells, row in zip(rows, table.rows, strict=True):
+            texts = (format_value(row.get(column.key), column.format) for column in (first, *below))
+            cells[first.key] = " ".join(filter(None, texts))
+    return dataclasses.replace(table, columns=columns, rows=rows)
+
+
 def text_cells(table: Table) -> list[list[str]]:
     """Return every row as text, in the order of the columns."""
     return [[format_value(row.get(column.key), column.format) for column in table.columns] for row in table.rows]
