@@ -25,7 +25,6 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import EngineRunner, Runner
-from draftsmith.eval.bench.trace import traced
 from draftsmith.eval.clock import Clock, Stopwatch, clock_of, interleaved, medians
 from draftsmith.eval.meta import hardware
 from draftsmith.launch.cli import main_of
@@ -48,7 +47,7 @@ from draftsmith.modules.types import InputError, SamplingParams, check_range
 HEADINGS = ("what", "models", "value", "aim")
 K = 5
 TREE = DynamicTree(nodes=60, depth=6, topk=10)
-GREEDY, SAMPLING = SamplingParams(0.0), SamplingParams(1.0)
+GREEDY = SamplingParams()
 RANDOM_PROMPT = 64  # tokens
 TREE_ROUNDS = 16
 
@@ -88,7 +87,7 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class Number:
-    """A measured number in `unit` (x, %, us or nothing) with its aim."""
+    """A measured number in `unit` (x, % or nothing) with its aim."""
 
     what: str
     models: str
@@ -98,8 +97,8 @@ class Number:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        digits = {"x": 2, "%": 1, "us": 0}.get(self.unit, 3)
-        return self.what, self.models, f"{self.value:.{digits}f}{' ' if self.unit == 'us' else ''}{self.unit}", self.aim
+        digits = {"x": 2, "%": 1}.get(self.unit, 3)
+        return self.what, self.models, f"{self.value:.{digits}f}{self.unit}", self.aim
 
 
 def paired_ratio(slower: list[float], faster: list[float]) -> float:
@@ -124,19 +123,17 @@ def timed_stack(stack: Any, forwards: Stopwatch) -> Any:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its draft model in both layouts of their weights and in transformers, with prompts.
+    """A target and its draft model in our engine and in transformers, with prompts.
 
-    load(packed) returns them in our engine, load_hf() in transformers. weight_bytes: read by a forward of the target,
-    if they exceed the caches.
+    load() returns them in our engine, load_hf() in transformers.
     """
 
     name: str
-    load: Callable[[bool], tuple[Any, Any]]
+    load: Callable[[], tuple[Any, Any]]
     load_hf: Callable[[], tuple[Any, Any]]
     prompts: list[list[int]]
     new_tokens: int
     clock: Clock
-    weight_bytes: int | None = None
 
     @classmethod
     def random(cls, shape: str, dtype: str, device: str, new_tokens: int, clock: Clock) -> Pair:
@@ -146,9 +143,9 @@ class Pair:
         prompt = torch.randint(target.config.vocab_size, (RANDOM_PROMPT,)).tolist()
         return cls(
             f"{shape} {dtype}",
-            lambda packed: (target.lean(packed), draft.lean(packed)),
+            lambda: (target.lean(True), draft.lean(True)),
             lambda: (target.transformers(), draft.transformers()),
-            [prompt], new_tokens, clock, target.forward_bytes,
+            [prompt], new_tokens, clock,
         )  # fmt: skip
 
     @classmethod
@@ -157,8 +154,8 @@ class Pair:
         paths = ("embedded:target", "embedded:draft")
         prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", paths[0], "test", None, 4)]
 
-        def load(packed: bool) -> tuple[Any, Any]:
-            return load_lm(paths[0], packed=packed), load_lm(paths[1], packed=packed)
+        def load() -> tuple[Any, Any]:
+            return load_lm(paths[0], packed=True), load_lm(paths[1], packed=True)
 
         def load_hf() -> tuple[Any, Any]:
             return load_hf_model(paths[0], "float32", "cpu"), load_hf_model(paths[1], "float32", "cpu")
@@ -167,7 +164,7 @@ class Pair:
 
     @cached_property
     def packed(self) -> tuple[LlamaLM, LlamaLM]:
-        return self.load(True)
+        return self.load()
 
     @property
     def capacity(self) -> int:
@@ -179,19 +176,19 @@ class Pair:
         target = self.packed[0]
         return target.session(1, self.capacity) if target.device.type == "cuda" else None
 
-    def chain(self, models: tuple[LlamaLM, LlamaLM], params: SamplingParams) -> EngineRunner:
+    def chain(self, models: tuple[LlamaLM, LlamaLM]) -> EngineRunner:
         drafter = ChainDrafter(DraftModelNet(models[1]), [FixedLengthStop(K)], self.capacity)
-        return EngineRunner(models[0], drafter, params, (), session=self.session)
+        return EngineRunner(models[0], drafter, GREEDY, (), session=self.session)
 
-    def timed_chain(self, params: SamplingParams, forwards: Stopwatch) -> EngineRunner:
+    def timed_chain(self, forwards: Stopwatch) -> EngineRunner:
         target, draft = (timed_copy(lm, forwards) for lm in self.packed)
-        return self.chain((target, draft), params)
+        return self.chain((target, draft))
 
     @cached_property
     def head(self) -> Any:
         return random_eagle_head(self.packed[0])
 
-    def tree(self, params: SamplingParams, forwards: Stopwatch | None = None) -> EngineRunner:
+    def tree(self, forwards: Stopwatch | None = None) -> EngineRunner:
         """forwards: times all forwards of the target and the head."""
         target = self.packed[0] if forwards is None else timed_copy(self.packed[0], forwards)
         net = self.head.net(target)
@@ -199,7 +196,7 @@ class Pair:
         if forwards is not None:
             assert isinstance(net.cache, OneRow)
             net.cache.stack = timed_stack(net.cache.stack, forwards)
-        return EngineRunner(target, drafter, params, (), session=self.session)
+        return EngineRunner(target, drafter, GREEDY, (), session=self.session)
 
     def answer(self, runner: Runner) -> Callable[[], None]:
         """Return a call that answers all prompts."""
@@ -286,14 +283,11 @@ class ForwardCosts:
 def end_to_end(pair: Pair, repeats: int) -> Iterator[Number]:
     """Compare tokens per second with transformers' `generate`: same weights, prompts and number of tokens."""
     hf_target, hf_draft = pair.load_hf()
-    plain = pair.load(False)
     runners: dict[str, Runner] = {
         "hf": HFRunner(hf_target, GREEDY, ()),
         "hf-assisted": HFRunner(hf_target, GREEDY, (), hf_draft, K),
         "ar": EngineRunner(pair.packed[0], None, GREEDY, ()),
-        "spec": pair.chain(pair.packed, GREEDY),
-        "ar, plain": EngineRunner(plain[0], None, GREEDY, ()),
-        "spec, plain": pair.chain(plain, GREEDY),
+        "spec": pair.chain(pair.packed),
     }
     with torch.inference_mode():
         seconds = interleaved({name: pair.answer(run) for name, run in runners.items()}, repeats, pair.clock)
@@ -301,9 +295,6 @@ def end_to_end(pair: Pair, repeats: int) -> Iterator[Number]:
     rows = [
         ("ar / transformers' generate", "hf", "ar", ">= 1.6"),
         (f"spec:k={K} / {assisted}", "hf-assisted", "spec", ">= 1.9" if "bfloat16" in pair.name else ">= 2.0"),
-        (f"the same without packed kernels / {assisted}", "hf-assisted", "spec, plain", ">= 1.1"),
-        ("ar with packed kernels / without", "ar, plain", "ar", ""),
-        ("spec with packed kernels / without", "spec, plain", "spec", ""),
         (f"{assisted} / its generate", "hf", "hf-assisted", ""),
     ]
     for what, slower, faster, aim in rows:
@@ -311,22 +302,19 @@ def end_to_end(pair: Pair, repeats: int) -> Iterator[Number]:
 
 
 def overheads(pair: Pair, repeats: int) -> Iterator[Number]:
-    """Measure the time of a round beyond its forwards."""
-    for mode, params, aim in (("T=0", GREEDY, "<= 6"), ("T=1", SAMPLING, "<= 12")):
-        shares: dict[str, list[float]] = {"chain": [], "tree": []}
-        for _ in range(repeats):
-            one_token = ForwardCosts(pair)("target", 1)
-            forwards = Stopwatch(pair.clock)
-            for name, runner in (("chain", pair.timed_chain(params, forwards)), ("tree", pair.tree(params, forwards))):
-                rounds = steady_rounds(pair, runner, forwards)
-                extra = sum(done.seconds - done.forward_s for done in rounds)
-                whole = len(rounds) * one_token if name == "chain" else sum(done.forward_s for done in rounds)
-                shares[name].append(100 * extra / whole)
-        chain, tree = (statistics.median(shares[name]) for name in ("chain", "tree"))
-        yield Number(f"a spec:k={K} round beyond its forwards, {mode}, of a target forward", pair.name, chain, "%", aim)
-        yield Number(
-            f"an eagle-tree round, 60 nodes, beyond its forwards, {mode}, of these", pair.name, tree, "%", "<= 5"
-        )
+    """Measure the time of a greedy round beyond its forwards."""
+    shares: dict[str, list[float]] = {"chain": [], "tree": []}
+    for _ in range(repeats):
+        one_token = ForwardCosts(pair)("target", 1)
+        forwards = Stopwatch(pair.clock)
+        for name, runner in (("chain", pair.timed_chain(forwards)), ("tree", pair.tree(forwards))):
+            rounds = steady_rounds(pair, runner, forwards)
+            extra = sum(done.seconds - done.forward_s for done in rounds)
+            whole = len(rounds) * one_token if name == "chain" else sum(done.forward_s for done in rounds)
+            shares[name].append(100 * extra / whole)
+    chain, tree = (statistics.median(shares[name]) for name in ("chain", "tree"))
+    yield Number(f"a spec:k={K} round beyond its forwards, of a target forward", pair.name, chain, "%", "<= 6")
+    yield Number("an eagle-tree round, 60 nodes, beyond its forwards, of these", pair.name, tree, "%", "<= 5")
 
 
 def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
@@ -334,7 +322,7 @@ def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
     shares: dict[str, list[float]] = {"chain": [], "tree": []}
     for _ in range(repeats):
         costs = ForwardCosts(pair)
-        for name, runner in (("chain", pair.chain(pair.packed, GREEDY)), ("tree", pair.tree(GREEDY))):
+        for name, runner in (("chain", pair.chain(pair.packed)), ("tree", pair.tree())):
             ideal = taken = 0.0
             for done in steady_rounds(pair, runner, Stopwatch(pair.clock)):
                 later = done.step.draft_calls - 1
@@ -354,90 +342,19 @@ def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
     for size in (K + 1, TREE.nodes + 1):
         yield Number(f"reading {size} tokens / reading one", pair.name, costs("target", size) / one, "x")
     yield Number("a draft step / reading one token", pair.name, costs("draft", 1) / one, "x")
-    if pair.weight_bytes is not None:
-        weights = torch.ones(pair.weight_bytes // 4, device=pair.packed[0].device)
-        passing = medians({"sum": weights.sum}, 7, pair.clock)["sum"]
-        yield Number("reading one token / summing as many bytes as it reads", pair.name, one / passing, "x")
-
-
-def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
-    """Measure the path of a GPU, which runs anywhere: recurring shapes, CUDA graphs, one transfer per round."""
-    (target, draft), prompt = pair.packed, pair.prompts[0]
-    session = target.session(1, pair.capacity, static=True)
-    drafter = ChainDrafter(DraftModelNet(draft), [FixedLengthStop(K)], pair.capacity, static=True)
-    ar, spec = (EngineRunner(target, one, GREEDY, (), session=session) for one in (None, drafter))
-    calls = {
-        "ar": lambda: ar([prompt], pair.new_tokens, [0]),
-        "spec": lambda: spec([prompt], pair.new_tokens, [0]),
-        "prompt": lambda: spec([prompt], 1, [0]),
-    }
-    seconds = interleaved(calls, repeats, pair.clock)
-    steps = spec([prompt], pair.new_tokens, [0])[0].trace.steps
-    accepted = sum(step.num_accepted for step in steps) / sum(step.num_drafted for step in steps)
-    what = f"fixed shapes, one sequence: spec:k={K} / ar, {accepted:.2f} of the drafted tokens accepted"
-    yield Number(what, pair.name, paired_ratio(seconds["ar"], seconds["spec"]), "x")
-
-    start = len(prompt) + pair.new_tokens // 2
-    sessions = [lm.session(1, pair.capacity, static=True) for lm in (target, draft)]
-
-    def forward(session: Session, size: int) -> float:
-        def read() -> None:
-            session.extend([[1] * size], logits_to_keep=size)
-            session.keep([start])
-
-        if not session.lengths[0]:
-            session.extend([[1] * start])
-        return medians({"forward": read}, 9, pair.clock)["forward"]
-
-    verify = {size: forward(sessions[0], size) for size in {step.num_drafted + 1 for step in steps}}
-    first, later = forward(sessions[1], 2), forward(sessions[1], 1)
-    ideal = sum(verify[step.num_drafted + 1] for step in steps)
-    ideal += sum(first + (step.num_drafted - 1) * later for step in steps if step.num_drafted)
-    achieved = [whole - prefill for whole, prefill in zip(seconds["spec"], seconds["prompt"], strict=True)]
-    what = f"fixed shapes: achieved / ideal tokens per second, spec:k={K}"
-    yield Number(what, pair.name, ideal / statistics.median(achieved), "", ">= 0.9 on a GPU")
-
-
-def dispatch_time(repeats: int, device: str, clock: Clock) -> Iterator[Number]:
-    """Measure the host time of a layer so small that it computes next to nothing: the cost of a framework."""
-    weights, _ = random_pair("tiny", torch.float32, device)
-    lm, hf = weights.lean(False), weights.transformers()
-    calls = 40
-    session = lm.session(1, 256)
-    session.extend([[1] * 64])
-    prompt = torch.ones(1, 64, dtype=torch.int64, device=device)
-    with torch.inference_mode():
-        cache = hf(prompt, use_cache=True).past_key_values
-
-    def ours() -> None:
-        for _ in range(calls):
-            session.extend([[1]])
-            session.keep([64])
-
-    @torch.inference_mode()
-    def theirs() -> None:
-        for _ in range(calls):
-            hf(prompt[:, :1], past_key_values=cache, use_cache=True)
-            cache.crop(-1)
-
-    seconds = interleaved({"ours": ours, "theirs": theirs}, max(repeats, 5), clock)
-    layers = weights.config.num_layers
-    each = {name: 1e6 * statistics.median(taken) / calls / layers for name, taken in seconds.items()}
-    yield Number("host time of a layer (hidden size 32, n=1)", "random", each["ours"], "us", "<= 75")
-    yield Number("the same in transformers", "random", each["theirs"], "us")
 
 
 def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
     """Compare the time of a round beyond its forwards after a long prompt with that after a short one."""
     length = min(tokens, pair.packed[0].info.max_position - pair.new_tokens - 1)
     prompt = (pair.prompts[0] * (length // len(pair.prompts[0]) + 1))[:length]
-    longer = replace(pair, prompts=[prompt], load=lambda packed: pair.packed)
+    longer = replace(pair, prompts=[prompt], load=lambda: pair.packed)
     for label in (f"spec:k={K}", "eagle-tree, 60 nodes"):
         extra: dict[int, list[float]] = {len(pair.prompts[0]): [], length: []}
         for _ in range(repeats):
             for own in (pair, longer):
                 forwards = Stopwatch(pair.clock)
-                runner = own.tree(GREEDY, forwards) if "eagle-tree" in label else own.timed_chain(GREEDY, forwards)
+                runner = own.tree(forwards) if "eagle-tree" in label else own.timed_chain(forwards)
                 rounds = steady_rounds(own, runner, forwards)
                 extra[len(own.prompts[0])].append(statistics.median(done.seconds - done.forward_s for done in rounds))
         short_s, long_s = (statistics.median(values) for values in extra.values())
@@ -445,31 +362,16 @@ def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
         yield Number(what, pair.name, long_s / short_s, "x", "1")
 
 
-def trace_cost(pair: Pair, repeats: int) -> Iterator[Number]:
-    """Measure decoding with its rounds recorded; their lines are written off the clock, after the response."""
-    session = pair.session or pair.packed[0].session(1, pair.capacity)
-    plain = replace(pair.chain(pair.packed, SAMPLING), session=session)
-
-    def with_trace() -> None:
-        for seed, prompt in enumerate(pair.prompts):
-            traced(plain, prompt, pair.new_tokens, seed)
-
-    seconds = interleaved({"plain": pair.answer(plain), "traced": with_trace}, 3 * repeats, pair.clock)
-    cost = 100 * (paired_ratio(seconds["traced"], seconds["plain"]) - 1)
-    yield Number(f"spec:k={K} with its rounds recorded, T=1, time added", pair.name, cost, "%", "<= 2")
-
-
 def measure_all(config: LatencyConfig) -> Iterator[Number]:
     clock = clock_of(config.device, 1)
     on_cpu = torch.device(config.device).type == "cpu"
-    yield from dispatch_time(config.repeats, config.device, clock)
     if config.embedded and on_cpu:
         pair = Pair.embedded(config.new_tokens, clock)
-        for part in (end_to_end, overheads, ideals, trace_cost):
+        for part in (end_to_end, overheads, ideals):
             yield from part(pair, config.repeats)
     for dtype in config.dtypes.split(","):
         pair = Pair.random(config.shape, dtype, config.device, config.new_tokens, clock)
-        for part in (fixed_shapes, ideals, *((trace_cost, end_to_end, overheads) if on_cpu else ())):
+        for part in (ideals, *((end_to_end, overheads) if on_cpu else ())):
             yield from part(pair, config.repeats)
         if on_cpu and config.long_context and dtype == "float32":  # reading it takes long
             yield from long_context(pair, config.long_context, min(config.repeats, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,9 @@ FASTCHAT = "question.jsonl"  # its name in the folder of each task
 TEMPLATE_TOKENS = 16  # estimate of what a template puts around a turn
 
 
+Keep = Callable[[str, str], bool]  # whether rows of a task and split are wanted
+
+
 @dataclass(frozen=True)
 class BenchPrompt:
     """Prompt as the target reads it, with its chat template.
@@ -54,18 +56,6 @@ class BenchPrompt:
     template_inputs: TemplateInputs = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class PromptRow:
-    """Row of a source before it is selected.
-
-    prompt: applies the chat template.
-    """
-
-    task: str
-    split: str
-    prompt: Callable[[], BenchPrompt]
-
-
 def read_prompts(
     source: str,
     target: str,
@@ -83,8 +73,7 @@ def read_prompts(
     Raises:
         InputError: no such source, rows of an unknown shape, an artifact of another tokenizer, or no row left.
     """
-    rows = kept_rows(source, target, split, keep_tasks, turns)
-    return [row.prompt() for row in itertools.islice(rows, limit or None)]
+    return read_questions([("", source)], target, split, keep_tasks, limit, turns)[0]
 
 
 def read_questions(
@@ -100,54 +89,56 @@ def read_questions(
     number = itertools.count()
     questions: list[list[BenchPrompt]] = []
     for name, source in sources:
-        rows = itertools.islice(kept_rows(source, target, split, keep_tasks, turns), limit or None)
+        kept = itertools.islice(kept_prompts(source, target, split, keep_tasks, turns), limit or None)
         questions.append(
-            [dataclasses.replace(row.prompt(), task=name or row.task, number=next(number)) for row in rows]
+            [dataclasses.replace(prompt, task=name or prompt.task, number=next(number)) for prompt in kept]
         )
     return questions
 
 
-def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns) -> Iterator[PromptRow]:
-    """Yield the rows of a split and of some tasks, at least one, as `read_prompts` does."""
+def kept_prompts(
+    source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns
+) -> Iterator[BenchPrompt]:
+    """Yield the prompts of a split and of some tasks, at least one, as `read_prompts` does."""
     split = named_split(split)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
+
+    def keep(task: str, row_split: str) -> bool:
+        return (not split or row_split == split) and (wanted is None or task in wanted)
+
     # A directory that `data prompts` wrote or began, or a file or data set of chats.
     path = Path(resolve_model(source))
     if (path / MANIFEST).exists() or (path / STARTED).exists():
-        rows = artifact_rows(path, target, turns)
+        prompts = artifact_prompts(path, target, turns, keep)
     else:
-        rows = chat_rows(source, target, split, turns)
+        prompts = chat_prompts(source, target, split, turns, keep)
     empty = True
-    for row in rows:
-        if (not split or row.split == split) and (wanted is None or row.task in wanted):
-            empty = False
-            yield row
+    for prompt in prompts:
+        empty = False
+        yield prompt
     if empty:
         found = f"no row of split {split or 'any'} and tasks {keep_tasks or 'any'} in {source}"
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
         raise InputError("prompts", found, "at least one", remedy)
 
 
-def artifact_rows(directory: Path, target: str, turns: Turns) -> Iterator[PromptRow]:
-    """Yield rows of a prompts artifact of the target's tokenizer; later turns need its chat template as well."""
+def artifact_prompts(directory: Path, target: str, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
+    """Yield prompts of an artifact of the target's tokenizer; later turns need its chat template as well."""
     manifest = open_artifact(directory, "prompts", text_identity(target))
     if turns == "all" and manifest.counts.get("later_turns"):
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
         if ours != theirs:
             found = f"{directory} made with chat template {theirs}"
             raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
-
-    def prompt(row: Mapping[str, Any], task: str) -> BenchPrompt:
-        later = user_texts(json.loads(row["later"])) if turns == "all" else ()
-        first = tuple(json.loads(row["messages"])) if later else ()
-        inputs = json.loads(row.get("template_inputs") or "{}")
-        return BenchPrompt(str(row["id"]), list(row["prompt_ids"]), task, first, later, template_inputs=inputs)
-
-    for entry in manifest.files:
-        if entry.name.endswith(".parquet"):
-            for row in pq.read_table(directory / entry.name).to_pylist():
-                task = row.get("task") or ""
-                yield PromptRow(task, row.get("split") or "", functools.partial(prompt, row, task))
+    for entry in (entry for entry in manifest.files if entry.name.endswith(".parquet")):
+        for row in pq.read_table(directory / entry.name).to_pylist():
+            task = row.get("task") or ""
+            if keep(task, row.get("split") or ""):
+                later = user_texts(json.loads(row["later"])) if turns == "all" else ()
+                first = tuple(json.loads(row["messages"])) if later else ()
+                inputs = json.loads(row.get("template_inputs") or "{}")
+                ids = list(row["prompt_ids"])
+                yield BenchPrompt(str(row["id"]), ids, task, first, later, template_inputs=inputs)
 
 
 def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:
@@ -156,30 +147,23 @@ def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:
     return tuple(messages[0]["content"] for messages in only_user)
 
 
-def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iterator[PromptRow]:
-    """Yield rows of a file or data set of chats; a prompt has messages where more turns may follow them."""
+def chat_prompts(source: str, target: str, split: str | None, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
+    """Yield prompts of a file or data set of chats; a prompt has messages where more turns may follow them."""
     opened, tokenizer = open_source(source, split), load_chat_tokenizer(target)
     # The bench reports prompts that are too long by their ids.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-
-    def prompt(raw: Mapping[str, Any], name: str, task: str, where: str) -> BenchPrompt:
-        with row_errors(where):
+    for number in range(len(opened)):
+        with row_errors(opened.where(number)):
+            raw = opened.row(number)
+            row_id, task, row_split = (row_label(raw, {}, name) for name in ("id", "task", "split"))
+            # Only the rows that are kept apply the template, which takes most of the time.
+            if not keep(task, (split or "") if opened.split_taken else row_split):
+                continue
             asked = open_turns(chat := read_chat(raw, {}), turns)
             ids = list(prompt_ids(tokenizer, asked.opening, chat.inputs))
         later = user_texts(asked.later)
         messages = tuple(asked.opening) if later else ()
-        return BenchPrompt(name, ids, task, messages, later, template_inputs=chat.inputs)
-
-    # Only the rows that are kept apply the template, which takes most of the time.
-    for number in range(len(opened)):
-        where = opened.where(number)
-        with row_errors(where):
-            raw = opened.row(number)
-            row_id, task, row_split = (row_label(raw, {}, name) for name in ("id", "task", "split"))
-        if opened.split_taken:
-            row_split = split or ""
-        make = functools.partial(prompt, raw, row_id or str(number), task, where)
-        yield PromptRow(task, row_split, make)
+        yield BenchPrompt(row_id or str(number), ids, task, messages, later, template_inputs=chat.inputs)
 
 
 @contextmanager

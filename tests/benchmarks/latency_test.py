@@ -84,7 +84,6 @@ def test_the_benchmark_measures_every_number_it_names(tmp_path, capsys):
     assert all(math.isfinite(row["value"]) for row in found["rows"])
     assert 0 < rows["achieved / ideal tokens per second, spec:k=5"] < 2
     # Next to nothing is computed here, so most of a round is not forwards.
-    assert rows["a spec:k=5 round beyond its forwards, T=0, of a target forward"] > 1
-    assert rows["host time of a layer (hidden size 32, n=1)"] < rows["the same in transformers"]
+    assert rows["a spec:k=5 round beyond its forwards, of a target forward"] > 1
     assert found["meta"]["settings"]["shape"] == "tiny" and found["meta"]["hardware"]["torch_threads"] == 1
     assert (tmp_path / "latency.md").read_text().count("\n") == len(found["rows"]) + 2
