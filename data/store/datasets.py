@@ -6,6 +6,7 @@ A sample depends on (seed, epoch, row) only: not on the order of reading, nor on
 from __future__ import annotations
 
 import copy
+import glob
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,7 +263,7 @@ def as_dataset(directory: str | Path) -> Any:
 
     directory = Path(directory)
     manifest = open_artifact(directory, tuple(COLUMNS))
-    tables = [str(directory / entry.name) for entry in manifest.files if entry.name.endswith(".parquet")]
+    tables = [glob.escape(str(directory / entry.name)) for entry in manifest.files if entry.name.endswith(".parquet")]
     datasets.disable_progress_bars()
     # The content's hash names the copy in the cache of `datasets`.
     rows = datasets.load_dataset("parquet", manifest.digest, data_files=tables, split="train").with_format("torch")

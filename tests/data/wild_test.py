@@ -150,6 +150,18 @@ def test_values_stay_as_they_are_written(tmp_path):
     assert [json.dumps(source.row(index)) for index in source.numbers()] == [json.dumps(row) for row in rows]
 
 
+@pytest.mark.parametrize("name", ["a[1].jsonl", "s*r.jsonl", "a**.jsonl", "__a/.b c#.jsonl", "a[1].parquet"])
+def test_a_path_is_no_pattern(tmp_path, name):
+    for other, prompt in ((name, "mine"), ("sxr.jsonl", "other"), ("a1.jsonl", "other")):
+        (path := tmp_path / other).parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"prompt": prompt}))
+        if path.suffix == ".parquet":
+            pq.write_table(pa.table({"prompt": [prompt]}), path)
+    for streaming in (False, True):
+        source = open_source(str(tmp_path / name), streaming=streaming)
+        assert [source.row(i) for i in source.numbers()] == [{"prompt": "mine"}]
+
+
 def test_a_file_that_changed_within_its_time_is_read_again(tmp_path):
     (path := tmp_path / "x.jsonl").write_bytes(b'{"prompt": "a"}')
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns
