@@ -18,7 +18,7 @@ from draftsmith.train.data import MicroBatch, SampleKey, Samples
 def fake_trainer(dataset: Any, step: int = 0) -> Any:
     """What a `LitHead` asks of Lightning's trainer: its samples, which are all of a data set, and how far it is."""
     samples = Samples(dataset, range(len(dataset)))
-    return SimpleNamespace(datamodule=SimpleNamespace(train=samples, val=samples), global_step=step, world_size=1)
+    return SimpleNamespace(datamodule=SimpleNamespace(train=samples, val=samples), global_step=step)
 
 
 def micro_batch(data: Any, tokens: float, indices: Any = None, epoch: int = 0) -> MicroBatch:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.metrics import say_on_rank_zero
+from draftsmith.train.metrics import num_ranks, rank, say_on_rank_zero
 from draftsmith.train.strategies import device_kind
 
 # Samples of so many steps are sorted by length together: enough to save padding, few enough to stay random.
@@ -150,14 +150,14 @@ def _shuffled(count: int, rng: random.Random) -> np.ndarray:
 
 
 def rank_keys(
-    order: Order, start: int, stop: int, rank: int, num_ranks: int, accumulate: int
+    order: Order, start: int, stop: int, own_rank: int, ranks: int, accumulate: int
 ) -> Iterator[tuple[SampleKey, ...]]:
     """Yield the samples of each micro-batch of this rank, from step `start` to before `stop`."""
     for step in range(start, stop):
         epoch, batch = order.step(step)
         for part in range(accumulate):
             # Strided, so that samples of similar length spread evenly over ranks and micro-batches.
-            own = batch[part * num_ranks + rank :: num_ranks * accumulate]
+            own = batch[part * ranks + own_rank :: ranks * accumulate]
             yield tuple(SampleKey(epoch, i) for i in own) or (SampleKey(epoch, batch[0], filler=True),)
 
 
@@ -233,23 +233,24 @@ class ListedRows:
 class WholeSteps:
     """Steps of a training, each a list of this rank's micro-batches: one batch of Lightning's is one step."""
 
-    def __init__(self, data: HeadDataModule, trainer: pl.Trainer):
-        self._data, self._trainer, self._start = data, trainer, 0
+    def __init__(self, data: HeadDataModule):
+        self._data, self._start = data, 0
 
     def __len__(self) -> int:
         """Return all steps, also those before a resumed one, as Lightning counts."""
         return self._data.total_steps
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        data, trainer, accumulate = self._data, self._trainer, self._data.config.accumulate
-        place = (trainer.global_rank, trainer.world_size)
-        parts = iter(data.batches(data.train, rank_keys(data.order, self._start, len(self), *place, accumulate)))
+        data, accumulate = self._data, self._data.config.accumulate
+        keys = rank_keys(data.order, self._start, len(self), rank(), num_ranks(), accumulate)
+        parts = iter(data.batches(data.train, keys))
         while step := list(itertools.islice(parts, accumulate)):
             yield step
 
     def state_dict(self) -> dict[str, int]:
         """Return the state that Lightning stores. Checkpoints are taken between steps only."""
-        return {"step": self._trainer.global_step}
+        assert self._data.trainer is not None
+        return {"step": self._data.trainer.global_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._start = state["step"]
@@ -356,8 +357,7 @@ class HeadDataModule(pl.LightningDataModule):
         self.total_steps = config.num_steps(self.order.steps_per_epoch)
 
     def train_dataloader(self) -> WholeSteps:
-        assert self.trainer is not None
-        return WholeSteps(self, self.trainer)
+        return WholeSteps(self)
 
     def val_dataloader(self) -> DataLoader:
         """Return this rank's share of the validation samples as they are in epoch 0, each once over all ranks.
@@ -365,10 +365,8 @@ class HeadDataModule(pl.LightningDataModule):
         The longest come first, so that running out of memory shows at once. A rank without a sample has a filler: of a
         loader without batches Lightning would skip the validation, on that rank alone.
         """
-        assert self.trainer is not None
-        rank, num_ranks = self.trainer.global_rank, self.trainer.world_size
-        lengths, shares = self.val.lengths, self.config.accumulate * num_ranks
-        order = np.argsort(-lengths, kind="stable")[rank::num_ranks].tolist()
+        lengths, shares = self.val.lengths, self.config.accumulate * num_ranks()
+        order = np.argsort(-lengths, kind="stable")[rank() :: num_ranks()].tolist()
         keys: list[tuple[SampleKey, ...]] = []
         while order:
             by_tokens = self.config.tokens_per_batch // (shares * int(lengths[order[0]]))

@@ -35,7 +35,7 @@ from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_con
 from draftsmith.train.data import HeadDataModule, MicroBatch
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.features import FeatureSource, feature_std
-from draftsmith.train.metrics import BadSteps, Means, sum_over_ranks
+from draftsmith.train.metrics import BadSteps, Means, num_ranks, rank, sum_over_ranks
 from draftsmith.train.optimizers import lr_share, make_optimizer
 from draftsmith.train.strategies import resolve_precision
 from draftsmith.train.tracking import Telemetry, features_flops, log_metrics
@@ -153,7 +153,7 @@ class LitHead(pl.LightningModule):
     def training_step(self, parts: list[MicroBatch], batch_idx: int) -> None:
         """Take one optimizer step on the mean loss over all of its tokens, on all ranks and in all micro-batches."""
         self.telemetry.begin(parts, self.flops)
-        optimizer, ranks, done = cast(Any, self.optimizers()), self.trainer.world_size, self.trainer.global_step
+        optimizer, ranks, done = cast(Any, self.optimizers()), num_ranks(), self.trainer.global_step
         tokens = self.agree(float(sum(part.tokens for part in parts)))
         config = self.config
         share = lr_share(done, self.total_steps, config.schedule, config.warmup_share, config.min_lr_share)
@@ -199,9 +199,9 @@ class LitHead(pl.LightningModule):
         limit, self.signal_agreed = self.state.time_limit, self.signal_received
         if limit is not None:
             self.total_steps, self.validates_next = limit.total_steps(self.trainer.global_step), limit.wants_trial()
-        if self.trainer.world_size > 1:
+        if num_ranks() > 1:
             # The clock of rank 0 counts.
-            planned = (self.total_steps, self.validates_next) if self.trainer.is_global_zero else (0, 0)
+            planned = (self.total_steps, self.validates_next) if rank() == 0 else (0, 0)
             flags = [tokens, *planned, *(self.signal_received == number for number in SIGNALS)]
             counts = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device))
             tokens, total, validates, *received = counts.tolist()

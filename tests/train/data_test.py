@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.types import FeatureBatch, InputError
+from draftsmith.train import data
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples, held_out, rank_keys
 
@@ -86,7 +86,7 @@ def test_steps_by_tokens_are_of_equal_size_give_or_take_a_sample():
 
 def test_a_filler_counts_nothing():
     order = Order([5], 0, 4)
-    (keys,) = rank_keys(order, 0, 1, rank=1, num_ranks=2, accumulate=1)
+    (keys,) = rank_keys(order, 0, 1, own_rank=1, ranks=2, accumulate=1)
     assert len(keys) == 1 and keys[0].filler
     samples = Samples(Numbers(), [7])
     samples.collate, samples.count = collate, count
@@ -109,7 +109,7 @@ def count(batch: FeatureBatch) -> int:
 class FakeTrainer:
     """What the data module asks of Lightning's trainer."""
 
-    global_rank, world_size, global_step = 0, 1, 0
+    global_step = 0
 
 
 def parts_from(start: int, num_workers: int = 0) -> list[MicroBatch]:
@@ -138,12 +138,13 @@ def test_reader_processes_change_nothing():
 
 
 @pytest.mark.parametrize("budget", BUDGETS[:2], ids=str)
-def test_validation_sees_each_sample_once_over_the_ranks(budget):
+def test_validation_sees_each_sample_once_over_the_ranks(budget, monkeypatch):
     samples = Samples(Numbers(), range(103))
     module = HeadDataModule(samples, samples, config(**budget), collate, count)
+    monkeypatch.setattr(data, "num_ranks", lambda: 3)
     seen = []
     for rank in range(3):
-        module.trainer = SimpleNamespace(global_rank=rank, world_size=3)
+        monkeypatch.setattr(data, "rank", lambda rank=rank: rank)
         seen += [key.index for part in module.val_dataloader() for key in part.keys]
     assert sorted(seen) == list(range(103))
 

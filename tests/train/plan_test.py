@@ -8,6 +8,7 @@ import json
 import shutil
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import tiny_llama_dir
@@ -46,22 +47,13 @@ def test_an_eagle_plan_counts_what_the_training_does(artifacts, tmp_path, change
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths)
-    module.trainer = data.trainer = Trainer(data)
+    module.trainer = data.trainer = SimpleNamespace(datamodule=data, global_step=0)
     parts = list(chain.from_iterable(data.train_dataloader()))[: plan.steps_per_epoch]
     if len(parts) == plan.steps_per_epoch:  # FLOPs of real batches, whose share of answers varies a little
         epoch = sum(module.flops(part) for part in parts)
         assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=0.03)
     tokens = [part.data.input_ids.numel() for part in parts]
     assert plan.part_tokens >= max(tokens)
-
-
-class Trainer:
-    """Stand-in for Lightning's trainer before a training."""
-
-    global_rank, world_size, global_step = 0, 1, 0
-
-    def __init__(self, datamodule):
-        self.datamodule = datamodule
 
 
 @pytest.mark.parametrize(("family", "extra"), [("llama", {"tie_word_embeddings": True}), ("qwen3", {})])
@@ -100,19 +92,9 @@ def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(art
 
 def test_the_command_prints_a_table_that_fits_and_its_numbers(artifacts, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    words = ["--target", str(artifacts.target), "--data", str(artifacts.responses), "--plan-ranks", "4"]
-    words = [
-        "train",
-        "eagle",
-        "--plan",
-        "--output",
-        "none",
-        "--config",
-        "eagle-embedded",
-        "--strategy",
-        "deepspeed_stage_2",
-        *words,
-    ]
+    words = ["train", "eagle", "--plan", "--output", "none", "--config", "eagle-embedded", "--plan-ranks", "4"]
+    words += ["--strategy", "deepspeed_stage_2"]
+    words += ["--target", str(artifacts.target), "--data", str(artifacts.responses)]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the model

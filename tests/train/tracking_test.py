@@ -127,19 +127,15 @@ def test_an_offline_run_prints_the_upload_command(no_key, tmp_path):
     assert rows(tmp_path / "out" / "metrics.csv") == [{"step": "7", "train/loss": "0.5"}]
 
 
-def test_log_chooses_the_loggers(no_key, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "made"), [((), []), (("tensorboard",), ["TensorBoardLogger"]), (("csv", "wandb"), ["TrackedRun"])]
+)
+def test_loggers_are_those_asked_for_and_csv(no_key, tmp_path, monkeypatch, asked, made):
     monkeypatch.setenv("WANDB_MODE", "offline")
-
-    def names(*track: str) -> list[str]:
-        config = TrainConfig(data=tmp_path, output=tmp_path / "-".join(track or ("none",)), loggers=track)
-        loggers = make_loggers(config, "eagle", 0, lambda text: None)
-        for logger in loggers:
-            logger.finalize("success")
-        return [type(logger).__name__ for logger in loggers]
-
-    assert names() == names("csv") == ["CsvLogger"]
-    assert names("tensorboard") == ["CsvLogger", "TensorBoardLogger"]
-    assert names("csv", "wandb") == ["CsvLogger", "TrackedRun"]
+    loggers = make_loggers(TrainConfig(data=tmp_path, output=tmp_path, loggers=asked), "eagle", 0, print)
+    for logger in loggers:
+        logger.finalize("success")
+    assert [type(logger).__name__ for logger in loggers] == ["CsvLogger", *made]
 
 
 def test_tensorboard_hides_events_after_the_checkpoint(tmp_path):
@@ -260,8 +256,7 @@ class Tracked:
 
 
 def table(output: Path) -> list[dict[str, float]]:
-    with (output / "metrics.csv").open() as file:
-        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+    return [{name: float(text) for name, text in row.items() if text} for row in rows(output / "metrics.csv")]
 
 
 @pytest.fixture(scope="module")
