@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.store import feature_codec
+from draftsmith.data.store.datasets import collate_features
 from draftsmith.data.store.feature_codec import decoded
 from draftsmith.modules.attention import Documents
 from draftsmith.modules.finite import NonFinite, first_broken
@@ -95,15 +97,10 @@ def feature_std(samples: Samples, source: FeatureSource) -> float:
     count, first, second = 0, 0.0, 0.0
     keys = [(SampleKey(0, i),) for i in range(min(STD_SAMPLES, len(samples)))]
     for (key,) in keys if samples.stream is None else samples.stream.ahead(samples, keys):
-        item: Mapping[str, Tensor] = samples.item(key.index, 0)
-        features = decoded(item["features"], item.get("scale")) if "features" in item else None
-        if features is None:
-            ids = item["input_ids"][None].to(source.target.device)
-            features = source.target.features(ids, aux_layers=source.aux_layers)[0]  # [T, L*H]
-            place = first_broken(features)
-            if place is not None:
-                raise NonFinite("hidden states", "target", place).of([samples.name(key.index)])
-        features = features.double()
+        batch, computed = source.read(collate_features([samples.item(key.index, 0)]))
+        if computed is not None and (place := first_broken(computed[0])) is not None:
+            raise NonFinite("hidden states", "target", place).of([samples.name(key.index)])
+        features = cast(Tensor, batch.features).double()  # [1, T, L*H]
         count, first = count + features.numel(), first + float(features.sum())
         second += float(features.square().sum())
     return max(second / count - (first / count) ** 2, 0.0) ** 0.5

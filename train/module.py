@@ -25,6 +25,7 @@ from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.engine.cache import any_shape
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.losses import TokenLoss
+from draftsmith.modules.pretrained.files import CannotWrite
 from draftsmith.modules.pretrained.heads import starting_weights
 from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.provenance import file_sha256
@@ -35,10 +36,10 @@ from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_con
 from draftsmith.train.data import HeadDataModule, MicroBatch
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.features import FeatureSource, feature_std
-from draftsmith.train.metrics import BadSteps, Means, num_ranks, rank, sum_over_ranks
+from draftsmith.train.metrics import BadSteps, Means, num_ranks, rank, say_on_rank_zero, sum_over_ranks
 from draftsmith.train.optimizers import lr_share, make_optimizer
 from draftsmith.train.strategies import resolve_precision
-from draftsmith.train.tracking import Telemetry, features_flops, log_metrics
+from draftsmith.train.tracking import Telemetry, features_flops
 
 # Signals that stop training after the current step. If ranks received different ones, the first in this list wins.
 # SIGUSR1 is SLURM's warning before the time limit (callbacks.py).
@@ -191,7 +192,7 @@ class LitHead(pl.LightningModule):
         optimizer.zero_grad()
         self.telemetry.end()
         if self.logs(done + 1):
-            self.log_step(done + 1)
+            self.log_step()
 
     def agree(self, tokens: float) -> float:
         """Return the step's number of tokens over all ranks, 1 for none; agree on the training's planned length, and on
@@ -250,7 +251,7 @@ class LitHead(pl.LightningModule):
         """Check whether losses are logged after so many steps."""
         return step % self.config.log_every == 0 or step == self.total_steps
 
-    def log_step(self, step: int) -> None:
+    def log_step(self) -> None:
         """Log the losses and costs since the last call, for loggers and callbacks."""
         # Reading the losses back waits for the device, so the time that telemetry takes afterwards is right.
         metrics = {f"train/{name}": value for name, value in self.state.means.take().items()}
@@ -259,9 +260,17 @@ class LitHead(pl.LightningModule):
         metrics["grad_norm"] = self.grad_norm
         costs = self.telemetry.take(self.device) | self.costs()
         self.logged = metrics | {f"cost/{name}": value for name, value in costs.items()}
-        log_metrics(self.trainer, self.logged, step)
-        # For callbacks: our loggers have it.
-        self.log_dict(self.logged, logger=False)
+        self.log_all(self.logged)
+
+    def log_all(self, metrics: dict[str, float]) -> None:
+        """Log to every logger, and for callbacks. A full disk does not end the run."""
+        step = self.trainer.global_step
+        for logger in self.trainer.loggers:
+            try:
+                logger.log_metrics(metrics, step)
+            except (OSError, CannotWrite) as error:
+                say_on_rank_zero(f"warning: could not write the metrics of step {step} ({error})")
+        self.log_dict(metrics, logger=False)
 
     # -- validation
 
@@ -290,9 +299,7 @@ class LitHead(pl.LightningModule):
             metrics |= self.probe(self.head, self.device)
         self.state.latest = metrics
         self.state.curve.append((step, metrics))
-        named = {f"val/{name}": value for name, value in metrics.items()}
-        log_metrics(self.trainer, named, step)
-        self.log_dict(named, logger=False)
+        self.log_all({f"val/{name}": value for name, value in metrics.items()})
 
     def on_validation_end(self) -> None:
         self._whole.close()

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -29,13 +28,13 @@ from torch import Tensor
 from draftsmith.data.store.manifest import resolved
 from draftsmith.modules import flops
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.pretrained.files import CannotWrite, append, copy_file, make_directory, write_text
+from draftsmith.modules.pretrained.files import append, copy_file, make_directory, write_text
 from draftsmith.modules.pretrained.reading import metric_rows, read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig, has_wandb_key
 from draftsmith.train.data import MicroBatch
-from draftsmith.train.metrics import gather_rows, rank, say_on_rank_zero
+from draftsmith.train.metrics import gather_rows, rank
 from draftsmith.train.strategies import process_memory
 
 # Metrics whose best value is kept in a run's summary, beside the last value of every other.
@@ -254,15 +253,6 @@ def make_loggers(
         loggers.append(board)
     run = start_run(config, job, table, bool(resumed_step), log, about)
     return loggers + ([run] if run is not None else [])
-
-
-def log_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """Log to every logger, without the per-step bookkeeping of `self.log`. A full disk does not end the run."""
-    for logger in trainer.loggers:
-        try:
-            logger.log_metrics(metrics, step)
-        except (OSError, CannotWrite) as error:
-            say_on_rank_zero(f"warning: could not write the metrics of step {step} ({error})")
 
 
 # -- cost of training steps
