@@ -207,9 +207,9 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # On any machine with SLURM it asks for srun; our processes are started by `draftsmith launch`.
         warnings.filterwarnings("ignore", message="The `srun` command is available")
-        # Metrics are those of all ranks already.
-        harmless = "It is recommended to use `self.log|You have overridden `transfer_batch"
-        warnings.filterwarnings("ignore", message=harmless)
+        # Metrics are those of all ranks already; --num-workers is the user's choice.
+        for harmless in ("It is recommended to use `self.log", "You have overridden `tran", ".* not have many workers"):
+            warnings.filterwarnings("ignore", message=harmless)
         # torch's pytrees, and collectives that DeepSpeed calls by their old names.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
         yield

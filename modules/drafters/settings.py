@@ -54,7 +54,7 @@ class EagleSettings:
     unroll: int = 1
     unroll_after: float = 0.0
     unroll_decay: float = 1.0
-    loss: str | None = None  # in training the function itself (train/own_loss.py)
+    loss: str | None = None  # in training the function itself (train/module.py)
 
     def __post_init__(self) -> None:
         if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
@@ -128,7 +128,7 @@ class Eagle3Settings:
     token_mask: Mask = "input"
     normalizer: Normalizer = "sequence"
     unknown: Literal["drop", "keep"] = "drop"
-    loss: str | None = None  # in training the function itself (train/own_loss.py)
+    loss: str | None = None  # in training the function itself (train/module.py)
 
     def __post_init__(self) -> None:
         check_ranges(self, ttt_steps=1, ttt_steps_after=(0.0, 1.0, "[)"), ttt_step_decay=(0.0, 1.0, "(]"))
@@ -201,7 +201,7 @@ class DraftModelSettings:
     defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3}
 
     keep_layers: tuple[int, ...] = ()
-    loss: str = "forward"  # in training also a function (train/own_loss.py)
+    loss: str = "forward"  # in training also a function (train/module.py)
     train_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -285,7 +285,7 @@ class BlockSettings:
     confidence_weight: float = 1.0
     token_weights: Literal["decay", "reach"] = "decay"
     decay: float = 4.0
-    loss: str | None = None  # in training the function itself (train/own_loss.py)
+    loss: str | None = None  # in training the function itself (train/module.py)
 
     def __post_init__(self) -> None:
         check_ranges(self, block=1 + self.vary_block, anchors=1, markov_rank=0, loss_vocab=0, num_layers=1)

@@ -164,6 +164,15 @@ def test_in_another_trainer_what_does_not_fit_is_refused_in_a_line(target, rows,
         pl.Trainer(precision="bf16-mixed", **quiet).fit(module, datamodule=data)
 
 
+def test_lightnings_advice_is_not_shown(target, rows, tmp_path, monkeypatch, recwarn):
+    """As on a machine with many processors."""
+    from lightning.pytorch.trainer.connectors import data_connector
+
+    monkeypatch.setattr(data_connector, "suggested_max_num_workers", lambda devices: 8)
+    trained(module_of(target, tmp_path), rows)
+    assert not [str(warning.message) for warning in recwarn if "lightning" in str(warning.filename)]
+
+
 def test_a_run_needs_a_directory_and_samples(target, rows, tmp_path):
     with pytest.raises(InputError, match="expected a directory for the run"):
         trained(module_of(target, Path("given in Python")), rows)
