@@ -10,8 +10,8 @@ import itertools
 import json
 import os
 import signal
-import sys
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
