@@ -20,9 +20,10 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose.diagnosis import template
 from draftsmith.eval.diagnose.drafts import agreed
-from draftsmith.eval.settings import DiagnoseConfig, ExportConfig
+from draftsmith.eval.settings import DiagnoseConfig
 from draftsmith.launch.export.diagnose import run
 from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.launch.training import run as train_and_explain
 from draftsmith.modules.formats.readings import other_weights, reversed_states
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, save_head, stored_tensors
