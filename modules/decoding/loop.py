@@ -343,7 +343,8 @@ class RowPool:
             count = min(ROUNDS_TOGETHER, max(rows[place].room - len(rows[place].tokens) for place in active))
             counts = [count] * len(rows)
             ahead = sampler.ahead(logits, lambda ids, _: session.extend(ids).logits[:, 0], counts)
-            chosen = torch.stack([tokens for tokens, _ in ahead], 1)[active].tolist()  # [active rows, count]
+            tokens_of = torch.stack([tokens for tokens, _ in ahead], 1).tolist()  # [B, count]
+            chosen = [tokens_of[place] for place in active]
             sampler.skip(counts)
             # Finished rows have read along.
             session.keep([0 if row.done else length + count for row, length in zip(rows, lengths, strict=True)])

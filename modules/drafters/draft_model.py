@@ -38,7 +38,7 @@ class DraftModelNet(DraftNet):
     into one forward with the first draft step, so no call is spent on catching up.
     """
 
-    drafts_trees = reads_features = False
+    reads_features = False
     first_start = 1
 
     def __init__(self, lm: CausalLM):

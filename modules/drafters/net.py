@@ -51,12 +51,11 @@ class DraftNet(ABC):
     name: in errors. aux_layers: features of the target that it reads (`CausalLM.session`). reads_features: it reads
         some.
     longest_text: most tokens that a draft may end at. longest_draft: most tokens of a draft.
-    one_pass: all levels come from one forward. drafts_trees: levels may have several nodes.
+    one_pass: all levels come from one forward.
     first_start: shortest beginning of a text that a branch may follow. device: of its states.
     """
 
     one_pass: ClassVar[bool] = False
-    drafts_trees: ClassVar[bool] = True
     reads_features: ClassVar[bool] = True
     aux_layers: tuple[int, ...] = ()
     longest_text = longest_draft = MOST_POSITIONS
@@ -280,8 +279,6 @@ class TreeDrafter(RowDrafter):
         typical: Typical | None = None,
         static: bool | None = None,
     ):
-        if not net.drafts_trees:
-            raise NotImplementedError(f"{net.name} drafts no trees")
         super().__init__(net, rules or [None] * rows, capacity, shape.levels, shape.slots, static)
         self.shape, self.typical = shape, typical
 

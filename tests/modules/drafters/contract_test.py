@@ -324,7 +324,7 @@ def test_it_drafts_in_the_targets_type_whatever_its_own_is(drafter, own, theirs)
         branches.open(text, features)
         found = [branches.draft([len(text)], 3, [SamplingParams()]).tokens.tolist()]
         drafters = [ChainDrafter(head.net(target), [FixedLengthStop(3)], CAPACITY)]
-        if head.net(target).drafts_trees:
+        if head.drafts:  # a draft model has chains only
             drafters.append(TreeDrafter(head.net(target), shape, CAPACITY))
         for each in drafters:
             done = generate_one(target, each, text, SAMPLING, 8, TorchSource(0), ())
