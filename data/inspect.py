@@ -18,8 +18,7 @@ from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
 from draftsmith.data.store.manifest import Manifest, check_files, open_artifact
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.text.answers import spans
-from draftsmith.data.text.repetition import Repetition, distinct_4grams
+from draftsmith.data.text.answers import Repetition, distinct_4grams, spans
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
 from draftsmith.modules.types import InputError
 

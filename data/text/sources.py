@@ -11,7 +11,7 @@ import glob
 import hashlib
 import json
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,13 +40,14 @@ A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datase
 class RowSource:
     """Rows of a file or data set, by number.
 
-    name: of the file or data set. stored: the rows as they are stored. parse: makes a row of a stored one, or raises
-    RowError. hash_content: identifies the content. split_taken: the rows are one split already. content_ids: ids are
-    hashes of the content, so that equal ones are duplicates in any source.
+    name: of the file or data set. stored: the rows as they are stored, a `datasets.Dataset`, `StreamedRows` or a range
+    of numbers. parse: makes a row of a stored one, or raises RowError. hash_content: identifies the content.
+    split_taken: the rows are one split already. content_ids: ids are hashes of the content, so that equal ones are
+    duplicates in any source.
     """
 
     name: str | Path
-    stored: Sequence[Any] | StreamedRows
+    stored: Any
     parse: Callable[[Any], Any]
     hash_content: Callable[[], str]
     split_taken: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.data.console import Column, Table, format_interval
-from draftsmith.data.text.repetition import Repetition
+from draftsmith.data.text.answers import Repetition
 from draftsmith.eval.bench.results import BASELINE, SHORTEST
 from draftsmith.modules.drafters.methods import LOSSY
 

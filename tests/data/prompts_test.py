@@ -90,14 +90,26 @@ def write_source(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+SLICES = {"train[:50%]": ROWS[:3], "train[4:]": ROWS[4:], "train[:1]+train[-1:]": [ROWS[0], ROWS[-1]]}
+
+
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x"])
 def test_the_same_rows_from_every_kind_of_source(tmp_path, name):
-    source = open_source(str(write_source(tmp_path / name, ROWS)))
-    assert [source.row(i) for i in range(len(source))] == ROWS
-    again = open_source(str(tmp_path / name))
-    assert again.digest == source.digest
+    path = str(write_source(tmp_path / name, ROWS))
+    source = open_source(path)
+    assert [source.row(i) for i in source.numbers()] == ROWS
+    assert open_source(path).digest == source.digest
     other = open_source(str(write_source(tmp_path / f"other-{name}", ROWS[:-1])))
     assert other.digest != source.digest
+    for split, rows in SLICES.items():
+        source = open_source(path, split)
+        assert [source.row(i) for i in source.numbers()] == rows and source.split_taken
+    if "." in name:
+        stream = open_source(path, streaming=True)
+        assert [stream.row(i) for i in stream.numbers()] == ROWS
+    for split in ("train[:x]", "test[:1]"):
+        with pytest.raises(InputError, match=r"expected one of train\. Pass --split NAME, or a slice such as train\["):
+            open_source(path, split)
 
 
 def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
@@ -111,23 +123,6 @@ def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
     assert [source.row(i) for i in range(len(source))] == ROWS[:2]
     with pytest.raises(InputError, match=r"split: found None, expected one of train, test"):
         open_source(str(tmp_path / "folder"))
-
-
-SLICES = {"train[:50%]": ROWS[:3], "train[4:]": ROWS[4:], "train[:1]+train[-1:]": [ROWS[0], ROWS[-1]]}
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x"])
-def test_slices_and_streams(tmp_path, name):
-    path = str(write_source(tmp_path / name, ROWS))
-    for split, rows in SLICES.items():
-        source = open_source(path, split)
-        assert [source.row(i) for i in source.numbers()] == rows and source.split_taken
-    if "." in name:
-        stream = open_source(path, streaming=True)
-        assert [stream.row(i) for i in stream.numbers()] == ROWS
-    for split in ("train[:x]", "test[:1]"):
-        with pytest.raises(InputError, match=r"expected one of train\. Pass --split NAME, or a slice such as train\["):
-            open_source(path, split)
 
 
 def test_a_line_keeps_its_number_in_a_slice_and_a_stream(tmp_path):
@@ -304,7 +299,7 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(mak
     assert Manifest.read(tmp_path / "out").counts["overlong_dropped"] == 1
 
 
-PRESET_ROWS = {
+NAMED_ROWS = {
     "sharegpt": {"id": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
     "ultrachat": {"prompt": "Hi", "prompt_id": "x", "messages": HI},
     "perfectblend": {
@@ -313,8 +308,6 @@ PRESET_ROWS = {
     },
     "magpie": {"uuid": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
     "gsm8k": {"question": "Hi", "answer": "Ho"},
-}
-TASK_ROWS = {
     "deepspec/gsm8k": {"question": "Hi", "answer": "Ho"},
     "deepspec/math500": {"problem": "Hi", "solution": "So", "answer": "Ho", "unique_id": "x"},
     "deepspec/aime25": {"problem": "Hi", "answer": "Ho", "id": "0"},
@@ -325,39 +318,28 @@ TASK_ROWS = {
 }
 
 
-def test_a_benchmarks_task_by_its_name(monkeypatch, tmp_path):
-    """Local directories and files have the columns of the published ones; tasks of files elsewhere are JSONL."""
+@pytest.mark.parametrize("name", named_presets())
+def test_a_data_set_by_its_short_name(monkeypatch, tmp_path, name):
+    """A local directory has the splits and columns of the hub's; tasks of files elsewhere are JSONL."""
     import datasets
 
-    for name, preset in named_presets().items():
-        if name in PRESETS:
-            continue
-        benchmark, _, task = name.partition("/")
-        if preset.file is None:
-            rows = datasets.Dataset.from_list([TASK_ROWS[name]])
-            datasets.DatasetDict({preset.split: rows, "other": rows}).save_to_disk(str(tmp_path / name))
-            changed = dataclasses.replace(preset, hub=str(tmp_path / name))
-        else:
-            file = tmp_path / f"{benchmark}-{task}.jsonl"
-            file.write_text(json.dumps({"question_id": 81, "category": "qa", "turns": ["Hi", "And?"]}) + "\n")
-            changed = dataclasses.replace(preset, file=str(file))
-        monkeypatch.setitem(BENCHMARKS[benchmark], task, changed)
-        source = open_source(name)
-        chat = read_chat(source.row(0), {})
-        assert len(source) == 1 and chat.messages[0] == {"role": "user", "content": "Hi"}
+    preset, (benchmark, _, task) = named_presets()[name], name.partition("/")
+    if preset.file is None:
+        rows = datasets.Dataset.from_list([NAMED_ROWS[name]])
+        datasets.DatasetDict({preset.split: rows, "other": rows}).save_to_disk(str(tmp_path / "set"))
+        changed = dataclasses.replace(preset, hub=str(tmp_path / "set"))
+    else:
+        (file := tmp_path / "x.jsonl").write_text('{"question_id": 81, "category": "qa", "turns": ["Hi", "And?"]}')
+        changed = dataclasses.replace(preset, file=str(file))
+    presets, key = (PRESETS, name) if name in PRESETS else (BENCHMARKS[benchmark], task)
+    monkeypatch.setitem(presets, key, changed)
+    source = open_source(name)
+    messages = read_chat(source.row(0), {}).messages
+    assert len(source) == 1 and source.split_taken and messages in (HI, HI[:1])
+    assert name not in PRESETS or messages == HI
+
+
+def test_tasks_of_a_benchmark():
     six = ["mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa"]
     assert [name for name, _ in task_sources(None, "six-tasks")] == six
     assert task_sources(None, "spec-bench,deepspec")[:2] == [("", "spec-bench"), ("gsm8k", "deepspec/gsm8k")]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_data_set_by_its_short_name(monkeypatch, tmp_path, name):
-    """A local directory has the split, the subset and the columns of the hub's."""
-    import datasets
-
-    preset = PRESETS[name]
-    rows = datasets.Dataset.from_list([PRESET_ROWS[name]])
-    datasets.DatasetDict({preset.split: rows, "other": rows}).save_to_disk(str(tmp_path / "set"))
-    monkeypatch.setitem(PRESETS, name, dataclasses.replace(preset, hub=str(tmp_path / "set")))
-    source = open_source(name)
-    assert len(source) == 1 and read_chat(source.row(0), {}).messages == HI

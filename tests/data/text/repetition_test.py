@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.data.text.repetition import FROM_ANSWER, FROM_PROMPT, NEW, Repetition, distinct_4grams, origins
+from draftsmith.data.text.answers import FROM_ANSWER, FROM_PROMPT, NEW, Repetition, distinct_4grams, origins
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=40)
 
