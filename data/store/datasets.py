@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import glob
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -264,9 +265,9 @@ def as_dataset(directory: str | Path) -> Any:
     directory = Path(directory)
     manifest = open_artifact(directory, tuple(COLUMNS))
     tables = [glob.escape(str(directory / entry.name)) for entry in manifest.files if entry.name.endswith(".parquet")]
-    datasets.disable_progress_bars()
-    # The content's hash names the copy in the cache of `datasets`.
-    rows = datasets.load_dataset("parquet", manifest.digest, data_files=tables, split="train").with_format("torch")
+    with quiet_datasets():
+        # The content's hash names the copy in the cache of `datasets`.
+        rows = datasets.load_dataset("parquet", manifest.digest, data_files=tables, split="train").with_format("torch")
     if manifest.kind != "features":
         return rows
     files = FeatureFiles(directory)
@@ -280,6 +281,22 @@ def as_dataset(directory: str | Path) -> Any:
         return batch
 
     return rows.with_transform(with_features)
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Keep `datasets` from printing bars and errors, which our own lines stand for."""
+    import datasets
+
+    level, hidden = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not hidden:
+            datasets.enable_progress_bars()
 
 
 def cut_lengths(lengths: np.ndarray, max_length: int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

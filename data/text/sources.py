@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from draftsmith.data.console import log_note
+from draftsmith.data.store.datasets import quiet_datasets
 from draftsmith.data.store.manifest import MANIFEST
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.hub import EMBEDDED, looks_local, resolve_model
@@ -270,13 +271,10 @@ def table_row(stored: Mapping[str, Any], renamed: Mapping[str, str] | None = Non
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Raise InputError for what `datasets` cannot read, and keep it from printing."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    """Raise InputError for what `datasets` cannot read, in the place of what it prints."""
     try:
-        yield
+        with quiet_datasets():
+            yield
     except InputError:
         raise
     except Exception as error:
