@@ -110,8 +110,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         "hardware": {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")},
     }
     journal.start(depends_on, models.times.state_dict())
-    lengths = target.info.max_position, models.capacity - DRAFT_ROOM, config.max_new_tokens
-    prompt_runner = PromptRunner(runners, tokenizer, *lengths, config.repeats, config.seed)
+    context, room = target.info.max_position, models.capacity - DRAFT_ROOM
+    prompt_runner = PromptRunner(runners, tokenizer, context, room, config.max_new_tokens, config.repeats, config.seed)
     rows = prompt_runner.run_all(files, config.batch_size, journal)
 
     # Summarize and write.
