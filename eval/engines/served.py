@@ -2,8 +2,8 @@
 
 One request's answer is timed from its first token to its last, and tokens per second are those of all requests
 together while they generate: requests at once x tokens / seconds. The reading of the prompt is in the time to the first
-token. The load is constant: while the last of the measured answers are generated, others that do not count keep the
-server as busy.
+token. As many prompts as there are requests at once begin together. The load is constant: while the last of them are
+answered, others that do not count keep the server as busy.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ PLAIN = Setting(0)
 class Measured:
     """Answers of one setting at one load.
 
-    answers: of the prompts in their order, once a repeat. drafted: (tokens, counts) of each group of prompts that was
-    asked together, with those that did not count.
+    answers: of the prompts in their order, once a repeat. drafted: (tokens, counts) of each group, with those that did
+    not count.
     """
 
     answers: list[EngineAnswer] = dataclasses.field(default_factory=list)
@@ -195,9 +195,8 @@ def measure(
         ask(each, prompts[:1], 1)  # a first answer pays for what is made once
     for repeat in range(config.repeats):
         for load in config.loads:
-            # Alone, settings take turns at every prompt; under load after all of them.
-            groups = [[prompt] for prompt in prompts] if load == 1 else [prompts]
-            for number, group in enumerate(groups):
+            # Settings take turns at every group, so that a machine that slows down slows all alike.
+            for number, group in enumerate(groups_of(prompts, load)):
                 for setting in rotated(settings, repeat + number):
                     cell = cells.setdefault((setting, load), Measured())
                     client: Any = clients[setting]
@@ -207,6 +206,11 @@ def measure(
                     cell.answers += answers
                     cell.drafted.append((sum(max(one.num_tokens - 1, 0) for one in [*answers, *others]), counts))
             log_note(f"answered {len(prompts)} prompts, {load} at once ({repeat + 1} of {config.repeats})")
+
+
+def groups_of(prompts: Sequence[BenchPrompt], load: int) -> list[Sequence[BenchPrompt]]:
+    """Return the groups of prompts that begin together."""
+    return [prompts[start : start + load] for start in range(0, len(prompts), load)]
 
 
 def ask(client: Client, prompts: Sequence[BenchPrompt], load: int) -> tuple[list[EngineAnswer], list[EngineAnswer]]:
@@ -265,7 +269,8 @@ def summary(
     if plain is None:
         return row
     base_tokens, base_s = ([one.num_tokens - 1 for one in plain.answers], [one.generation_s for one in plain.answers])
-    resamples = Resamples([number % len(prompts) for number in range(len(answers))], seed=0)
+    # Prompts that were timed together are drawn together.
+    resamples = Resamples([number % len(prompts) // load for number in range(len(answers))], seed=0)
     interval = resamples.interval(
         lambda: resamples.sums(tokens) / resamples.sums(seconds) * resamples.sums(base_s) / resamples.sums(base_tokens)
     )
@@ -321,8 +326,8 @@ def load_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
         columns.append(Column("equal", "= plain"))
     note = (
         "tokens/s: of all requests together while they generate; TTFT: median time to the first token; speed-up over "
-        "the plain server at the same load, 95 % bootstrap intervals over prompts; tau: tokens per target call, "
-        "without the prefill."
+        "the plain server at the same load, 95 % bootstrap intervals over what began together; tau: tokens per target "
+        "call, without the prefill."
     )
     return Table("served", title, columns, cells, note)
 

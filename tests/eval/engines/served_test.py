@@ -57,6 +57,15 @@ def test_under_load_speed_is_that_of_all_requests_and_counts_are_of_the_whole_gr
     row = summary(THREE, 4, cells, [prompt(number) for number in range(4)], 1.0)
     assert row["tokens_per_s"] == pytest.approx(4 * 40 / 20) and row["speedup"] == pytest.approx(2.0)
     assert row["tau"] == pytest.approx(2.0) and row["num_differing"] is None and "tau_by_task" not in row
+    assert row["speedup_ci95"] is None  # one group tells nothing of others
+
+
+def test_prompts_that_began_together_are_drawn_together():
+    """Of two groups of two the first is twice as fast, the second as fast: resamples are 2x, 1x or between."""
+    cells = {(PLAIN, 2): measured(*[answer(11, 10.0)] * 4)}
+    cells[THREE, 2] = measured(*[answer(11, 5.0)] * 2, *[answer(11, 10.0)] * 2)
+    row = summary(THREE, 2, cells, [prompt(number) for number in range(4)], 0.0)
+    assert row["speedup"] == pytest.approx(4 / 3) and row["speedup_ci95"] == pytest.approx([1.0, 2.0])
 
 
 def test_a_last_draft_that_ends_the_answer_is_a_call():
@@ -217,7 +226,7 @@ def test_a_running_server_is_measured_by_load(url, engine, label, tau, tmp_path,
 def test_a_sweep_of_vllm_writes_the_schedules(tmp_path, monkeypatch, capsys):
     """Servers of known speed: a plain token takes 4 + B, one of K drafts (4 + B (1 + K)) / 1.8."""
     config = served.ServedConfig(
-        engine="vllm", target="embedded:target", draft=tmp_path, prompts="embedded:prompts", limit=4,
+        engine="vllm", target="embedded:target", draft=tmp_path, prompts="embedded:prompts", limit=8,
         concurrency="1,4", num_drafted="1", output=tmp_path / "out",
     )  # fmt: skip
 
