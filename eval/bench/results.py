@@ -1,8 +1,8 @@
-"""Files that a run of `eval bench` leaves, the numbers that follow from them, and their tables.
+"""Files that a run of `eval bench` leaves, and the numbers in them (tables.py shows them).
 
 results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarize`); results.csv has those
-rows for a data frame, intervals as two numbers. prompts.parquet holds
-what was measured of every prompt, one row for each method, temperature, prompt and turn:
+rows for a data frame, intervals as two numbers. prompts.parquet holds what was measured of every prompt, one row for
+each method, temperature, prompt and turn:
 
     method, temperature   what answered, and how it sampled
     prompt, turn          number of the question in the run, from 0; turn of its conversation, from 1
