@@ -1,4 +1,4 @@
-"""Task files, turns, temperatures and prompts that fail, on the tiny models."""
+"""Prompts of a bench: files, tasks and benchmarks by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tiny_models import CONTEXT
 
@@ -13,7 +15,7 @@ from draftsmith.data.text.template import load_chat_tokenizer
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.measuring import PromptRunner
-from draftsmith.eval.bench.prompts import BenchPrompt, task_sources
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts, read_questions, task_sources
 from draftsmith.eval.bench.results import BASELINE, failures_of, read_rows
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeTrace
@@ -191,3 +193,50 @@ def test_interruptions_and_defects_are_not_taken_for_bad_prompts(error):
         list(prompt_runner(raising(error)).run([UNLUCKY], 0, 0.0))
     with pytest.raises(type(error)):
         prompt_runner(raising(error)).warm_up([UNLUCKY, FINE], 1)
+
+
+SCHEMA = pa.schema([
+    *((name, pa.string()) for name in ("question_id", "category", "sub_category")), ("turns", pa.list_(pa.string())),
+    *((name, pa.string()) for name in ("source", "src_id", "difficulty")), ("multiturn", pa.bool_()),
+])  # fmt: skip
+ASKED = [
+    ("coding", ["Rename a to b", "Now to c"]), ("writing", ["Say hello"]), ("coding", ["Sort these imports"]),
+    ("writing", ["Write a line", "And one more", "And the last"]), ("writing", ["Wrap it"]), ("coding", ["Explain it"]),
+]  # fmt: skip
+
+
+def rows_of(asked: list[tuple[str, list[str]]]) -> list[dict]:
+    return [
+        {"question_id": f"q{number}", "category": category, "sub_category": "", "turns": turns, "source": "a set",
+         "src_id": f"set_{number}", "difficulty": "", "multiturn": len(turns) > 1}
+        for number, (category, turns) in enumerate(asked)
+    ]  # fmt: skip
+
+
+def write(directory: Path, asked: list[tuple[str, list[str]]]) -> tuple[Path, Path]:
+    parquet, lines = directory / "test.parquet", directory / "qualitative.jsonl"
+    pq.write_table(pa.Table.from_pylist(rows_of(asked), SCHEMA), parquet)
+    with lines.open("w") as file:
+        for row in rows_of(asked):
+            messages = [{"role": "user", "content": turn} for turn in row.pop("turns")]
+            file.write(json.dumps({**row, "messages": messages}) + "\n")
+    return parquet, lines
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[Path, Path]:
+    return write(tmp_path_factory.mktemp("speed-bench"), ASKED)
+
+
+def test_both_layouts_are_the_same_questions_with_their_categories(models, files):
+    (found,), again = (read_questions([("", str(file))], models["target"], None, None, 4, "all") for file in files)
+    assert again == [found]
+    assert [(prompt.id, prompt.task, prompt.number) for prompt in found] == [
+        ("q0", "coding", 0), ("q1", "writing", 1), ("q2", "coding", 2), ("q3", "writing", 3)
+    ]  # fmt: skip
+    assert found[3].later == ("And one more", "And the last")
+    (named,) = read_questions([("speed", str(files[0]))], models["target"], None, "coding", 2, "all")
+    assert [(prompt.id, prompt.task) for prompt in named] == [("q0", "speed"), ("q2", "speed")]
+    for turns in ("first", "last"):
+        parquet, lines = (read_prompts(str(file), models["target"], turns=turns) for file in files)
+        assert parquet == lines
