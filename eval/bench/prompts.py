@@ -64,7 +64,7 @@ def read_prompts(
     limit: int = 0,
     turns: Turns = "last",
 ) -> list[BenchPrompt]:
-    """Read prompts as token ids: the target's chat template, applied up to where the answer begins.
+    """Read prompts as token ids, numbered from 0: the target's chat template, applied up to where the answer begins.
 
     split: keep rows of this split; `none` keeps all. keep_tasks: keep rows of these tasks, separated by commas.
     limit: keep the first so many, 0 all. turns: user turns of a conversation that are asked; a prompts artifact begins

@@ -139,7 +139,8 @@ def test_a_prompts_artifact_gives_the_same_prompts_as_its_file(models, tmp_path)
     from_file = read_prompts(models["prompts"], models["target"])
     assert read_prompts(str(tmp_path / "prompts"), models["target"]) == from_file
     only_a = read_prompts(models["prompts"], models["target"], split="test", keep_tasks="a", limit=2)
-    assert only_a == [prompt for prompt in from_file if prompt.task == "a"][:2]
+    of_a = [prompt for prompt in from_file if prompt.task == "a"][:2]
+    assert only_a == [dataclasses.replace(prompt, number=number) for number, prompt in enumerate(of_a)]
     with pytest.raises(InputError, match="no row of split dev"):
         read_prompts(models["prompts"], models["target"], split="dev")
 
