@@ -6,7 +6,6 @@ all that belongs to a step is done, so that a resumed run repeats nothing and sk
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -110,11 +109,8 @@ class Progress(pl.Callback):
         self._advance(1 if limit is None else limit.passed())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        state, probe = pl_module.state, pl_module.probe
-        if probe is not None and "tau" in state.latest and not any("tau" in metrics for _, metrics in state.curve[:-1]):
-            say_on_rank_zero(probe.measured)
         position = f"step {trainer.global_step}/{pl_module.total_steps}"
-        say_on_rank_zero(f"{position}: {shown(state.latest)}{training_loss(pl_module)}")
+        say_on_rank_zero(f"{position}: {shown(pl_module.state.latest)}{training_loss(pl_module)}")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self._bar.close()
@@ -253,7 +249,7 @@ class StopOnSignal(pl.Callback):
 
 def training_loss(module: LitHead) -> str:
     """Return the newest logged training loss and speed, to end a line; empty before the first ones."""
-    texts = {"train/loss": ", training loss {:.4g}", "cost/tokens_per_s": ", {:,.0f} tokens/s"}
+    texts = {"train/loss": "; training loss {:.4g}", "cost/tokens_per_s": ", {:,.0f} tokens/s"}
     return "".join(text.format(module.logged[name]) for name, text in texts.items() if name in module.logged)
 
 
@@ -373,31 +369,27 @@ class TauProbe:
         """prompts, general: the same on every rank; each rank decodes its share. every: steps between measurements."""
         self.target, self.prompts, self.every, self.general = target, prompts, every, general
         self.k, self.max_new_tokens = config.tau_k, config.tau_max_new_tokens
-        lengths = sorted(map(len, prompts))
-        sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
+        lengths, shipped = list(map(len, prompts)), f", tau_general on {len(general)} that ship" if general else ""
+        sizes = f"{len(prompts)} prompt(s) of {min(lengths):,} to {max(lengths):,} tokens"
         answers = f"{self.max_new_tokens} each, end tokens ignored, chains of {self.k}"
-        shipped = f", tau_general on {len(general)} that ship" if general else ""
-        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens{shipped}, {answers}"
+        self.measured = f"tau on {sizes}{shipped}, {answers}"
 
     def __call__(self, head: DraftHead, device: torch.device) -> dict[str, float]:
         """Return tau over all prompts of all ranks, tau_general, and the share of tau's tokens behind an end token.
 
         device: that ranks communicate through.
         """
-        tau, behind = self._decode(head, self.prompts, device)
-        general, _ = self._decode(head, self.general, device)
-        measured = {"tau": tau, "tau_general": general, "tau_behind_end": behind}
-        return {name: value for name, value in measured.items() if value is not None}
+        emitted, calls, behind = self._decode(head, self.prompts, device)
+        measured = {"tau": emitted / calls, "tau_behind_end": behind / emitted}
+        if self.general:
+            emitted, calls, _ = self._decode(head, self.general, device)
+            measured["tau_general"] = emitted / calls
+        return measured
 
-    def _decode(
-        self, head: DraftHead, prompts: Sequence[Sequence[int]], device: torch.device
-    ) -> tuple[float | None, float | None]:
-        """Decode these prompts: return tau, and the share of the tokens behind an end token; None without prompts."""
-        if not prompts:
-            return None, None
-        target = self.target
+    def _decode(self, head: DraftHead, prompts: Sequence[Sequence[int]], device: torch.device) -> list[float]:
+        """Decode these prompts; return the emitted tokens, calls of the target, and tokens behind an end token."""
+        target, own = self.target, prompts[rank() :: num_ranks()]
         counts = torch.zeros(3, dtype=torch.float64)
-        own = prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):
             # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
@@ -411,8 +403,7 @@ class TauProbe:
                 first_end = next((i for i, token in enumerate(tokens) if token in target.info.eos_ids), len(tokens) - 1)
                 behind = len(tokens) - 1 - first_end
                 counts += torch.tensor([trace.num_tokens, trace.num_target_calls, behind], dtype=torch.float64)
-        emitted, calls, behind = sum_over_ranks(counts.to(device)).tolist()
-        return emitted / calls, behind / emitted
+        return sum_over_ranks(counts.to(device)).tolist()
 
 
 def tau_probe(module: LitHead, data: HeadDataModule) -> TauProbe | None:
@@ -425,8 +416,12 @@ def tau_probe(module: LitHead, data: HeadDataModule) -> TauProbe | None:
         return None
     config, context = module.config, min(module.target.info.max_position, cast(Any, module.head.config).max_position)
     prompts = probe_prompts(config, data.val, context)
+    if not prompts:
+        return None
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
-    return TauProbe(module.target, prompts, config, every, general_prompts(config, context)) if prompts else None
+    probe = TauProbe(module.target, prompts, config, every, general_prompts(config, context))
+    say_on_rank_zero(probe.measured)
+    return probe
 
 
 def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:
@@ -479,14 +474,9 @@ def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
     It is the first answer of the first text, the second of the second, and so on, so that prompts are as long as
     conversations get. Texts are whole: an answer in a piece of one has lost its context.
     """
-    texts = list(samples.dataset.whole_texts(samples.indices))
-    begins: dict[int, list[int]] = {}
-    for more in itertools.count():
-        for i in range(len(texts)) if more == 0 else list(begins):
-            ids, mask = texts[i]
-            starts = begins.setdefault(i, [start for start, _ in spans(mask) if start > 0])
+    whole = samples.dataset.whole_texts(samples.indices)
+    texts = [(ids, [start for start, _ in spans(mask) if start > 0]) for ids, mask in whole]
+    for more in range(max((len(starts) for _, starts in texts), default=0)):
+        for i, (ids, starts) in enumerate(texts):
             if more < len(starts):
                 yield ids[: starts[(i + more) % len(starts)]].tolist()
-        begins = {i: starts for i, starts in begins.items() if more + 1 < len(starts)}
-        if not begins:
-            return

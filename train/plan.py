@@ -300,11 +300,11 @@ def show(config: TrainDrafterConfig) -> None:
     documents, tokens = plan.documents, sum(plan.documents.lengths)
     per_step = tokens / plan.steps_per_epoch
     facts = {
-        "parameters": f"{short(plan.trained)}trained, {short(plan.frozen)}frozen",
+        "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
         "data": f"{documents.source}: {len(documents.lengths):,} training samples, {tokens:,} tokens",
         "steps": f"{plan.steps:,} steps of {per_step:,.0f} tokens, {plan.steps / plan.steps_per_epoch:.3g} epochs",
         "compute": f"{short(plan.step_flops)}FLOPs a step, {short(plan.step_flops * plan.steps)}FLOPs in all",
-        "largest part": f"{plan.part_tokens:,} tokens of {config.accumulate} parts on each of {plan.world} ranks",
+        "largest part": f"{plan.part_tokens:,} tokens at once, on {plan.world} ranks in {config.accumulate} parts",
         "checkpoints": f"{short(plan.checkpoint_bytes)}B each; at most {short(plan.disk_bytes)}B with best/ and last/",
         "features": ", ".join(f"{short(size)}B in {dtype}" for dtype, size in plan.feature_bytes.items()) or None,
     }
