@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.data.text.answers import FROM_ANSWER, FROM_PROMPT, NEW, Repetition, distinct_4grams, origins
@@ -11,6 +11,7 @@ from draftsmith.data.text.answers import FROM_ANSWER, FROM_PROMPT, NEW, Repetiti
 TOKENS = st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=40)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TOKENS, st.integers(1, 5))
 def test_origins_are_those_of_the_first_place_where_the_same_tokens_stood(tokens, size):
     ids, mask = [token for token, _ in tokens], [answered for _, answered in tokens]
