@@ -145,7 +145,7 @@ class DraftSettings:
             by_kind.setdefault(kind, []).append(path)
             if kind in paths and not self.several:
                 found = f"{paths[kind]} and {path}, two {'draft models' if kind == MODEL else f'{kind} heads'}"
-                remedy = "Measure each in a bench of its own, then compare: draftsmith eval compare RUN RUN."
+                remedy = "Pass one of them; `draftsmith eval bench` measures both."
                 raise InputError("draft", found, "one of a kind", remedy)
             paths.setdefault(kind, path)
         for kind, own in by_kind.items():

@@ -177,10 +177,9 @@ def unknown_command(args: Sequence[str]) -> UsageError:
     words = leading_words(args)
     typed = " ".join(words) or args[0]
     candidates = [name for name in COMMANDS if words and name.split()[0] == words[0]] or list(COMMANDS)
-    return UsageError(
-        f"found command {typed!r}, expected one of: {', '.join(candidates)}.{did_you_mean(typed, candidates)} "
-        "Run `draftsmith --help`."
-    )
+    nearest = did_you_mean(typed, candidates)
+    expected = "another" if nearest else f"one of: {', '.join(candidates)}"
+    return UsageError(f"found command {typed!r}, expected {expected}.{nearest} Run `draftsmith --help`.")
 
 
 def check_dashes(launcher: str, args: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ def test_words_and_files_name_one_or_several(tmp_path, words, draft):
 def test_two_of_a_kind_and_heads_that_do_not_draft_are_told(eagle, tmp_path):
     head = save_head(tmp_path / "head", varied_acceptance_head(8), {}, "card")
     for wrong, expected in (
-        ({"draft": ("a", "b")}, "draft: found a and b, two draft models, expected one of a kind. Measure each"),
+        ({"draft": ("a", "b")}, "draft: found a and b, two draft models, expected one of a kind. Pass one of them"),
         ({"draft": (eagle, eagle)}, "two eagle heads"),
         ({"draft": (str(head),)}, "expected a model or head that drafts. Pass it with --acceptance"),
     ):
