@@ -352,8 +352,9 @@ class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(Loading):
-    """Read a directory as another system would and compare it with the head that was trained: names, settings, and
-    logits on hidden states of the real model. Exits with 1 when anything differs.
+    """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
+    vllm or llamacpp, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any
+    difference.
 
     Attributes:
         directory: The directory to check.
@@ -362,23 +363,6 @@ class CheckConfig(Loading):
         draft: The draft whose hidden states an acceptance head reads (specdec_pp): a model, or the directory of a
             drafting head, then with its --target.
         head: The head that the directory was exported from, to compare logits with.
-    """
-
-    directory: Path
-    format: AnyFormat = "auto"
-    target: str | None = None
-    draft: str | None = None
-    head: Path | None = None
-    dtype: Dtype = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineCheckConfig(CheckConfig):
-    """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
-    vllm or llamacpp, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any
-    difference.
-
-    Attributes:
         engine: How models run here: lean for Llama-family weights, hf for any transformers model; auto takes lean where
             it can. vllm and llamacpp serve the directory (a head, or a draft model) with the target, greedily.
         dtype: Type of the weights; auto takes the checkpoint's, and for a served directory float32.
@@ -394,6 +378,12 @@ class EngineCheckConfig(CheckConfig):
         p_min: Confidence below which llama.cpp ends a draft of a DSpark head (--spec-draft-p-min).
     """
 
+    directory: Path
+    format: AnyFormat = "auto"
+    target: str | None = None
+    draft: str | None = None
+    head: Path | None = None
+    dtype: Dtype = "auto"
     engine: Literal["auto", "lean", "hf", "vllm", "llamacpp"] = "auto"  # type: ignore[assignment]  # more than Loading
     engine_path: Path | None = None
     server: str | None = None
@@ -409,6 +399,10 @@ class EngineCheckConfig(CheckConfig):
         check_not_negative(self, "num_drafted", "p_min")
         if self.p_min and self.engine != "llamacpp":
             raise InputError("p_min", self.p_min, "--engine llamacpp, which cuts drafts by it", "Leave it out.")
+        for name in ("engine_path", "server", "prompts"):
+            if getattr(self, name) is not None and self.engine not in SYSTEMS:
+                expected = "--engine vllm or llamacpp, which read it"
+                raise InputError(name, getattr(self, name), expected, "Add it, or leave this out.")
 
     @property
     def loading(self) -> dict[str, Any]:

@@ -116,8 +116,8 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "launch.export.settings:ExportConfig", "launch.export.export", "A head as another system loads it, checked"
         ),
         "check": Command(
-            "eval.settings:EngineCheckConfig",
-            "eval.check.engine",
+            "eval.settings:CheckConfig",
+            "eval.check.check",
             "What another system makes of a directory",
             ("directory",),
         ),

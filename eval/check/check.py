@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.text import Text
 from torch import Tensor, nn
 
-from draftsmith.data.console import print_text
-from draftsmith.eval.check.report import CheckReport, Measure, print_report
+from draftsmith.data.console import print_table, print_text, table_from_cells
+from draftsmith.eval.check.record import RECORD, against_model, differences, read_record
 from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
 from draftsmith.eval.diagnose.drafts import (
     COMPARED,
@@ -25,35 +24,66 @@ from draftsmith.eval.diagnose.drafts import (
     right,
 )
 from draftsmith.eval.diagnose.drafts import measure as measure_texts
-from draftsmith.eval.settings import CheckConfig
-from draftsmith.modules.drafters import learned
+from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Problem, largest
+from draftsmith.modules.formats.base import HeadFormat, Problem, largest
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
-from draftsmith.modules.formats.llama import frequencies
-from draftsmith.modules.layers import RopeScaling, RotarySettings
 from draftsmith.modules.pretrained.directory import foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
-from draftsmith.modules.pretrained.provenance import compare_identity
-from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
-RECORD = "draftsmith.json"
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
 LARGEST_DIFFERENCE = 1e-4
 LARGEST_SHARE = 1e-5  # of the largest logit, if that is more: a draft reads its own rounded states
 
 
+@dataclass(frozen=True)
+class Measure:
+    """A measured value of a check, its bar, and whether it is met."""
+
+    name: str
+    value: str
+    bar: str
+    passed: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value} ({self.bar})"
+
+
+@dataclass
+class CheckReport:
+    """Result of a check. problems: tensors and settings that differ. notes: what was left out or assumed."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[str]:
+        """Everything that differs, a line each."""
+        lines = [f"{problem.where}: {problem.text}" for problem in self.problems]
+        return lines + [str(measure) for measure in self.measures if not measure.passed]
+
+    @property
+    def passed(self) -> list[str]:
+        """Measures for the card, a line each."""
+        return [str(measure) for measure in self.measures]
+
+
 def run(config: CheckConfig) -> int:
-    """Check a directory. Returns 0 if the system would compute with it what was trained, else 1.
+    """Check a directory by a system's rules, or in its engine. Returns 0 if it would compute what was trained, else 1.
 
     Raises:
         InputError: no such directory, one of our own heads, or no model.
     """
+    if config.engine in SYSTEMS:
+        from draftsmith.eval.check.engine import run as serve
+
+        return serve(config)
     models = (config.target, config.draft, config.loading)
     # All formats of a name read the same model: a missing --target is reported before the directory is read.
     named = next((format for (name, _), format in formats().items() if name == config.format), None)
@@ -188,67 +218,18 @@ def difference(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Measure:
     return Measure(name, f"differ by {worst:.1e}", f"at most {bar:.2g}", worst <= bar)
 
 
-def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a hash of every tensor's shape and values."""
-    hashes = {}
-    for name, tensor in sorted(state.items()):
-        # In float32, whatever type they are stored in: a copy of another type that holds the same is the same.
-        data = tensor.detach().to("cpu", torch.float32).contiguous()
-        content = str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()
-        hashes[name] = hashlib.sha256(content).hexdigest()[:16]
-    return hashes
-
-
-def read_record(directory: Path) -> dict[str, Any] | None:
-    """Read the record of an export; None for a directory that this project did not write.
-
-    Raises:
-        InputError: a damaged file.
-    """
-    path = Path(directory) / RECORD
-    if not path.exists():
-        return None
-    shape = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict}
-    return read_object(path, shape, "Export the head again.")
-
-
-def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: ImportedHead) -> list[Problem]:
-    """Compare a head, as a system reads it, with settings and tensor hashes of the head that was exported."""
-    problems = []
-    theirs = hashes_of(head.state)
-    for name in sorted(hashes.keys() | theirs.keys()):
-        if name not in theirs:
-            problems.append(Problem(name, "was exported, and this system does not hold it"))
-        elif name not in hashes:
-            problems.append(Problem(name, "was not exported, and this system computes with it"))
-        elif theirs[name] != hashes[name]:
-            problems.append(Problem(name, "is not what was exported (other values, order or shape)"))
-    read, exported = (
-        {**fields.pop("llama", {}), **fields}
-        for fields in json.loads(json.dumps([dataclasses.asdict(head.config), config]))
-    )
-    # An import raises the number of positions to the target's; rope is compared by its frequencies.
-    skipped = {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
-    for name in sorted((exported.keys() | read.keys()) - skipped):
-        if exported.get(name) != read.get(name):
-            problems.append(Problem(name, f"{read.get(name)} in this system, exported with {exported.get(name)}"))
-    if "llama" in config and (llama := getattr(head.config, "llama", None)) is not None:
-        scaling = RopeScaling(**config["llama"]["rope_scaling"])
-        rope = RotarySettings(config["llama"]["rope_theta"], scaling)
-        if not torch.allclose(frequencies(llama), frequencies(llama, rope), rtol=1e-5):
-            problems.append(Problem("rope", "other rotary frequencies than the head was exported with"))
-    return problems
-
-
-def against_model(
-    record: Mapping[str, Any] | None, identity: Mapping[str, str], with_drafter: bool = True
-) -> list[str]:
-    """Return the names of the hashes by which a model is not the one that the head was trained for.
-
-    record: None, or without a target, for a head of unknown origin. with_drafter: compare the hash of a drafting head,
-    whose hidden states an acceptance head reads.
-    """
-    recorded = (record or {}).get("head", {}).get("target") or {}
-    recorded = {key: value for key, value in recorded.items() if with_drafter or key not in learned()}
-    differing = compare_identity({"model": identity}, {"model": recorded}) if recorded else []
-    return [key.removeprefix("model.") for key, _, _ in differing]
+def print_report(report: CheckReport, directory: str, format: str) -> None:
+    """Print what differs, what was measured, and the notes."""
+    print_text(Text(f"{directory} as {format} reads it", "bold"))
+    if report.problems:
+        rows = [(Text(problem.where, "red"), problem.text) for problem in report.problems]
+        print_table(table_from_cells("error", ("differs", "as"), rows))
+    if report.measures:
+        marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red")}
+        measured = [(m.name, m.value, m.bar, marks[m.passed]) for m in report.measures]
+        print_table(table_from_cells("measured", ("measured", "value", "bar", "verdict"), measured))
+    for note in report.notes:
+        print_text(f"  note: {note}")
+    count = len(report.failures)
+    text = f"{count} difference{'s' if count > 1 else ''}"
+    print_text(Text(text, "bold red") if count else Text("nothing differs", "green"))

@@ -22,15 +22,14 @@ from draftsmith.data.engines.process import running
 from draftsmith.data.settings import ANSWER_S, MODEL
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.check import check
-from draftsmith.eval.check.check import differences as head_differences
-from draftsmith.eval.check.check import hashes_of
+from draftsmith.eval.check.record import differences as head_differences
+from draftsmith.eval.check.record import hashes_of
 from draftsmith.eval.check.states import facts_of
 from draftsmith.eval.engines.chain import EngineAnswer, OurChain, tokens_per_round
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels
 from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
-from draftsmith.eval.settings import SYSTEMS, EngineCheckConfig
+from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, Served, TargetFacts
 from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect, named_format
@@ -88,19 +87,12 @@ class ComparedPrompt:
         return self.theirs.counts == self.ours.counts
 
 
-def run(config: EngineCheckConfig) -> int:
-    """Check a directory; return 0 if nothing differs, else 1.
+def run(config: CheckConfig) -> int:
+    """Serve a directory and compare it with our chain; return 0 if nothing differs, else 1.
 
     Raises:
-        InputError: as `eval.check.check`; or the engine does not start, answer or count.
+        InputError: the directory is none that the engine serves; the engine does not start, answer or count.
     """
-    if config.engine not in SYSTEMS:
-        for name in ("engine_path", "server", "prompts"):
-            if getattr(config, name) is not None:
-                expected = "--engine vllm or llamacpp, which read it"
-                raise InputError(name, getattr(config, name), expected, "Add it, or leave this out.")
-        return check.run(config)
-
     if config.target is None:
         raise InputError("target", "none", "the target", "Pass --target.")
     if config.server is not None and config.engine_path is not None:
@@ -149,7 +141,7 @@ def run(config: EngineCheckConfig) -> int:
     return 0 if not located and all(row.same_text and row.same_counts for row in rows) else 1
 
 
-def held_out_prompts(config: EngineCheckConfig, target: str) -> list[BenchPrompt]:
+def held_out_prompts(config: CheckConfig, target: str) -> list[BenchPrompt]:
     """Read --prompts, or the embedded target's own test prompts."""
     source, split = config.prompts, config.split
     if source is None:
@@ -159,7 +151,7 @@ def held_out_prompts(config: EngineCheckConfig, target: str) -> list[BenchPrompt
     return read_prompts(source, target, split, limit=config.limit)
 
 
-def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts) -> OurDrafter:
+def our_drafter(config: CheckConfig, target: CausalLM, facts: TargetFacts) -> OurDrafter:
     """Load --head, else the directory as its own system reads it; or a draft model.
 
     Raises:
@@ -195,7 +187,7 @@ def head_for(target: CausalLM, kind: str, config: Any, state: Mapping[str, Tenso
 
 @contextmanager
 def vllm_client(
-    config: EngineCheckConfig, target: CausalLM, ours: OurDrafter, prompts: Sequence[BenchPrompt]
+    config: CheckConfig, target: CausalLM, ours: OurDrafter, prompts: Sequence[BenchPrompt]
 ) -> Iterator[VllmClient]:
     """Yield a client of --server, or of a server that is started with the target and the directory, and ended."""
     assert config.target is not None
@@ -219,7 +211,7 @@ def vllm_client(
 
 @contextmanager
 def llamacpp_client(
-    config: EngineCheckConfig, target: CausalLM, ours: OurDrafter, prompts: Sequence[BenchPrompt]
+    config: CheckConfig, target: CausalLM, ours: OurDrafter, prompts: Sequence[BenchPrompt]
 ) -> Iterator[GateClient]:
     """Yield a client of --server, or of a llama.cpp server that is started, and ended.
 
@@ -274,13 +266,13 @@ class GateClient(LlamaCppClient):
         return self.tokenize(self.apply_template(question))
 
 
-def our_chain(config: EngineCheckConfig, target: CausalLM, ours: OurDrafter, num_drafted: int = 0) -> OurChain:
+def our_chain(config: CheckConfig, target: CausalLM, ours: OurDrafter, num_drafted: int = 0) -> OurChain:
     """Return our chain of the length that the engine drafts, with the engine's last draft."""
     length = num_drafted or config.num_drafted or getattr(ours.drafter.config, "drafts", NUM_DRAFTED)
     return OurChain(target, length, config.max_new_tokens, config.engine == "vllm", config.p_min)
 
 
-def check_served(config: EngineCheckConfig, ours: OurDrafter) -> None:
+def check_served(config: CheckConfig, ours: OurDrafter) -> None:
     """Raise InputError for a block drafter or a threshold that the engine does not serve."""
     drafts = getattr(ours.drafter.config, "drafts", config.num_drafted)
     if config.num_drafted > drafts:
@@ -297,7 +289,7 @@ def check_served(config: EngineCheckConfig, ours: OurDrafter) -> None:
             raise InputError("engine", "a vLLM without Triton", expected, remedy)
 
 
-def check_room(config: EngineCheckConfig, chain: OurChain, prompts: Sequence[BenchPrompt], context: int) -> None:
+def check_room(config: CheckConfig, chain: OurChain, prompts: Sequence[BenchPrompt], context: int) -> None:
     """Raise InputError if a last draft would not fit the context: the engine and we would truncate it differently."""
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
     if chain.room(longest.prompt_ids) > context:

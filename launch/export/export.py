@@ -13,8 +13,8 @@ import torch
 
 from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.eval.check.check import RECORD, check_head, hashes_of, original
-from draftsmith.eval.check.report import CheckReport, Measure, print_report
+from draftsmith.eval.check.check import CheckReport, Measure, check_head, original, print_report
+from draftsmith.eval.check.record import RECORD, hashes_of
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats import GGUF, formats, formats_of

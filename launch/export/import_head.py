@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.eval.check.check import against_model, read_record
+from draftsmith.eval.check.record import against_model, read_record
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ImportConfig
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead

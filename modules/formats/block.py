@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers
 from draftsmith.modules.formats.base import same_values
-from draftsmith.modules.formats.llama import UNSUPPORTED, Found, LlamaFormat, Raw, flat, inner_object
+from draftsmith.modules.formats.llama import UNSUPPORTED, HeadFiles, LlamaFormat, Raw, flat, inner_object
 from draftsmith.modules.layers import LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
@@ -66,36 +66,36 @@ class BlockFormat(LlamaFormat):
         raw = settings(config)
         return {**self.row.fills(raw), **raw}
 
-    def read_config(self, found: Found, llama: LlamaConfig) -> BlockConfig:
-        raw = found.raw
+    def read_config(self, files: HeadFiles, llama: LlamaConfig) -> BlockConfig:
+        raw = files.raw
         if raw.get("is_neox_style", raw.get("rope_is_neox_style", True)) is not True:
             raise InputError("config.json, is_neox_style", False, "true: rotary halves", UNSUPPORTED)
-        names = [name for name in found.package.tensors if name.removeprefix("model.").split(".")[0] in FLAT]
+        names = [name for name in files.package.tensors if name.removeprefix("model.").split(".")[0] in FLAT]
         if names and self.name != "modelopt":
-            found.add_problems({names[0]: (True, f"knows it as {self.our_name(names[0].removeprefix('model.'))}")})
-        self._drop_tables(found, llama.vocab_size)
+            files.add_problems({names[0]: (True, f"knows it as {self.our_name(names[0].removeprefix('model.'))}")})
+        self._drop_tables(files, llama.vocab_size)
         # A gated Markov head's gate_proj is none of an MLP.
-        markov = {name: found.tensors.pop(name) for name in [*found.tensors] if name.startswith("markov_head.")}
-        biases = found.take_biases()
-        found.tensors |= markov
+        markov = {name: files.tensors.pop(name) for name in [*files.tensors] if name.startswith("markov_head.")}
+        biases = files.take_biases()
+        files.tensors |= markov
         rank = positive(raw, "markov_rank", 1) if raw.get("markov_rank") else 0
         if raw.get("block_size") is None:
             default = f"{DEFAULT_BLOCK}, the default of TorchSpec and llama.cpp"
-            found.notes.append(f"block_size is not in config.json: {default}")
+            files.notes.append(f"block_size is not in config.json: {default}")
         block_size = DEFAULT_BLOCK if raw.get("block_size") is None else positive(raw, "block_size", DEFAULT_BLOCK)
-        confidence = self._confidence(found, rank)
+        confidence = self._confidence(files, rank)
         # The latter is ModelOpt's.
         first = raw.get("sample_from_anchor", raw.get("shift_label"))
         return BlockConfig(
             llama=dataclasses.replace(
                 llama,
-                max_position=found.longest_text(llama),
+                max_position=files.longest_text(llama),
                 qk_norm=True,
                 qkv_bias=biases["qkv_bias"],
                 o_bias=biases["o_bias"],
                 sliding_window=window(raw, llama.num_layers),
             ),
-            aux_layers=self._aux_layers(found, llama.hidden_size),
+            aux_layers=self._aux_layers(files, llama.hidden_size),
             block_size=block_size,
             mask_token=_mask_token(raw, llama.vocab_size),
             layout="anchor-first" if (self.row.anchor_first if first is None else first) else "fill-in",
@@ -104,32 +104,32 @@ class BlockFormat(LlamaFormat):
             confidence=confidence,
         )
 
-    def _confidence(self, found: Found, rank: int) -> bool:
+    def _confidence(self, files: HeadFiles, rank: int) -> bool:
         """Return whether the head has a confidence head; give one that reads the state alone zeros for the rest."""
-        raw, tensors = found.raw, found.tensors
+        raw, tensors = files.raw, files.tensors
         weight = tensors.get("confidence_head.proj.weight")
         present, width = weight is not None, positive(raw, "hidden_size", 1)
         said = raw.get("enable_confidence_head", raw.get("use_confidence_head", present))
         if not (said if self.row.asks_confidence else present):
             if weight is not None:
                 name = "enable_confidence_head"
-                found.add_problems({name: (True, "drops the confidence head and says nothing: write true")})
-                found.notes.append(f"confidence_head: left out, {self.system} does not use it")
+                files.add_problems({name: (True, "drops the confidence head and says nothing: write true")})
+                files.notes.append(f"confidence_head: left out, {self.system} does not use it")
                 for part in ("weight", "bias"):
                     tensors.pop(f"confidence_head.proj.{part}", None)
             return False
         reads_token = bool(rank and raw.get("confidence_head_with_markov", True))
         if weight is not None and self.row.classes and reads_token != (weight.numel() > width):
             wrong = f"raises: it wants another width than {weight.numel()}"
-            found.add_problems({"confidence_head_with_markov": (True, wrong)})
+            files.add_problems({"confidence_head_with_markov": (True, wrong)})
         if rank and weight is not None and weight.shape == (1, width):
             tensors["confidence_head.proj.weight"] = torch.cat([weight, weight.new_zeros(1, rank)], -1)
-            found.notes.append("confidence_head: zeros are added for the token before, which it does not read")
+            files.notes.append("confidence_head: zeros are added for the token before, which it does not read")
         return True
 
-    def _drop_tables(self, found: Found, vocab: int) -> None:
+    def _drop_tables(self, files: HeadFiles, vocab: int) -> None:
         """Remove copies of the target's weights."""
-        tensors, target = found.tensors, found.target
+        tensors, target = files.tensors, files.target
         for name in OF_TARGET:
             tensors.pop(name, None)
         offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -143,23 +143,23 @@ class BlockFormat(LlamaFormat):
         if not same_values(lm_head, target.lm_head):
             text, expected = "one that differs from the target's", "the target's, which our head and all servers use"
             raise InputError("lm_head.weight", text, expected, "Pass the target that the head was trained for.")
-        found.notes.append("lm_head.weight is left out: it is the target's")
+        files.notes.append("lm_head.weight is left out: it is the target's")
 
-    def _aux_layers(self, found: Found, size: int) -> tuple[int, ...]:
+    def _aux_layers(self, files: HeadFiles, size: int) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""
-        raw, wanted = found.raw, found.num_states(size)
+        raw, wanted = files.raw, files.num_states(size)
         field = STATES if raw.get(STATES) is not None else OUTPUTS
-        numbers, count = raw.get(field), None if found.target is None else found.target.num_layers
+        numbers, count = raw.get(field), None if files.target is None else files.target.num_layers
         if numbers is None:
             if count is None:
                 raise InputError(f"config.json, {OUTPUTS}", "none", "the target's layers", "Pass --target.")
             layers = default_layers(count, wanted)
-            found.notes.append(f"{OUTPUTS} is absent: layers {', '.join(str(k - 1) for k in layers)}, as by default")
+            files.notes.append(f"{OUTPUTS} is absent: layers {', '.join(str(k - 1) for k in layers)}, as by default")
         elif isinstance(numbers, list) and numbers and all(type(number) is int for number in numbers):
             layers = tuple(number + (field == OUTPUTS) for number in numbers)
         else:
             raise InputError(f"config.json, {field}", repr(numbers), "a list of integers", "Correct config.json.")
-        found.check_layers(f"config.json, {field}", numbers or layers, layers, wanted, outputs=True)
+        files.check_layers(f"config.json, {field}", numbers or layers, layers, wanted, outputs=True)
         return layers
 
 

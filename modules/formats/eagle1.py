@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.formats.base import same_values
-from draftsmith.modules.formats.llama import Found, LlamaFormat, check_layer
+from draftsmith.modules.formats.llama import HeadFiles, LlamaFormat, check_layer
 from draftsmith.modules.layers import LlamaConfig
 
 FIRST_NORM = "layers.0.input_layernorm.weight"
@@ -27,18 +27,18 @@ class Eagle1Format(LlamaFormat):
         fc_bias = (config.fc_bias, "no bias: vLLM drops it silently, and no two systems keep it alike")
         check_layer(config.llama, {"fc_bias": fc_bias})
 
-    def read_config(self, found: Found, llama: LlamaConfig) -> EagleConfig:
+    def read_config(self, files: HeadFiles, llama: LlamaConfig) -> EagleConfig:
         # A published file may have tensors that no EAGLE-1 head computes with.
-        for name in [name for name in found.tensors if name.startswith("lm_head") or name == FIRST_NORM]:
-            tensor, theirs = found.tensors.pop(name), None if found.target is None else found.target.lm_head
+        for name in [name for name in files.tensors if name.startswith("lm_head") or name == FIRST_NORM]:
+            tensor, theirs = files.tensors.pop(name), None if files.target is None else files.target.lm_head
             if name == FIRST_NORM:
-                found.notes.append(f"{name} is left out: EAGLE-1 has no norm before the attention of layer 0")
+                files.notes.append(f"{name} is left out: EAGLE-1 has no norm before the attention of layer 0")
             else:
-                found.notes.append(f"{name} is left out: the target's lm_head is used")
+                files.notes.append(f"{name} is left out: the target's lm_head is used")
             differs = name != FIRST_NORM and theirs is not None and not same_values(tensor, theirs)
-            found.add_problems(
+            files.add_problems(
                 {name: (self.row.strict or differs, "raises: it has no such parameter" if self.row.strict else TAKES)}
             )
-        biases: dict[str, Any] = found.take_biases()
+        biases: dict[str, Any] = files.take_biases()
         fc_bias = biases.pop("fc_bias")
-        return EagleConfig(dataclasses.replace(llama, max_position=found.longest_text(llama), **biases), fc_bias)
+        return EagleConfig(dataclasses.replace(llama, max_position=files.longest_text(llama), **biases), fc_bias)

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
 from draftsmith.modules.formats.base import Problem, TargetFacts
-from draftsmith.modules.formats.llama import UNSUPPORTED, Found, LlamaFormat, Raw, check_layer, flat, inner_object
+from draftsmith.modules.formats.llama import UNSUPPORTED, HeadFiles, LlamaFormat, Raw, check_layer, flat, inner_object
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
@@ -60,45 +60,45 @@ class Eagle3Format(LlamaFormat):
     def top_level(self, config: Raw) -> Raw:
         return flat(config)
 
-    def read_config(self, found: Found, llama: LlamaConfig) -> Eagle3Config:
+    def read_config(self, files: HeadFiles, llama: LlamaConfig) -> Eagle3Config:
         """Read settings by this system's fields, and tensors by any system's names."""
-        raw, tensors, row = found.raw, found.tensors, self.row
+        raw, tensors, row = files.raw, files.tensors, self.row
         if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):
             raise InputError("config.json, target_hidden_size", width, "the head's own width", UNSUPPORTED)
         if inner_object(raw, "eagle_config").get("use_aux_hidden_state") is False:
             raise InputError("config.json, use_aux_hidden_state", False, "true: it is no EAGLE-3 head", UNSUPPORTED)
-        names = found.package.tensors
+        names = files.package.tensors
         layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in names}
         for wrong in sorted(layers - {"", *row.layer_names})[:1]:
-            found.add_problems({wrong: (True, f"knows the layer as {row.layer_names[0]} only")})
+            files.add_problems({wrong: (True, f"knows the layer as {row.layer_names[0]} only")})
         # The norms of the target's states show in the file, the other switches only in config.json.
         flags = row.flags(raw)
         if flags.fc_norm != (normed := "fc_norm.0.weight" in tensors):
             text = f"{'norms' if normed else 'no norm'} of the target's states in the file"
             raise InputError("fc_norm", text, f"what config.json says ({flags.fc_norm})", "Correct config.json.")
-        aux_layers = self.aux_layers(found, llama.hidden_size)
-        drafted = take_vocabulary(found, llama)
-        biases: dict[str, Any] = found.take_biases()
+        aux_layers = self.aux_layers(files, llama.hidden_size)
+        drafted = take_vocabulary(files, llama)
+        biases: dict[str, Any] = files.take_biases()
         del biases["fc_bias"]
-        qk_norm, longest = "layer.self_attn.q_norm.weight" in tensors, found.longest_text(llama)
+        qk_norm, longest = "layer.self_attn.q_norm.weight" in tensors, files.longest_text(llama)
         llama = dataclasses.replace(llama, num_layers=1, max_position=longest, qk_norm=qk_norm, **biases)
         return Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
 
-    def aux_layers(self, found: Found, size: int) -> tuple[int, ...]:
+    def aux_layers(self, files: HeadFiles, size: int) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""
         # fc says how many states it reads, and nothing else in the file says which.
-        count, row = found.num_states(size), self.row
-        layers = layer_ids(found.raw, *row.id_places)
+        count, row = files.num_states(size), self.row
+        layers = layer_ids(files.raw, *row.id_places)
         if layers is not None:
             # SGLang and vLLM read the states in the order of the layers, whatever the list's.
             layers = tuple(sorted(set(layers)) if row.sorts_ids else layers)
             layers = tuple(number + row.output_ids for number in layers)
-        elif found.target is not None:
-            layers = default_layers(found.target)
+        elif files.target is not None:
+            layers = default_layers(files.target)
         if layers is None:
             expected = "the target: this is a head that reads its target's layers 2, L/2 and L-3"
             raise InputError("target", "none", expected, "Pass --target.")
-        found.check_layers("layers", layers, layers, count, outputs=False)
+        files.check_layers("layers", layers, layers, count, outputs=False)
         return layers
 
 
@@ -128,12 +128,12 @@ def valid_table(ids: Tensor, marks: Tensor | None, vocab: int) -> bool:
     return int(marked.sum()) == len(ids) and (marks is None or torch.equal(marked, marks.bool()))
 
 
-def take_vocabulary(found: Found, llama: LlamaConfig) -> int:
+def take_vocabulary(files: HeadFiles, llama: LlamaConfig) -> int:
     """Return the size of the draft vocabulary.
 
     Replaces the tables by ascending ids `d2t`, if the vocabulary is reduced; adds a missing lm_head.
     """
-    raw, tensors, target, vocab = found.raw, found.tensors, found.target, llama.vocab_size
+    raw, tensors, target, vocab = files.raw, files.tensors, files.target, llama.vocab_size
     offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
     lm_head = tensors.get("lm_head.weight")
     for name, tensor, dims in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
@@ -144,8 +144,8 @@ def take_vocabulary(found: Found, llama: LlamaConfig) -> int:
         remedy = "Correct config.json."
         raise InputError("config.json, draft_vocab_size", drafted, f"the {len(lm_head)} rows of lm_head", remedy)
     if drafted != vocab and not raw.get("draft_vocab_size"):
-        found.problems.append(Problem("draft_vocab_size", f"is missing, and lm_head has {drafted} rows"))
-    ids = drafted_ids(offsets, marks, vocab, drafted, found.problems)
+        files.problems.append(Problem("draft_vocab_size", f"is missing, and lm_head has {drafted} rows"))
+    ids = drafted_ids(offsets, marks, vocab, drafted, files.problems)
     if len(ids) != drafted or not valid_table(ids, marks, vocab):
         expected = f"{drafted} different ones of the target's {vocab}, those that t2d marks"
         raise InputError("d2t", f"ids of {len(ids)} tokens", expected, "Fetch the head again.")
@@ -153,14 +153,14 @@ def take_vocabulary(found: Found, llama: LlamaConfig) -> int:
         if target is None or target.lm_head is None:
             raise InputError("lm_head.weight", "none", "one, or the target whose own it is", "Pass --target.")
         tensors["lm_head.weight"] = target.lm_head[ids].clone()
-        found.notes.append("lm_head is not in the file: it is the target's")
+        files.notes.append("lm_head is not in the file: it is the target's")
         if drafted != vocab:
-            found.problems.append(Problem("lm_head.weight", "is missing, and the target's has rows for other tokens"))
+            files.problems.append(Problem("lm_head.weight", "is missing, and the target's has rows for other tokens"))
     # Ours are ascending: a training draws the most frequent tokens in any order.
     order = ids.argsort()
     if not torch.equal(ids[order], ids):
         ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
-        found.notes.append("the draft vocabulary is sorted by id")
+        files.notes.append("the draft vocabulary is sorted by id")
     if drafted != vocab:
         tensors["d2t"] = ids
     return drafted

@@ -131,7 +131,7 @@ class System:
     strict: bool = False
     zero_bias: bool = False
     biases: Callable[[Raw], Biases] = lambda raw: Biases()
-    problems: Callable[[Found], Wrong] = lambda found: {}
+    problems: Callable[[HeadFiles], Wrong] = lambda files: {}
     refused: Callable[[System, Any, TargetFacts | None], Iterator[Refusal]] = lambda system, config, target: iter(())
     extra_tensors: Callable[[Any, torch.dtype, TargetFacts | None], dict[str, Tensor]] = lambda *_: {}
     layer_names: tuple[str, ...] = ("midlayer", "layers.0")
@@ -148,8 +148,8 @@ class System:
 
 
 @dataclass
-class Found:
-    """A directory while a system reads it.
+class HeadFiles:
+    """Files of a head while a system reads them.
 
     Attributes:
         row: how the system reads.
@@ -304,8 +304,8 @@ class LlamaFormat(HeadFormat):
         """Raise InputError for a head of this kind that no system holds."""
 
     @abstractmethod
-    def read_config(self, found: Found, llama: LlamaConfig) -> Any:
-        """Return the head's config, and drop from `found.tensors` what is no part of the head. llama: sizes."""
+    def read_config(self, files: HeadFiles, llama: LlamaConfig) -> Any:
+        """Return the head's config, and drop from `files.tensors` what is no part of the head. llama: sizes."""
 
     def top_level(self, config: Raw) -> Raw:
         """Return a `config.json` with everything that is read at the top."""
@@ -355,18 +355,18 @@ class LlamaFormat(HeadFormat):
         return super().serve(served) if self.row.serve is None else self.row.serve(self.kind, served)
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
-        found = Found(self.row, package, self.top_level(package.config), target)
-        llama = llama_sizes(found.raw)
-        found.check_options(llama, self.vocabularies)
-        found.add_problems(self.row.problems(found))
-        found.take_tensors(self.our_name)
-        config = self.read_config(found, llama)
+        files = HeadFiles(self.row, package, self.top_level(package.config), target)
+        llama = llama_sizes(files.raw)
+        files.check_options(llama, self.vocabularies)
+        files.add_problems(self.row.problems(files))
+        files.take_tensors(self.our_name)
+        config = self.read_config(files, llama)
         with torch.device("meta"):
-            check_tensors(head_class(self.kind)(config), found.tensors, self.disk_name)
+            check_tensors(head_class(self.kind)(config), files.tensors, self.disk_name)
         # A setting that this system does not compute with.
         for name, value, expected, _ in list(self.row.refused(self.row, config, None))[:1]:
-            found.problems.append(Problem(name, f"is {value}, where {self.system} has {expected}"))
-        return ImportedHead(config, as_stored(found.tensors), tuple(found.notes), tuple(found.problems))
+            files.problems.append(Problem(name, f"is {value}, where {self.system} has {expected}"))
+        return ImportedHead(config, as_stored(files.tensors), tuple(files.notes), tuple(files.problems))
 
 
 def architecture(raw: Raw) -> str:

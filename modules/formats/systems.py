@@ -36,7 +36,7 @@ from draftsmith.modules.formats.llama import (
     BLOCK_KINDS,
     Biases,
     Flags,
-    Found,
+    HeadFiles,
     Raw,
     Refusal,
     System,
@@ -179,9 +179,9 @@ def deepspec_refused(system: System, config: BlockConfig, target: TargetFacts | 
 # -- directories that a system refuses, or computes another head from
 
 
-def built_by_class(found: Found) -> Wrong:
+def built_by_class(files: HeadFiles) -> Wrong:
     # What block drafters have inside an object, servers do not read.
-    row, raw = found.row, found.package.config if found.row.kind in BLOCK_KINDS else found.raw
+    row, raw = files.row, files.package.config if files.row.kind in BLOCK_KINDS else files.raw
     name, model_type = architecture(raw) or None, raw.get("model_type")
     wanted = "llama" if "eagle" in row.kind else "qwen3"
     return {
@@ -190,13 +190,13 @@ def built_by_class(found: Found) -> Wrong:
     }
 
 
-def safeailab_problems(found: Found) -> Wrong:
-    raw, target = found.raw, found.target
+def safeailab_problems(files: HeadFiles) -> Wrong:
+    raw, target = files.raw, files.target
     # vLLM and SGLang read rotary settings in another way.
     meant, read = rope_settings(raw), safeailab_rope(raw)
     differ = (meant.theta, meant.kind) != (read.theta, read.kind)
     wrong = {"rope_theta": (differ, f"computes with {read}, not with {meant}")}
-    if found.row.kind == "eagle":
+    if files.row.kind == "eagle":
         return wrong
     ids = layer_ids(raw, "", "eagle_config")
     model_type = "llama" if target is None else target.raw.get("model_type", "llama")
@@ -209,10 +209,10 @@ def safeailab_problems(found: Found) -> Wrong:
     }
 
 
-def vllm_problems(found: Found) -> Wrong:
-    raw, target, kind = found.raw, found.target, found.row.kind
+def vllm_problems(files: HeadFiles) -> Wrong:
+    raw, target, kind = files.raw, files.target, files.row.kind
     # A directory of speculators has its kind in another field.
-    wrong = {} if TYPE in raw and kind != "eagle" else built_by_class(found)
+    wrong = {} if TYPE in raw and kind != "eagle" else built_by_class(files)
     if kind == "eagle":
         # The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention).
         typed, layers = len(raw.get("layer_types") or []), int(raw.get("num_hidden_layers") or 1)
@@ -225,18 +225,18 @@ def vllm_problems(found: Found) -> Wrong:
     return {**wrong, NON_CAUSAL: (other, text)}
 
 
-def sglang_problems(found: Found) -> Wrong:
-    raw, kind = found.raw, found.row.kind
+def sglang_problems(files: HeadFiles) -> Wrong:
+    raw, kind = files.raw, files.row.kind
     # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
     rope = rope_settings(raw)
     stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
-    own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(found.target)
+    own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(files.target)
     longer = f"raises: the target's context of {theirs} is longer than the draft's {own}. Write a longer one, or "
     is_eagle3, untyped = kind == "eagle3", raw.get("markov_rank") and raw.get("markov_head_type") is None
     above, inside = (layer_ids(raw, place) if is_eagle3 else None for place in ("", "eagle_config"))
     read = None if inside is None else tuple(sorted({number + 1 for number in inside}))
     return {
-        **({} if TYPE in raw and kind in BLOCK_KINDS else built_by_class(found)),
+        **({} if TYPE in raw and kind in BLOCK_KINDS else built_by_class(files)),
         "max_position_embeddings": (theirs > own, longer + "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
         "tie_word_embeddings": (raw.get("tie_word_embeddings"), "raises, or drafts with the embedding as lm_head"),
         TYPE: (kind != "eagle" and TYPE in raw, "does not know such a config.json"),
@@ -246,8 +246,8 @@ def sglang_problems(found: Found) -> Wrong:
     }
 
 
-def speculators_problems(found: Found) -> Wrong:
-    raw, kind = found.raw, found.row.kind
+def speculators_problems(files: HeadFiles) -> Wrong:
+    raw, kind = files.raw, files.row.kind
     layer = isinstance(raw.get("transformer_layer_config"), Mapping)
     wrong = {
         TYPE: (raw.get(TYPE) != kind, f"does not load {raw.get(TYPE)!r} as a head of kind {kind}"),
@@ -259,13 +259,13 @@ def speculators_problems(found: Found) -> Wrong:
     return {
         **wrong,
         "model_type": (layer and other != "llama", f"builds the layer of {other!r}: write llama"),
-        "embed_tokens.weight": (not found.has("embed_tokens.weight"), "may leave it undefined"),
-        "t2d": (reduced and not found.has("t2d"), "raises: t2d tensor hasn't been set"),
+        "embed_tokens.weight": (not files.has("embed_tokens.weight"), "may leave it undefined"),
+        "t2d": (reduced and not files.has("t2d"), "raises: t2d tensor hasn't been set"),
     }
 
 
-def llamacpp_problems(found: Found) -> Wrong:
-    kind = None if found.target is None else found.target.raw.get("model_type")
+def llamacpp_problems(files: HeadFiles) -> Wrong:
+    kind = None if files.target is None else files.target.raw.get("model_type")
     aborts = kind is not None and kind not in LLAMACPP_TARGETS
     return {"target": (aborts, f"aborts: its {kind} graphs do not give the states of their layers")}
 

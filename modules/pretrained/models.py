@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ def check_device(name: str) -> None:
         raise InputError("device", name, expected, "Correct it.")
 
 
+def weight_type(dtype: str, config: Mapping[str, Any]) -> torch.dtype:
+    """Return the type of this name; of `auto`, the one that config.json names."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32") if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise InputError("dtype", name, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
+    return DTYPES[name]
+
+
 def load_lm(
     path: str,
     dtype: str = "float32",
@@ -92,10 +100,7 @@ def load_lm(
     check_device(device)
     directory = model_directory(path)
     config = read_model_json(directory / "config.json", CONFIG)
-    if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    if dtype not in DTYPES:
-        raise InputError("dtype", dtype, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
+    weights = weight_type(dtype, config)
     # Low precision exists on the lean engine only, spreading over devices on the hf engine only.
     if precision != "dtype":
         engine = "lean" if engine == "auto" and not device_map else engine
@@ -107,17 +112,17 @@ def load_lm(
     if device_map:
         if engine == "lean":
             raise InputError("device_map", "the lean engine", "the hf engine", "Pass --engine hf or auto.")
-        return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code, device_map)
+        return _load_hf(directory, config, weights, device, trust_remote_code, device_map)
     # The lean engine is preferred: it runs trees and rows without transformers' overhead.
     if engine == "lean" or (engine == "auto" and config.get("model_type") in SUPPORTED):
         try:
-            return _load_lean(directory, config, DTYPES[dtype], device, packed, precision)
+            return _load_lean(directory, config, weights, device, packed, precision)
         except InputError as error:
             # `auto` falls back to transformers only for what the lean engine does not support, not for damage.
             if engine == "lean" or error.remedy != ON_HF:
                 raise
             logger.info("%s runs on transformers (%s: %s)", directory, error.field, error.found)
-    return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code)
+    return _load_hf(directory, config, weights, device, trust_remote_code)
 
 
 def load_fitting(path: str, target: CausalLM, **loading: Any) -> CausalLM:
@@ -135,8 +140,7 @@ def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterL
     """
     check_device(device)
     directory, shape, config = model_directory(path), target_shape(path), read_config(path)
-    if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    weights = weight_type(dtype, config)
     tensors = checkpoint_tensors(directory, OUTPUTS)
     embeddings = tensors.get("embed_tokens.weight")
     output = embeddings if shape.tie_embeddings else tensors.get("lm_head.weight")
@@ -144,8 +148,8 @@ def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterL
     if embeddings is None or output is None or sizes != [(shape.vocab_size, shape.hidden_size)] * 2:
         found = f"{directory} without embeddings of {shape.vocab_size} x {shape.hidden_size}"
         raise InputError("model", found, "a whole checkpoint", REMEDY)
-    embeddings = embeddings.to(device, DTYPES[dtype])
-    output = embeddings if shape.tie_embeddings else output.to(device, DTYPES[dtype])
+    embeddings = embeddings.to(device, weights)
+    output = embeddings if shape.tie_embeddings else output.to(device, weights)
     return OuterLM(embeddings, output, _lean_info(directory, config, shape))
 
 

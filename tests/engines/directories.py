@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from defects import DEFECTS, Defect
 from tiny_models import tiny_llama_dir
 
-from draftsmith.eval.check.check import differences, hashes_of
+from draftsmith.eval.check.record import differences, hashes_of
 from draftsmith.eval.check.states import facts_of
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.export import write_package

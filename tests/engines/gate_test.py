@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval.check.engine import run
+from draftsmith.eval.check.check import run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
-from draftsmith.eval.settings import EngineCheckConfig
+from draftsmith.eval.settings import CheckConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.heads import load_head, stored_tensors
@@ -36,7 +36,7 @@ TARGET, PROMPTS = "embedded:target", 4
 def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def call(directory: Path | str, **settings: Any) -> tuple[int, str]:
         given = {"target": TARGET, "engine": "vllm", "engine_path": PYTHON, "limit": PROMPTS, **settings}
-        code = run(EngineCheckConfig(directory=Path(directory), **given))
+        code = run(CheckConfig(directory=Path(directory), **given))
         shown = capsys.readouterr().out
         with capsys.disabled():
             print(f"\n{shown}")
@@ -81,7 +81,7 @@ def test_wrong_layers_of_a_block_drafter_are_named(gate, tmp_path: Path):
 def test_dspark_is_not_served_without_triton():
     given = {"target": TARGET, "engine": "vllm", "engine_path": PYTHON, "limit": 1}
     with pytest.raises(InputError, match="engine: found a vLLM without Triton") as error:
-        run(EngineCheckConfig(directory=SERVED / "dspark/vllm", **given))
+        run(CheckConfig(directory=SERVED / "dspark/vllm", **given))
     assert "\n" not in str(error.value)
 
 

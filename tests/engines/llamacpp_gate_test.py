@@ -24,9 +24,10 @@ from draftsmith.data.responses import run as make_responses
 from draftsmith.data.settings import ServerConfig
 from draftsmith.eval.certify import CertifyConfig
 from draftsmith.eval.certify import run as certify
-from draftsmith.eval.check.engine import EngineCheckConfig, run
+from draftsmith.eval.check.check import run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
+from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import ExportConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.block.net import default_layers
@@ -47,7 +48,7 @@ Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
 def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def call(directory: Path, **settings: Any) -> tuple[int, str]:
         given = {"target": TARGET, "engine": "llamacpp", "engine_path": SERVER, "limit": PROMPTS, **settings}
-        code = run(EngineCheckConfig(directory=directory, **given))
+        code = run(CheckConfig(directory=directory, **given))
         shown = capsys.readouterr().out
         with capsys.disabled():
             print(f"\n{shown}")
@@ -89,7 +90,7 @@ def test_a_draft_is_cut_by_the_confidence_head(gate, case: str):
 def test_a_threshold_needs_a_confidence_head():
     given = {"target": TARGET, "engine": "llamacpp", "engine_path": SERVER, "limit": 1, "p_min": 0.3}
     with pytest.raises(InputError, match=r"p_min: found 0\.3 for a dflash drafter without confidences"):
-        run(EngineCheckConfig(directory=SERVED / "dflash/llamacpp", **given))
+        run(CheckConfig(directory=SERVED / "dflash/llamacpp", **given))
 
 
 def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):

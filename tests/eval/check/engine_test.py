@@ -20,10 +20,10 @@ from engine_like import EngineLike
 from quick_heads import quick_eagle3_head, quick_eagle_head
 
 from draftsmith.data.engines.process import running
-from draftsmith.eval.check.engine import run
+from draftsmith.eval.check.check import run
 from draftsmith.eval.check.states import PROMPTS, answered_prompts
 from draftsmith.eval.engines.vllm import server_words
-from draftsmith.eval.settings import EngineCheckConfig
+from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats.base import Served
@@ -97,7 +97,7 @@ def gate(heads, chats, capsys, monkeypatch) -> Callable[..., tuple[int, str]]:
         given = {"prompts": str(chats), "target": TARGET, "max_new_tokens": NEW_TOKENS, **settings}
         given = {"directory": heads / server.kind / "export", **given}
         capsys.readouterr()
-        code = run(EngineCheckConfig(engine="vllm", server=server.url, **given))
+        code = run(CheckConfig(engine="vllm", server=server.url, **given))
         return code, " ".join(capsys.readouterr().out.split())
 
     return call

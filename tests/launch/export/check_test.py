@@ -10,8 +10,8 @@ import torch
 from head_directory import Directory
 from tiny_models import tiny_llama_dir
 
-from draftsmith.eval.check.check import RECORD
 from draftsmith.eval.check.check import run as check
+from draftsmith.eval.check.record import RECORD
 from draftsmith.eval.diagnose.drafts import head_variants
 from draftsmith.eval.settings import CheckConfig
 from draftsmith.modules.drafters.eagle import EagleHead

@@ -156,25 +156,20 @@ BLOCKS_READ = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "config", "shapes"), BLOCKS_READ)
-def test_the_producer_of_a_block_drafter_is_recognized(name, kind, config, shapes):
-    format = detect(ForeignHead(config, shapes))
-    assert (format.name, format.kind) == (name, kind)
+RECOGNIZED = [
+    *((name, None, config, shapes) for name, config, shapes in READ.values()),
+    *((name, "eagle3", config, shapes) for name, config, shapes in EAGLE_3_READ),
+    *BLOCKS_READ,
+]
 
 
-@pytest.mark.parametrize("case", READ)
-def test_the_producer_is_recognized(case):
-    expected, config, shapes = READ[case]
-    format = detect(ForeignHead(config, shapes))
-    assert format is formats()[expected, format.kind]
-
-
-@pytest.mark.parametrize(("name", "config", "shapes"), EAGLE_3_READ)
-def test_the_producer_of_an_eagle3_head_is_recognized(name, config, shapes):
+@pytest.mark.parametrize(("name", "kind", "config", "shapes"), RECOGNIZED)
+def test_the_producer_is_recognized(name, kind, config, shapes):
     foreign = ForeignHead(config, shapes)
     format = detect(foreign)
-    assert (format.name, format.kind) == (name, "eagle3")
-    assert all(named_format(other, foreign).kind == "eagle3" for other in ("eagle", "vllm", "sglang"))
+    assert format is formats()[name, kind or format.kind]
+    if kind == "eagle3":
+        assert all(named_format(other, foreign).kind == kind for other in ("eagle", "vllm", "sglang"))
 
 
 @pytest.mark.parametrize(("said", "config", "shapes"), REFUSED)

@@ -1,0 +1,88 @@
+"""Record that an export leaves in its directory: the head that was exported, to compare what is read with."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.drafters import learned
+from draftsmith.modules.formats.base import ImportedHead, Problem
+from draftsmith.modules.formats.llama import frequencies
+from draftsmith.modules.layers import RopeScaling, RotarySettings
+from draftsmith.modules.pretrained.provenance import compare_identity
+from draftsmith.modules.pretrained.reading import read_object
+
+RECORD = "draftsmith.json"
+
+
+def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a hash of every tensor's shape and values."""
+    hashes = {}
+    for name, tensor in sorted(state.items()):
+        # In float32, whatever type they are stored in: a copy of another type that holds the same is the same.
+        data = tensor.detach().to("cpu", torch.float32).contiguous()
+        content = str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()
+        hashes[name] = hashlib.sha256(content).hexdigest()[:16]
+    return hashes
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+    """Read the record of an export; None for a directory that this project did not write.
+
+    Raises:
+        InputError: a damaged file.
+    """
+    path = Path(directory) / RECORD
+    if not path.exists():
+        return None
+    shape = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict}
+    return read_object(path, shape, "Export the head again.")
+
+
+def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: ImportedHead) -> list[Problem]:
+    """Compare a head, as a system reads it, with settings and tensor hashes of the head that was exported."""
+    problems = []
+    theirs = hashes_of(head.state)
+    for name in sorted(hashes.keys() | theirs.keys()):
+        if name not in theirs:
+            problems.append(Problem(name, "was exported, and this system does not hold it"))
+        elif name not in hashes:
+            problems.append(Problem(name, "was not exported, and this system computes with it"))
+        elif theirs[name] != hashes[name]:
+            problems.append(Problem(name, "is not what was exported (other values, order or shape)"))
+    read, exported = (
+        {**fields.pop("llama", {}), **fields}
+        for fields in json.loads(json.dumps([dataclasses.asdict(head.config), config]))
+    )
+    # An import raises the number of positions to the target's; rope is compared by its frequencies.
+    skipped = {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
+    for name in sorted((exported.keys() | read.keys()) - skipped):
+        if exported.get(name) != read.get(name):
+            problems.append(Problem(name, f"{read.get(name)} in this system, exported with {exported.get(name)}"))
+    if "llama" in config and (llama := getattr(head.config, "llama", None)) is not None:
+        scaling = RopeScaling(**config["llama"]["rope_scaling"])
+        rope = RotarySettings(config["llama"]["rope_theta"], scaling)
+        if not torch.allclose(frequencies(llama), frequencies(llama, rope), rtol=1e-5):
+            problems.append(Problem("rope", "other rotary frequencies than the head was exported with"))
+    return problems
+
+
+def against_model(
+    record: Mapping[str, Any] | None, identity: Mapping[str, str], with_drafter: bool = True
+) -> list[str]:
+    """Return the names of the hashes by which a model is not the one that the head was trained for.
+
+    record: None, or without a target, for a head of unknown origin. with_drafter: compare the hash of a drafting head,
+    whose hidden states an acceptance head reads.
+    """
+    recorded = (record or {}).get("head", {}).get("target") or {}
+    recorded = {key: value for key, value in recorded.items() if with_drafter or key not in learned()}
+    differing = compare_identity({"model": identity}, {"model": recorded}) if recorded else []
+    return [key.removeprefix("model.") for key, _, _ in differing]
