@@ -299,8 +299,8 @@ def methods_rows(
     # One prompt at a time, and several if the models read rows side by side.
     lms = (models.target, models.draft, models.mid)
     side_by_side = config.batch_size > 1 and all(isinstance(lm, LlamaLM) for lm in lms if lm is not None)
-    loops = [(item, 1) for item in methods]
-    loops += [(item, config.batch_size) for item in methods if side_by_side and item.method.batchable]
+    counts = {item.label: [1, config.batch_size] if side_by_side and item.method.batchable else [1] for item in methods}
+    loops = [(item, count) for item in methods for count in counts[item.label]]
     level = config.alpha / len(loops)  # Bonferroni: all sampling tests share alpha
     expected = greedy_answers(RecordingRunner(None, models), prompts, config)
     rows = []
