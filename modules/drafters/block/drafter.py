@@ -15,7 +15,7 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.stop import SlotConfidenceStop
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks
 from draftsmith.modules.drafters.net import DraftNet, RowState
-from draftsmith.modules.engine.cache import KVCache, RowsCache, as_bias
+from draftsmith.modules.engine.cache import KVCache, RowsCache, any_shape, as_bias
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack, swap_modules
 from draftsmith.modules.engine.low_precision import linear_of
 from draftsmith.modules.finite import located
@@ -148,7 +148,9 @@ class SlotNet(DraftNet):
         if isinstance(self._cache, RowsCache):
             self._cache.place(at, span)
         x = self._block(anchors, slots)
-        return self._slots_of(stack.run(x, stack.cos[at], stack.sin[at], self._cache, bias[:, None], False))
+        with any_shape(self.device):
+            x = stack.run(x, stack.cos[at], stack.sin[at], self._cache, bias[:, None], False)
+        return self._slots_of(x)
 
     def open_round(self, rows: Sequence[RowState], limits: Sequence[int]) -> Sequence[int]:
         if not any(isinstance(row.policy, SlotConfidenceStop) for row in rows):
@@ -216,7 +218,8 @@ class SlotNet(DraftNet):
         seen = visible.new_zeros(len(x), length + len(x))
         shorter = visible.shape[1] - len(x)
         seen[:, :shorter], seen[:, length:] = visible[:, :shorter], visible[:, shorter:]
-        states = stack.run(x, stack.cos[at], stack.sin[at], cache, seen, False)
+        with any_shape(self.device):
+            states = stack.run(x, stack.cos[at], stack.sin[at], cache, seen, False)
         self._hidden = self._slots_of(states.view(len(anchors), slots, -1))  # [S, n, H]
         self._memory = None
         return self._branch_state(0, self._tokens[anchors][:, None])[:, 0]

@@ -22,7 +22,8 @@ def empty_cache(tmp_path_factory, monkeypatch):
 
 
 def documented(name: str) -> str:
-    rows = [line.strip("| ").partition(" | ") for line in PAGE.read_text("utf-8").splitlines()]
+    section = PAGE.read_text("utf-8").partition("\n## Architectures\n")[2]
+    rows = [line.strip("| ").partition(" | ") for line in section.splitlines()]
     return next(cells.removesuffix(" |") for names, _, cells in rows if name in names.split("; "))
 
 
