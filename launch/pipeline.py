@@ -262,6 +262,8 @@ def fill(text: str, values: Mapping[str, Any]) -> str:
     """
     try:
         return text.format_map(values)
+    except InputError:  # of what a name is computed from
+        raise
     except (KeyError, ValueError, IndexError, TypeError) as error:
         expected = f"names in braces ({', '.join(values)}), and {{{{ for a brace"
         raise InputError("stages", f"{text!r} ({error})", expected, "Correct the file.") from error

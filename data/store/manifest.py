@@ -111,7 +111,9 @@ class Manifest:
         path, started = directory / MANIFEST, directory / STARTED
         if not path.exists():
             found, expected, remedy = f"no {MANIFEST}", "an artifact's directory", "Check the path."
-            if not directory.is_dir():
+            if directory.is_file():
+                found, remedy = "a file", f"Chats are read by draftsmith data prompts --source {directory}."
+            elif not directory.is_dir():
                 found = "no such directory"
             elif started.exists():
                 found, expected = "an unfinished stage", "a complete one"

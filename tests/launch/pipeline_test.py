@@ -163,6 +163,15 @@ def test_a_wrong_pipeline_is_refused_before_anything_runs(tmp_path, monkeypatch,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_head_that_is_missing_is_named_as_such(tmp_path, monkeypatch):
+    def missing(directory: str) -> str:
+        raise InputError("head", directory, "a head directory", "Train one.")
+
+    monkeypatch.setattr(pipeline, "kind_of_head", missing)
+    with pytest.raises(InputError, match="head: found no-head, expected a head"):
+        pipeline.run(pipeline.RunConfig(written(tmp_path, "stages: [{title: A, run: 'train {kind:no-head}'}]")))
+
+
 def test_the_time_left_follows_the_pace_of_the_machine(tmp_path, monkeypatch, capsys):
     """Four stages of 2, 2, 4 and 6 expected minutes; the first is finished, and each minute takes three."""
     now = 0.0

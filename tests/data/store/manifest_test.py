@@ -61,6 +61,9 @@ def test_a_directory_that_is_none(tmp_path):
         Manifest.read(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"no manifest\.json"):
         Manifest.read(tmp_path)
+    (tmp_path / "chats.jsonl").write_text("{}")
+    with pytest.raises(InputError, match=r"found a file, .* data prompts --source .*chats\.jsonl"):
+        Manifest.read(tmp_path / "chats.jsonl")
 
 
 def test_a_damaged_manifest_and_another_schema(copy):
