@@ -33,6 +33,7 @@ RANGES: dict[str, Any] = {
     **dict.fromkeys(("lr", "w_acc", "w_rej"), (0, math.inf, "(]")),
     "plan_samples": (2, MOST),
     "plan_length": (4, MOST),
+    "plan_gb": (0, math.inf, "(]"),
     "seed": (0, 2**63 - 1),
 }
 # Shorter pieces of a sequence have too little context.
@@ -245,15 +246,17 @@ class Planning:
         plan_ranks: Ranks to plan for, on all machines; 0 takes what a launcher has set, or --devices.
         plan_samples: Samples to assume if the data does not exist yet.
         plan_length: Tokens of each of these samples.
+        plan_gb: Memory of a device, GB (1e9 bytes), that a rank has to fit into. Default: this machine's GPU or memory.
     """
 
     help_group: ClassVar[str] = "Planning"
-    help_rarely: ClassVar[tuple[str, ...]] = ("plan_ranks", "plan_samples", "plan_length")
+    help_rarely: ClassVar[tuple[str, ...]] = ("plan_ranks", "plan_samples", "plan_length", "plan_gb")
 
     plan: bool = volatile(False)
     plan_ranks: int = volatile(0)
     plan_samples: int = volatile(60_000)
     plan_length: int = volatile(512)
+    plan_gb: float | None = volatile(None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ gradients and optimizer state out over the ranks. Activations are estimated from
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from draftsmith.data.console import Column, Table, add_result, print_facts, print_table
+from draftsmith.data.console import Column, Table, add_result, print_facts, print_table, print_text
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
 from draftsmith.data.store.datasets import cut_lengths, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
@@ -321,8 +323,31 @@ def show(config: TrainDrafterConfig) -> None:
     columns = [Column("part", "part"), *(Column(title, title, ">") for title in titles.values())]
     title = f"Memory of a rank, {unit}; * as configured, off: with offload to host memory"
     print_table(Table("memory", title, columns, rows), bold="peak")
+    print_text(verdict(plan, config))
     values = dataclasses.asdict(plan) | {"documents": {"source": documents.source, "tokens": tokens}}
     add_result(**values | {"memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()}})
+
+
+def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
+    """Say whether a rank fits into its device's memory, and if not, what would."""
+    on_gpu, budget = device_kind(config) == "gpu", 0.0
+    if config.plan_gb is not None:
+        budget = config.plan_gb * 1e9
+    elif on_gpu and torch.cuda.device_count():
+        budget = torch.cuda.get_device_properties(0).total_memory
+    elif not on_gpu and plan.world == 1:
+        budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not budget:
+        return "Pass --plan-gb to see whether a rank fits into its device."
+    if plan.peak <= budget:
+        return f"Fits: a rank needs {short(plan.peak)}B of {short(budget)}B."
+    remedies = [f"--strategy {key}" for key, memory in plan.memories.items() if memory["peak"] <= budget]
+    activations = plan.memories[plan.strategy]["activations"]
+    left = budget - (plan.peak - activations)
+    if left > 0:
+        remedies.append(f"--accumulate {config.accumulate * math.ceil(activations / left)}")
+    remedy = f"What would: {', '.join(remedies)}." if remedies else "Its weights alone are too large."
+    return f"Does not fit: a rank needs {short(plan.peak)}B of {short(budget)}B. {remedy}"
 
 
 def short(number: float) -> str:

@@ -22,7 +22,7 @@ from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data import held_out
-from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory
+from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory, verdict
 
 
 def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -158,3 +158,15 @@ def test_a_training_runs_on_a_machine_without_proc(artifacts, tmp_path, monkeypa
         Path("/proc/self/statm").read_text()
     config = eagle_config(artifacts, tmp_path / "run", max_steps=2)
     assert (run(config) / "model.safetensors").is_file()
+
+
+def test_a_plan_says_whether_a_rank_fits_and_what_would(artifacts, tmp_path):
+    config = eagle_config(artifacts, tmp_path / "run")
+    plan = plan_of(config)
+    assert verdict(plan, config).startswith("Fits: a rank needs ")  # this machine's memory
+    half = plan.memories["one process"]["activations"] / 2
+    small = eagle_config(artifacts, tmp_path / "run", plan_gb=(plan.peak - half) / 1e9)
+    assert verdict(plan, small).startswith("Does not fit: ") and verdict(plan, small).endswith("--accumulate 2.")
+    assert plan_of(dataclasses.replace(config, accumulate=2)).peak < plan.peak
+    none = eagle_config(artifacts, tmp_path / "run", plan_gb=1e-9)
+    assert verdict(plan, none).endswith("Its weights alone are too large.")
