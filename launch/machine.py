@@ -63,8 +63,8 @@ def forecast(measured: Mapping[str, Any], minutes: float, threads: int) -> float
         verify = max(1.0, read_ms(int(drafted) + 1) / read_ms(1))
         gain = tau / (verify + drafted * cost)
         log_note(
-            f"A head of this size gave {tau:g} tokens per call of the target; to read {drafted + 1:.0f} tokens takes "
-            f"{verify:.2f} times as long as one here: expect about {gain:.2f}x in our decoder."
+            f"With the defaults a head gave {tau:g} tokens per call of the target; reading {drafted + 1:.0f} tokens "
+            f"takes {verify:.2f} times as long as one here: expect about {gain:.2f}x in our decoder."
             + (" A longer training (--set prompts=N) or a GPU gives more." if gain < 1.3 else "")
         )
     return pace
