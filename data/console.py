@@ -224,17 +224,22 @@ def print_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") -
     _print_full_width(console, grid)
 
 
-def draw_table(console: Console, table: Table, bold: str = "") -> None:
-    """Print a table as a grid if it fits in its full width, else as one block of lines per row."""
-    if table.title:
-        console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
-    # Columns marked `below` share the cell of the column in front of them.
+def stacked(columns: Iterable[Column]) -> list[list[Column]]:
+    """Group columns by cell: one that is `below` shares the cell of the column in front of it."""
     stacks: list[list[Column]] = []
-    for column in table.columns:
+    for column in columns:
         if column.below:
             stacks[-1].append(column)
         else:
             stacks.append([column])
+    return stacks
+
+
+def draw_table(console: Console, table: Table, bold: str = "") -> None:
+    """Print a table as a grid if it fits in its full width, else as one block of lines per row."""
+    if table.title:
+        console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
+    stacks = stacked(table.columns)
     rows = []
     for row in table.rows:
         cells = [[_as_text(row.get(column.key), column.format) for column in stack] for stack in stacks]

@@ -170,7 +170,7 @@ class Rollouts:
 
     @functools.cached_property
     def text(self) -> BranchedText:
-        """Where the target reads responses and their drafts."""
+        """The target's reader of responses and of the drafts that branch off them."""
         return BranchedText(self.target, self.depth)
 
     def starts(self, mask: Sequence[bool], min_start: int, uniform: float) -> list[int]:

@@ -72,7 +72,7 @@ class Place(NamedTuple):
     id: str | RowError
 
 
-# A row and what it adds to the counts, or the error for which it is dropped.
+# A prompt's row with its counts, or the reason for dropping it.
 Encoded = tuple[dict[str, Any], Counter[str]] | RowError
 
 
@@ -239,7 +239,7 @@ class RowEncoder:
             return error
 
     def encode(self, row_id: str, row: Row) -> tuple[dict[str, Any], Counter[str]]:
-        """Return the artifact's row for a row of a source, and what it adds to the counts.
+        """Tokenize a source's row; return the prompt's row and its counts (later_turns, ...).
 
         Raises:
             RowError: the row cannot be used.

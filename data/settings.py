@@ -471,7 +471,7 @@ class FeaturesConfig(StageLoading):
     tokens_per_batch: int = 8192
     rows_per_shard: int = 128
     feature_dtype: FeatureDtype = "bf16"
-    # Wider than where our own engines are chosen: this stage alone may read states from vLLM.
+    # Overrides the engines of `Loading`: this stage alone may read states from vLLM. mypy allows only narrower types.
     engine: Literal["auto", "lean", "hf", "vllm"] = field(default="auto", kw_only=True)  # type: ignore[assignment]
     device_map: bool = volatile(False)
     vllm_args: Path | None = volatile(None)

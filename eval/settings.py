@@ -384,7 +384,8 @@ class CheckConfig(Loading):
     draft: str | None = None
     head: Path | None = None
     dtype: Dtype = "auto"
-    engine: Literal["auto", "lean", "hf", "vllm", "llamacpp"] = "auto"  # type: ignore[assignment]  # more than Loading
+    # Overrides the engines of `Loading`: servers check directories too. mypy allows only narrower types.
+    engine: Literal["auto", "lean", "hf", "vllm", "llamacpp"] = "auto"  # type: ignore[assignment]
     engine_path: Path | None = None
     server: str | None = None
     prompts: str | None = None

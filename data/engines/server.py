@@ -35,7 +35,8 @@ READ_LOG = "Read the server's log, or check the address."
 class Server:
     """Requests to a server, without or with retries. Paths are relative to its address.
 
-    kind: what it is to be, for errors. root: paths begin before the version, /v1. max_wait_s: between attempts.
+    kind: expected kind of server, for errors. root: paths begin before the version, /v1. max_wait_s: longest pause
+        between attempts, in seconds.
     """
 
     def __init__(

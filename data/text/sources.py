@@ -271,7 +271,7 @@ def table_row(stored: Mapping[str, Any], renamed: Mapping[str, str] | None = Non
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Raise InputError for what `datasets` cannot read, in the place of what it prints."""
+    """Raise InputError if `datasets` cannot read a source; its own messages are silenced."""
     try:
         with quiet_datasets():
             yield

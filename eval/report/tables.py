@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from draftsmith.data.console import Column, Row, Table, format_value, json_values, markdown_lines
+from draftsmith.data.console import Column, Row, Table, format_value, json_values, markdown_lines, stacked
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:
@@ -40,14 +40,8 @@ def markdown(table: Table) -> str:
 
 def merged(table: Table) -> Table:
     """Return the table as the console prints it: a column that is `below` shares the cell of the one before."""
-    stacks: list[list[Column]] = []
-    for column in table.columns:
-        if column.below:
-            stacks[-1].append(column)
-        else:
-            stacks.append([column])
     columns, rows = list[Column](), [dict[str, Any]() for _ in table.rows]
-    for first, *below in stacks:
+    for first, *below in stacked(table.columns):
         titles = [first.title, *(column.title.removeprefix(f"{first.title}: ") for column in below)]
         columns.append(Column(first.key, ", ".join(filter(None, titles)), first.format and ">", first.group))
         for cells, row in zip(rows, table.rows, strict=True):
