@@ -20,22 +20,34 @@ from draftsmith.modules.types import InputError, check_config
 # small enough that a model of them is built on the meta device in seconds and its parameters fit 64 bits.
 MOST_SIZE, MOST_LAYERS, MOST_HEADS, MOST_POSITIONS = 2**24, 1024, 2**16, 2**24
 # Scalings that `rope_frequencies` computes.
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # Keys that a kind of scaling needs.
-REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 BASE = 10000.0  # the default of all systems
 PARTIAL = "partial_rotary_factor"
+YARN_SCALES = ("attention_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary scaling as in transformers' `rope_parameters`: default, linear, or llama3 (NTK by parts)."""
+    """Rotary scaling as in transformers' `rope_parameters`: default, linear, llama3 (NTK by parts), or yarn.
+
+    partial_rotary_factor: share of each head that is rotated, its first dimensions, with any kind. beta_fast to
+    truncate: YaRN's (Peng et al. 2023).
+    """
 
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    partial_rotary_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         check_config(
@@ -44,6 +56,12 @@ class RopeScaling:
             low_freq_factor=(1e-6, 1e6),
             high_freq_factor=(1e-6, 1e6),
             original_max_position=(1, MOST_POSITIONS),
+            partial_rotary_factor=(0, 1, "(]"),
+            beta_fast=(1e-6, 1e6),
+            beta_slow=(1e-6, 1e6),
+            attention_factor=(1e-6, 1e6),
+            mscale=(0, 1e6),
+            mscale_all_dim=(0, 1e6),
         )
         # The formula divides by their difference.
         if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
@@ -95,6 +113,11 @@ class LlamaConfig:
             raise InputError("num_key_value_heads", self.num_kv_heads, expected, "Correct it.")
         if self.head_dim % 2:
             raise InputError("head_dim", self.head_dim, "an even number: rotary positions turn pairs", "Correct it.")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of each head that are rotated, the first ones."""
+        return int(self.head_dim * self.rope_scaling.partial_rotary_factor) // 2 * 2
 
 
 # Switches of layers that every server has: no biases, no norms of queries and keys, attention to the whole text.
@@ -185,7 +208,8 @@ class RotarySettings:
 
     def __str__(self) -> str:
         scaled = "" if self.kind == "default" else f", {self.kind} scaling by {self.scaling.factor:g}"
-        return f"base {self.theta:g}{scaled}"
+        part = self.scaling.partial_rotary_factor
+        return f"base {self.theta:g}{scaled}" + ("" if part == 1 else f", {part:g} of each head")
 
 
 class RMSNorm(nn.Module):
@@ -258,15 +282,13 @@ def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
         InputError: a setting of another type, or one that its kind of scaling needs is missing.
     """
     rope = config_object(raw, "rope_scaling") or config_object(raw, "rope_parameters")
+    # One for each kind of layer (Gemma 3): that of the layers that read the whole text.
+    rope = config_object(rope, "full_attention") or rope
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if not isinstance(kind, str):
         raise InputError("config.json, rope_type", repr(kind)[:80], "a name", "Correct config.json.")
     if missing := [key for key in REQUIRED.get(kind, ()) if rope.get(key) is None]:
         raise InputError("rope_scaling", f"no {', '.join(missing)}", "all that its kind needs", "Complete config.json.")
-    if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
-        kind = f"one for each of {', '.join(nested)}"
-    if (partial := rope_number(PARTIAL, rope.get(PARTIAL) or raw.get(PARTIAL), 1.0)) != 1.0:
-        kind = f"{PARTIAL} {partial:g}"
     inside, outside = rope.get("rope_theta"), raw.get("rope_theta")
     original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     scaling = RopeScaling(
@@ -275,6 +297,11 @@ def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
         low_freq_factor=rope_number("low_freq_factor", rope.get("low_freq_factor"), 1.0),
         high_freq_factor=rope_number("high_freq_factor", rope.get("high_freq_factor"), 4.0),
         original_max_position=original or raw.get("max_position_embeddings", 2048),
+        partial_rotary_factor=rope_number(PARTIAL, rope.get(PARTIAL) or raw.get(PARTIAL), 1.0),
+        beta_fast=rope_number("beta_fast", rope.get("beta_fast") or None, 32.0),
+        beta_slow=rope_number("beta_slow", rope.get("beta_slow") or None, 1.0),
+        truncate=rope.get("truncate") is not False,
+        **{name: None if rope.get(name) is None else rope_number(name, rope[name], 1.0) for name in YARN_SCALES},
     )
     return RotarySettings(rope_number("rope_theta", outside if inside is None else inside, BASE), scaling)
 
@@ -297,9 +324,9 @@ def rope_number(name: str, value: Any, default: float) -> float:
 
 
 def rope_frequencies(config: LlamaConfig) -> Tensor:
-    """Compute inverse frequencies [head_dim / 2] in float32, scaled (Llama 3.1 report, section 3.2)."""
-    inv_freq = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim)
-    scaling = config.rope_scaling
+    """Compute inverse frequencies [rotary_dim / 2] in float32, scaled (Llama 3.1 report, section 3.2; YaRN)."""
+    size, scaling = config.rotary_dim, config.rope_scaling
+    inv_freq = config.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.int64).float() / size)
     if scaling.kind == "default":
         return inv_freq
     if scaling.kind == "linear":
@@ -314,14 +341,41 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
         blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
         blended = torch.where(wavelength < high, inv_freq, blended)
         return torch.where(wavelength > low, inv_freq / scaling.factor, blended)
+    if scaling.kind == "yarn":
+        # Pairs that turn more often than beta_fast in the trained context stay, those below beta_slow are stretched.
+        ends = [
+            size * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        ]
+        low, high = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
+        low, high = max(low, 0), min(high, size - 1)
+        ramp = (torch.arange(size // 2).float() - low) / ((high - low) or 0.001)
+        stays = 1 - ramp.clamp(0, 1)
+        return inv_freq / scaling.factor * (1 - stays) + inv_freq * stays
     raise InputError("rope_type", scaling.kind, " or ".join(ROPE_KINDS), "Such layers are not supported.")
 
 
+def rope_attention_scale(scaling: RopeScaling) -> float:
+    """Return the factor on cos and sin, by which YaRN sharpens attention (transformers' modeling_rope_utils.py)."""
+    if scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return scale(scaling.mscale) / scale(scaling.mscale_all_dim)
+    return scale(1.0)
+
+
 def rope_table(config: LlamaConfig, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin, each [num_positions, head_dim], in float32."""
+    """Compute cos and sin, each [num_positions, rotary_dim], in float32."""
     angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(config))
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    scale = rope_attention_scale(config.rope_scaling)
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def add_rope_table(module: nn.Module, config: LlamaConfig, num_positions: int) -> None:
@@ -331,8 +385,10 @@ def add_rope_table(module: nn.Module, config: LlamaConfig, num_positions: int) -
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to x [..., T, D]; cos and sin broadcast as [..., T, D]."""
-    half = x.shape[-1] // 2
+    """Apply rotary embedding to x [..., T, D]; cos and sin broadcast as [..., T, rotary_dim]."""
+    if (size := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat([rotate(x[..., :size], cos, sin), x[..., size:]], -1)
+    half = size // 2
     rotated = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos + rotated * sin
 

@@ -250,7 +250,7 @@ class LeanLayer:
         """Run the layer on rows [N, H], sequence by sequence, behind `cache.length` tokens: [N, H].
 
         rows: of a `PairLayer` [N, 2H].
-        cos, sin: [B or 1, T, 1, D]. mask: `prepared` bias [B or 1, 1, T, S]; None if T == 1, or with `causal`.
+        cos, sin: [B or 1, T, 1, rotary_dim]. mask: `prepared` bias [B or 1, 1, T, S]; None if T == 1, or with `causal`.
         """
         normed = rows
         if self.hidden_norm is not None and self.input_norm is not None:
@@ -264,8 +264,10 @@ class LeanLayer:
         rotated = qkv[:, :, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             rotated.copy_(self.qk_norm(rotated))
+        if (size := cos.shape[-1]) < self.head_dim:
+            rotated = rotated[..., :size]
         # sin carries the sign of its first half, so a roll by half the width is the rotation.
-        rolled = rotated.roll(self.head_dim // 2, -1)
+        rolled = rotated.roll(size // 2, -1)
         rotated.mul_(cos).addcmul_(rolled, sin)
         queries, keys_values = qkv[:, :, : self.num_heads], qkv[:, :, self.num_heads :]
         keys, values = cache.write(index, keys_values)  # [B, kv_heads, S, D]
@@ -313,7 +315,8 @@ class LeanStack:
         ]
         self.config, self.dtype, self.device = config, dtype, device
         cos, sin = rope_table(config, config.max_position)
-        signed = torch.cat([-sin[:, : config.head_dim // 2], sin[:, config.head_dim // 2 :]], -1)
+        half = config.rotary_dim // 2
+        signed = torch.cat([-sin[:, :half], sin[:, half:]], -1)
         self.cos, self.sin = cos.to(device, dtype)[:, None], signed.to(device, dtype)[:, None]  # [positions, 1, D]
         self._strip = torch.zeros(0, 0, dtype=dtype)
         # Views of cos and sin, one pair for each of the first positions.

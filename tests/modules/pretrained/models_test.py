@@ -76,10 +76,10 @@ def test_engines_and_what_they_run(pristine, tmp_path):
 
 
 def test_a_rope_type_that_only_transformers_knows_falls_back_to_it(directory):
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
-    change_config(directory, rope_parameters=yarn)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
+    change_config(directory, rope_parameters=dynamic)
     assert isinstance(load_lm(str(directory)), HFLM)
-    with pytest.raises(InputError, match="rope_type: found yarn"):
+    with pytest.raises(InputError, match="rope_type: found dynamic"):
         load_lm(str(directory), engine="lean")
 
 
@@ -89,7 +89,7 @@ def test_a_rope_type_that_only_transformers_knows_falls_back_to_it(directory):
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, LlamaLM),  # as model cards say, beside rope_parameters
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                            "original_max_position_embeddings": 32}}, LlamaLM),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, HFLM),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, LlamaLM),
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 777.0}, "rope_theta": 555.0}, LlamaLM),
         ({"rope_scaling": {"type": "default"}, "rope_theta": 555.0}, LlamaLM),
         ({"rope_parameters": None, "rope_theta": 555.0}, LlamaLM),

@@ -30,6 +30,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-mha": {"num_key_value_heads": 4},
@@ -40,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-3},
     "llama-rope-linear": {"rope_parameters": LINEAR},
     "llama-rope-llama3": {"rope_parameters": LLAMA3},
+    "llama-rope-yarn": {"rope_parameters": YARN},
     "llama-old-rope-llama3": {"rope_parameters": LLAMA3},
     "mistral-window": {"sliding_window": 7},
     "qwen2": {},
