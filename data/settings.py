@@ -223,7 +223,8 @@ class PromptsConfig(RemoteCode):
             last, after the source's answers to those before.
         supervised: Keep the source's answers: input_ids of whole conversations, and a loss mask on the assistant's
             tokens of all turns, except answers of weight 0.
-        chat_template: File with a Jinja chat template to use instead of the tokenizer's own.
+        chat_template: File with a Jinja chat template to use instead of the tokenizer's own; none for a model that
+            continues plain text.
         max_length: Longest prompt (supervised: conversation) in tokens, for later turns with the answers before them;
             0 is the target's context.
         overlong: Longer ones are an error, or dropped and counted.

@@ -25,6 +25,13 @@ Messages = list[dict[str, Any]]
 TemplateInputs = Mapping[str, Any]
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAG_REMEDY = "Pass --chat-template FILE with {% generation %} tags around the assistant's words, or without any."
+# Value of --chat-template for models that continue a text: messages one after the other, behind what the tokenizer
+# itself puts first.
+NO_TEMPLATE = "none"
+PLAIN_TEXT = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
 # Stands for an answer where the text around it is looked for.
 PLACEHOLDER = "draftsmith-answer"
 # Two turns that any template for chats can show.
@@ -47,18 +54,23 @@ class RowError(ValueError):
 
 
 def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
-    """Load the target's tokenizer with a chat template: its own, or the one in the file `chat_template`.
+    """Load the target's tokenizer with a chat template: its own, the one in the file `chat_template`, or with
+    `NO_TEMPLATE` one that writes the plain text.
 
     Raises:
         InputError: no template, or one that does not show what the user says.
     """
     tokenizer = load_tokenizer(target)
-    if chat_template is not None:
+    if str(chat_template) == NO_TEMPLATE:
+        # <bos>, if the tokenizer puts it in front of a text: many base models write nonsense without it.
+        first = tokenizer.decode(tokenizer("")["input_ids"])
+        tokenizer.chat_template = f"{{{{ {json.dumps(first)} }}}}{PLAIN_TEXT}"
+    elif chat_template is not None:
         if not Path(chat_template).is_file():
             raise InputError("chat_template", chat_template, "a file with a Jinja template", "Check the path.")
         tokenizer.chat_template = read_text(chat_template, "a Jinja template", "Check the path.")
     if not tokenizer.chat_template:
-        remedy = "Pass --chat-template FILE, or choose an instruction-tuned model."
+        remedy = "Pass --chat-template FILE, or --chat-template none to let it continue plain text."
         raise InputError("chat_template", f"none in {target}", "a chat template", remedy)
     # Templates of models that see pictures may read lists of parts only. A template that refuses the probe refuses its
     # rows, or wants other ones.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import SPLIT, ShardContent
 from draftsmith.data.text.answers import spans
-from draftsmith.data.text.template import Messages, RowError, follow_answer, load_chat_tokenizer
+from draftsmith.data.text.template import NO_TEMPLATE, Messages, RowError, follow_answer, load_chat_tokenizer
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -169,14 +169,16 @@ def shard_content(conversations: Sequence[Mapping[str, Any]]) -> ShardContent:
 def turns_tokenizer(target: str, manifest: Manifest, chat_template: Path | None) -> Any:
     """Load the tokenizer with the template that the prompts were made with.
 
-    chat_template: a file that has it; by default the file that the prompts took it from, or the tokenizer's own.
+    chat_template: a file that has it, or `NO_TEMPLATE`; by default what the prompts took it from.
 
     Raises:
         InputError: it is another one.
     """
     expected, recorded = manifest.identity["chat_template"], manifest.config.get("chat_template")
     # The file whose path the prompts recorded may be gone.
-    path = chat_template or (Path(recorded) if recorded and Path(recorded).is_file() else None)
+    path = chat_template
+    if path is None and recorded and (recorded == NO_TEMPLATE or Path(recorded).is_file()):
+        path = Path(recorded)
     tokenizer = load_chat_tokenizer(target, path)
     if (found := template_hash(tokenizer)) != expected:
         remedy = "Pass --chat-template FILE: later turns are asked as the first one was."

@@ -12,13 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tiny_models import CONTEXT, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import parse_columns, read_chat, row_label
 from draftsmith.data.text.sources import BENCHMARKS, PRESETS, named_presets, open_source
-from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids
+from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.eval.bench.prompts import task_sources
 from draftsmith.modules.types import InputError
 
@@ -260,6 +261,25 @@ def test_a_tokenizer_without_template_is_an_error(pair, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"chat_template: found none.*--chat-template FILE"):
         load_chat_tokenizer(str(tmp_path))
+
+
+def test_without_a_template_a_prompt_is_what_the_tokenizer_makes_of_the_text(pair, tmp_path):
+    """A base model is asked as transformers' own tokenizer asks it: behind <bos>, if it puts one, and nothing else."""
+    tokenizer = load_chat_tokenizer(str(pair[0]))
+    tokenizer.chat_template = None
+    tokenizer.add_special_tokens({"bos_token": "<|system|>"})
+    first = [("<|system|>", tokenizer.convert_tokens_to_ids("<|system|>"))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|system|> $A", special_tokens=first)
+    tokenizer.save_pretrained(str(tmp_path / "target"))
+    (tmp_path / "target" / "config.json").write_text("{}")
+    tokenizer = load_chat_tokenizer(str(tmp_path / "target"), Path("none"))
+
+    expected = tokenizer("Add the type hints")["input_ids"]
+    assert expected[0] == first[0][1]
+    assert prompt_ids(tokenizer, chat((USER, "Add the type hints"))) == expected
+    ids, mask = supervised_ids(tokenizer, chat((USER, "Add the"), (ASSISTANT, " type hints")))
+    learned = [token for token, counts in zip(ids, mask, strict=True) if counts]
+    assert ids == expected and tokenizer.decode(learned) == " type hints"
 
 
 def test_a_templates_refusal_is_the_rows_fault(pair, tmp_path):
