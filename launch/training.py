@@ -30,7 +30,7 @@ def explain(best: Path, config: TrainDrafterConfig, module: LitDrafter, data: He
     from draftsmith.data.console import log_note
     from draftsmith.eval.diagnose.diagnosis import bad_numbers, diagnose
     from draftsmith.modules.pretrained.reading import read_object
-    from draftsmith.modules.targets.llama import OuterLM
+    from draftsmith.modules.targets.outer import OuterLM
 
     warning = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
     if not warning:

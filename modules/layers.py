@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -90,6 +90,8 @@ class LlamaConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     sliding_window: int | None = None
+    # `targets.shape.TargetShape` has them.
+    full_layers: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
         check_config(
@@ -177,13 +179,27 @@ class CaptureConfig(LlamaHeadConfig):
             raise InputError("aux_layers", list(self.aux_layers), expected, "Correct it.")
 
 
-def captured_layers(asked: Sequence[int], default: Sequence[int], num_layers: int) -> tuple[int, ...]:
+def layers_of(target: LlamaConfig, **changes: Any) -> LlamaConfig:
+    """Return the config of a head's layers: a target's, with these changes."""
+    return LlamaConfig(**{spec.name: getattr(target, spec.name) for spec in fields(LlamaConfig)} | changes)
+
+
+def captured_layers(asked: Sequence[int], default: Sequence[int], target: LlamaConfig) -> tuple[int, ...]:
     """Return the layers whose inputs a new head reads: those asked for, or the default ones.
+
+    Of a target with recurrent layers the default ones move to the nearest states after its full-attention layers, as
+    published heads take them (Qwen3.5, Qwen3.8).
 
     Raises:
         InputError: they are not distinct layers of the target.
     """
+    num_layers, free = target.num_layers, [layer for layer in target.full_layers if layer < target.num_layers]
     layers = tuple(asked or default)
+    if not asked and len(free) >= len(layers):
+        moved: set[int] = set()
+        for layer in layers:
+            moved.add(min((k for k in free if k not in moved), key=lambda k: abs(k - layer)))
+        layers = tuple(sorted(moved))
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
         shown = " ".join(map(str, layers)) + ("" if asked else ", the default")
         expected = f"distinct ones below {num_layers}, the target's layers, ascending"

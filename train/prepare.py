@@ -23,7 +23,7 @@ from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
 from draftsmith.modules.pretrained.heads import starting_head, starting_settings
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.models import llama_shape, load_lm, load_outer, target_shape
+from draftsmith.modules.pretrained.models import load_lm, load_outer, shape_of, target_shape
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
@@ -74,7 +74,7 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
     else:
         how = (dtype, device, config.engine, config.trust_remote_code)
         target = load_lm(config.target, *how, device_map=config.device_map)
-    head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
+    head_shape = head_config(config, shape_of(target, target.info.path or config.target))
     layers = drafter.loss_layers(head_shape, target.info.num_layers)
 
     # Data: a head to fine-tune may have a shorter context than its target.
@@ -162,7 +162,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
             target or contradicts the options.
     """
     drafter = config.drafter
-    head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
+    head_shape = head_config(config, shape_of(target, target.info.path or config.target))
     weights = FrozenWeights(target, counts)
     if config.init != "random" and drafter.saved_as_model:
         weights.path = str(model_directory(config.init))
@@ -218,6 +218,10 @@ class FrozenWeights:
     def lm_head(self) -> Tensor:
         """Return the output embedding, which every rank has whole."""
         return self._target.lm_head_weight().cpu()
+
+    @property
+    def logit_scale(self) -> float:
+        return self._target.readout.scale
 
     def token_counts(self) -> Tensor:
         assert self._counts is not None

@@ -14,7 +14,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_outer
-from draftsmith.modules.targets.llama import OuterLM
+from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
 
 
@@ -23,7 +23,7 @@ class StoredLM(OuterLM):
 
     def __init__(self, outer: OuterLM, directory: Path, manifest: Manifest):
         """manifest: of the artifact, with the target's identity."""
-        super().__init__(outer.embeddings, outer.output, outer.info)
+        super().__init__(outer.weights, outer.info, outer.readout)
         self.directory = directory
         layers = manifest.identity["target"]["layers"]
         # () stands for the state behind the final norm.

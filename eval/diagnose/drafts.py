@@ -17,7 +17,7 @@ from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.formats.readings import readings
 from draftsmith.modules.layers import RotarySettings
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
-from draftsmith.modules.pretrained.models import llama_shape
+from draftsmith.modules.pretrained.models import shape_of
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -101,7 +101,7 @@ def longest_draft(tokens: int, variants: Sequence[HeadVariant]) -> int:
 def known_rope(target: CausalLM, name: str) -> RotarySettings | None:
     """Return a target's rotary settings; None for a family whose settings are unknown."""
     try:
-        return RotarySettings.of(llama_shape(target, name))
+        return RotarySettings.of(shape_of(target, name))
     except InputError:
         return None
 

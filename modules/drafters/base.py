@@ -65,6 +65,10 @@ class TargetWeights(Protocol):
     def lm_head(self) -> Tensor:
         """Return its output embedding [V, H]."""
 
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the products with it."""
+
     def token_counts(self) -> Tensor:
         """Return how often each token occurs in the training answers, [V] int64."""
 

@@ -23,10 +23,11 @@ from draftsmith.modules.drafters.branches import BranchedText
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.drafters.settings import DraftModelSettings
 from draftsmith.modules.engine.low_precision import Precision
-from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel
+from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel, layers_of
 from draftsmith.modules.losses import Divergence, distances
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.targets.shape import TargetShape
 from draftsmith.modules.transfer import true_places
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
@@ -157,11 +158,14 @@ class DraftModelHead(DraftHead):
 
     @classmethod
     def new_config(cls, settings: DraftModelSettings, target: LlamaConfig) -> DraftConfig:
+        if isinstance(target, TargetShape) and target.reasons:
+            remedy = "Pass --init with a small model of the target's tokenizer that has such layers, or train a head."
+            raise InputError("target", target.reasons[0], "layers of Llama, Mistral, Qwen2 or Qwen3 to keep", remedy)
         kept = tuple(settings.keep_layers) or default_layers(target.num_layers)
         if list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < target.num_layers:
             expected = f"ascending numbers from 0 to {target.num_layers - 1}, the model's layers"
             raise InputError("keep_layers", " ".join(map(str, kept)), expected, "Change it.")
-        return DraftConfig(dataclasses.replace(target, num_layers=len(kept)), kept)
+        return DraftConfig(layers_of(target, num_layers=len(kept)), kept)
 
     @classmethod
     def shape(cls, config: DraftConfig) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from draftsmith.modules.layers import (
     LlamaHeadConfig,
     RopeScaling,
     add_rope_table,
+    layers_of,
 )
 from draftsmith.modules.losses import LmHead, TokenLoss, soft_cross_entropy
 from draftsmith.modules.targets.base import CausalLM
@@ -48,7 +49,7 @@ class EagleConfig(LlamaHeadConfig):
 
         rope: `plain` leaves the target's rope scaling out; the base stays.
         """
-        layer = dataclasses.replace(
+        layer = layers_of(
             target,
             num_layers=num_layers,
             sliding_window=None,
@@ -64,7 +65,8 @@ class EagleConfig(LlamaHeadConfig):
 
 def rope_of(head: LlamaConfig) -> Rope:
     """Return the option that gives a head its rotary positions."""
-    return "plain" if head.rope_scaling.kind == "default" else "target"
+    scaling = head.rope_scaling
+    return "plain" if (scaling.kind, scaling.partial_rotary_factor) == ("default", 1) else "target"
 
 
 # Row t pairs tokens up to t + 2, so a sequence has this many rows fewer than tokens.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,8 +25,9 @@ from draftsmith.modules.layers import (
     RopeScaling,
     add_rope_table,
     captured_layers,
+    layers_of,
 )
-from draftsmith.modules.losses import Divergence, along_drafts, distances
+from draftsmith.modules.losses import Divergence, LmHead, along_drafts, distances
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_range
@@ -76,7 +75,7 @@ def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope:
     """Return one layer like the target's, as far as servers support it: no biases, q/k norms or window."""
     theta = target.rope_theta if rope_theta is None else rope_theta
     scaling = RopeScaling() if plain_rope else target.rope_scaling
-    return dataclasses.replace(target, num_layers=1, rope_theta=theta, rope_scaling=scaling, **PLAIN)
+    return layers_of(target, num_layers=1, rope_theta=theta, rope_scaling=scaling, **PLAIN)
 
 
 def _check_d2t(net: Eagle3Head, _: Any) -> None:
@@ -300,7 +299,7 @@ class Eagle3Head(FeatureHead):
         asked = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
         vocabulary = min(asked or target.vocab_size, target.vocab_size)
         layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
-        aux_layers = captured_layers(settings.layers, default_layers(target.num_layers), target.num_layers)
+        aux_layers = captured_layers(settings.layers, default_layers(target.num_layers), target)
         norms = VERSIONS[settings.version or "3-norm"]
         return Eagle3Config(layer, aux_layers, vocabulary, *norms)
 
@@ -321,6 +320,8 @@ class Eagle3Head(FeatureHead):
         if self.config.reduced:
             tokens = draft_vocabulary(weights.token_counts(), self.config.draft_vocab_size, weights.end_ids)
         self.use_draft_vocabulary(tokens, weights.lm_head())
+        # Its own logits are not scaled, as in every server.
+        self.norm.weight.data.mul_(weights.logit_scale)
         self.tied_to_target = ("lm_head.weight",)
 
     def update_from_target(self, weights: TargetWeights) -> None:
@@ -380,10 +381,11 @@ class Eagle3Head(FeatureHead):
         decay = torch.tensor([settings.ttt_step_decay**i for i in range(ttt_steps)], dtype=weights.dtype)
         scale = to_device(decay, ids.device)
         weights = weights * (scale / scale.sum() if settings.ttt_step_weights == "mean" else scale)
-        lm_head, vocab_size, d2t = target.lm_head, self.config.vocab_size, self.d2t if self.config.reduced else None
+        lm_head: LmHead = target.lm_head
+        vocab_size, d2t = self.config.vocab_size, self.d2t if self.config.reduced else None
         if d2t is not None and settings.unknown == "keep" and not measured:
             # The loss alone compares distributions over the draft vocabulary.
-            lm_head, vocab_size, d2t = partial(F.linear, weight=target.lm_head_weight()[d2t]), len(d2t), None
+            lm_head, vocab_size, d2t = target.lm_head_of(d2t), len(d2t), None
         compared = distances(
             lm_head,
             vocab_size,

@@ -103,7 +103,7 @@ class MedusaHead(DraftHead):
 
     def start(self, weights: TargetWeights) -> None:
         for layer in self.lm_heads:
-            layer.get_parameter("weight").data.copy_(weights.lm_head())
+            layer.get_parameter("weight").data.copy_(weights.lm_head() * weights.logit_scale)
             if self.lm_head_bias:
                 layer.get_parameter("bias").data.zero_()
 

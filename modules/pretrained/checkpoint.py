@@ -19,7 +19,7 @@ from draftsmith.modules.types import InputError
 INDEX = "model.safetensors.index.json"
 REMEDY = "Fetch or build it again."
 TRUST = "Pass --trust-remote-code if you trust it."
-UNQUANTizED = "Use the model that it was made from, or pass --engine hf if transformers can load it here."
+UNQUANTIZED = "Use the model that it was made from, or pass --engine hf if transformers can load it here."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What is read of config.json before a model is built, which checks the rest.
 SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
@@ -72,7 +72,7 @@ def check_unquantized(directory: Path, config: Mapping[str, Any]) -> None:
     if settings:
         names = [settings.get(name) for name in ("quant_method", "quant_algo", "format", "bits")]
         found = f"{directory}, which is quantized ({' '.join(str(name) for name in names if name)})"
-        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTizED)
+        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTIZED)
 
 
 def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, 
                     tensors[bare] = opened.get_tensor(name)
                     if tensors[bare].dtype not in FLOATS:
                         found = f"{directory} with {name} in {tensors[bare].dtype}"
-                        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTizED)
+                        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTIZED)
     return tensors
 
 

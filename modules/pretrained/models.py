@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +21,6 @@ from draftsmith.modules.pretrained.checkpoint import (
     TRUST,
     check_unquantized,
     checkpoint_files,
-    checkpoint_tensors,
     describe_error,
     end_tokens,
     model_shape,
@@ -28,24 +29,30 @@ from draftsmith.modules.pretrained.checkpoint import (
 from draftsmith.modules.pretrained.gguf import quantization
 from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.identity import model_identity, tensor_hash
+from draftsmith.modules.pretrained.outer import outer_names, read_outer
 from draftsmith.modules.pretrained.parity import check_lean
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.pretrained.tokenizers import has_tokenizer, tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
-from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, OuterLM, model_from_state
+from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, model_from_state
+from draftsmith.modules.targets.outer import OuterLM
+from draftsmith.modules.targets.readout import Readout, candidates
+from draftsmith.modules.targets.self_test import REMEDY as OTHER_MODEL
 from draftsmith.modules.targets.self_test import self_test
+from draftsmith.modules.targets.shape import TargetShape, max_position, plain_shape, text_config
 from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    from draftsmith.modules.targets.hf import HFLM
 
 logger = logging.getLogger("draftsmith")
 
-# Settings of a transformers model that change the logits behind the output embedding, where `CausalLM.lm_head` ends.
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Mixtures of experts, and the family whose attention they have.
 DENSE = {"qwen3_moe": "qwen3", "mixtral": "mistral"}
-# Names of a Llama's output embedding in its files; if tied, that of its embedding.
-OUTPUTS = ("lm_head.weight", "embed_tokens.weight")
+# Tokens on which the way from states to logits is found.
+NUM_FITTED = 24
 
 
 def pick_device(name: str) -> str:
@@ -133,39 +140,31 @@ def load_fitting(path: str, target: CausalLM, **loading: Any) -> CausalLM:
 
 
 def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterLM:
-    """Load only the embeddings of a target, for heads that learn from states of another process.
+    """Load only what surrounds a target's layers, for heads that learn from states of another process.
 
     Raises:
-        InputError: unknown path or dtype, or another family than those that heads are made for.
+        InputError: unknown path or dtype, or weights that are missing or quantized.
     """
     check_device(device)
-    directory, shape, config = model_directory(path), target_shape(path), read_config(path)
-    weights = weight_type(dtype, config)
-    tensors = checkpoint_tensors(directory, OUTPUTS)
-    embeddings = tensors.get("embed_tokens.weight")
-    output = embeddings if shape.tie_embeddings else tensors.get("lm_head.weight")
-    sizes = [None if tensor is None else tuple(tensor.shape) for tensor in (embeddings, output)]
-    if embeddings is None or output is None or sizes != [(shape.vocab_size, shape.hidden_size)] * 2:
-        found = f"{directory} without embeddings of {shape.vocab_size} x {shape.hidden_size}"
-        raise InputError("model", found, "a whole checkpoint", REMEDY)
-    embeddings = embeddings.to(device, weights)
-    output = embeddings if shape.tie_embeddings else output.to(device, weights)
-    return OuterLM(embeddings, output, _lean_info(directory, config, shape))
+    directory, config, info = model_directory(path), read_config(path), load_info(path)
+    weights = read_outer(directory, (info.vocab_size, info.hidden_size), device, weight_type(dtype, config))
+    return OuterLM(weights, info, next(candidates(text_config(config), ("none",))))
 
 
 def load_info(path: str) -> ModelInfo:
     """Read the sizes and the identity of a target from its files, without loading it; raises as `target_shape`."""
-    return _lean_info(model_directory(path), read_config(path), target_shape(path))
+    directory, config, shape = model_directory(path), read_config(path), target_shape(path)
+    return _model_info(directory, config, shape)
 
 
-def _lean_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> ModelInfo:
+def _model_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> ModelInfo:
     return ModelInfo(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         num_layers=shape.num_layers,
         max_position=shape.max_position,
-        eos_ids=end_tokens(directory, config),
-        identity=_identity(directory, config, OUTPUTS),
+        eos_ids=end_tokens(directory, text_config(config)),
+        identity=_identity(directory, config, shape.hidden_size),
         path=str(directory),
     )
 
@@ -180,7 +179,7 @@ def _load_lean(
     for file in checkpoint_files(directory):
         state |= read_tensors(file, REMEDY)
     model = model_from_state(shape, state, dtype)
-    info = _lean_info(directory, config, shape)
+    info = _model_info(directory, config, shape)
     return LlamaLM(model.to(device), info, packed, precision)
 
 
@@ -194,8 +193,6 @@ def _load_hf(
 ) -> CausalLM:
     from draftsmith.modules.targets.hf import HFLM
 
-    nested = {key: value for key, value in (config.get("text_config") or {}).items() if value is not None}
-    eos_ids = end_tokens(directory, {**config, **nested})
     model = load_transformers(directory, dtype, trust_remote_code, **(placement() if device_map else {}))
     if device_map:
         check_placed(model)
@@ -203,29 +200,40 @@ def _load_hf(
         model = model.to(device)
     # transformers maps each architecture's own names (GPT-2's n_embd) to common ones.
     text = model.config.get_text_config()
-    for field in LOGIT_CHANGES:
-        if getattr(text, field, None) not in (None, 0, 1, 1.0):
-            remedy = "This model family is not supported yet."
-            raise InputError(field, getattr(text, field), "logits as the output embedding gives them", remedy)
-    # The names of the output embedding in the files, of which a tied model has several.
-    weight = model.get_output_embeddings().weight
-    outputs = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-    identity = _identity(directory, config, outputs)
-    # The files store the output embedding under another name than the module.
+    identity = _identity(directory, config, text.hidden_size)
+    # The files store the output embedding under another name than is known.
     if "lm_head" not in identity:
-        identity["lm_head"] = tensor_hash(weight)
+        identity["lm_head"] = tensor_hash(model.get_output_embeddings().weight)
     info = ModelInfo(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         num_layers=text.num_hidden_layers,
-        max_position=_max_position(text),
-        eos_ids=eos_ids,
+        max_position=max_position(text.to_dict()),
+        eos_ids=end_tokens(directory, text_config(config)),
         identity=identity,
         path=str(directory),
     )
     lm = HFLM(model, info)
+    fit_readout(lm, candidates(text.to_dict(), ("none",)))
     lm.refusals = self_test(model, lm)
     return lm
+
+
+@torch.inference_mode()
+def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
+    """Take the way from states to logits whose logits are nearest to the model's own; `self_test` refuses others."""
+    ids = torch.arange(1, NUM_FITTED, device=lm.device)[None] * (lm.info.vocab_size // NUM_FITTED)
+    try:
+        own = lm.model(input_ids=ids, use_cache=False).logits.to(lm.device)
+        states, found = lm.features(ids), dict[float, Readout]()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # each architecture fails in its own way
+        what = f"{type(lm.model).__name__}, which fails when it reads a text ({describe_error(error)})"
+        raise InputError("model", what, "logits and hidden states of a text", OTHER_MODEL) from error
+    for lm.readout in readouts:
+        found.setdefault((lm.lm_head(states) - own).float().norm().nan_to_num(math.inf).item(), lm.readout)
+    lm.readout = found[min(found)]
 
 
 def placement() -> dict[str, Any]:
@@ -249,21 +257,6 @@ def check_placed(model: Any) -> None:
     if outside:
         found = f"layers on {' and '.join(outside)}: the GPUs are too small"
         raise InputError("device_map", found, "all of them on GPUs", "Use more GPUs, or --dtype bfloat16.")
-
-
-def _max_position(config: Any) -> int:
-    """Return the number of positions whose keys do not depend on the length of the text.
-
-    LongRoPE changes the frequencies of ALL positions once a text is longer than `original_max_position_embeddings`, so
-    that cached keys would be wrong.
-    """
-    # The second name is MPT's.
-    names = ("max_position_embeddings", "max_seq_len")
-    longest = next((size for name in names if isinstance(size := getattr(config, name, None), int) and size > 0), 2048)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        longest = min(longest, rope.get("original_max_position_embeddings") or longest)
-    return longest
 
 
 def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_code: bool = False, **spread: Any) -> Any:
@@ -301,37 +294,44 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
 def vocabulary_size(path: str) -> int | None:
     """Return the vocabulary size in a model's config.json, or None if it has none."""
     config = read_config(path)
-    return {**config, **(config.get("text_config") or {})}.get("vocab_size")
+    return text_config(config).get("vocab_size")
 
 
-def llama_shape(lm: CausalLM, path: str) -> LlamaConfig:
+def shape_of(lm: CausalLM, path: str) -> LlamaConfig:
     """Return the sizes of a loaded model; raises as `target_shape`."""
     return lm.config if isinstance(lm, LlamaLM) else target_shape(path)
 
 
-def target_shape(path: str) -> LlamaConfig:
-    """Return the sizes of a target, whose layers a head's are like.
+def target_shape(path: str) -> TargetShape:
+    """Return the sizes of a target, with the decoder layer that its heads have.
 
-    Of a mixture of experts they are those of its dense relative: a head has one MLP, of config.json's
-    intermediate_size.
+    Targets of the lean engine's families, and mixtures of experts with their attention, give their own layer, with
+    one MLP of config.json's intermediate_size; all others a plain one (`targets.shape.plain_shape`).
+
+    Raises:
+        InputError: sizes that are missing or impossible.
     """
     config = read_config(path)
-    config = {**config, "model_type": DENSE.get(config.get("model_type", ""), config.get("model_type"))}
-    try:
-        return model_shape(model_directory(path), config)
-    except InputError as error:
-        expected = f"a target whose layers a head can have ({error.field}: {error.expected})"
-        found = f"{path} ({error.field}: {error.found})"
-        raise InputError("target", found, expected, "Train a head for another target.") from error
+    kind = config.get("model_type")
+    if (kind := DENSE.get(str(kind), kind)) in SUPPORTED:
+        try:
+            return TargetShape(**vars(model_shape(model_directory(path), {**config, "model_type": kind})))
+        except InputError as error:
+            if error.remedy != ON_HF:
+                raise
+    return plain_shape(config)
 
 
 def saved_identity(path: str) -> dict[str, str]:
     """Return the identity that `load_lm` gives a model, from its files alone."""
-    directory = model_directory(path)
-    return _identity(directory, read_config(path), OUTPUTS)
+    return _identity(model_directory(path), read_config(path), target_shape(path).hidden_size)
 
 
-def _identity(directory: Path, config: dict[str, Any], outputs: Iterable[str]) -> dict[str, str]:
+def _identity(directory: Path, config: dict[str, Any], hidden_size: int) -> dict[str, str]:
+    outputs = []
+    # An embedding of another width, with a projection behind it (OPT), is found by no name.
+    with contextlib.suppress(InputError):
+        outputs = [outer_names(directory, hidden_size).output]
     identity = model_identity(directory, config, outputs)
     if (quantized := quantization(directory)) is not None:
         identity["gguf"] = quantized

@@ -6,7 +6,7 @@ kept. A target scores a tree of drafted tokens in one call; a chain is a tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
 
 Rows = Sequence[Sequence[int]]
@@ -128,13 +129,14 @@ class CausalLM(Protocol):
     """A language model: the lean Llama (`targets/llama.py`) or any transformers model (`targets/hf.py`).
 
     packed: weights are in the layout of the CPU's kernels where that helps (`engine.lean`); its draft heads do the
-    same.
+    same. readout: what follows the product with the output embedding.
     """
 
     info: ModelInfo
     device: torch.device
     dtype: torch.dtype
     packed: bool
+    readout: Readout
 
     def session(
         self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
@@ -153,10 +155,17 @@ class CausalLM(Protocol):
         """Compute features [B, T, F] of right-padded input_ids [B, T], causal (teacher forcing)."""
 
     def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
-        """Embed tokens, int64 [...] or a list of ids: [..., H]. Read only: it may be a view of the table."""
+        """Look tokens up in the embedding, int64 [...] or a list of ids: [..., H]. Read only: it may be a view.
+
+        They are rows of the table, without a factor that the target itself has on them (Gemma, Granite): so servers
+        give them to heads.
+        """
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] of hidden states after the final norm."""
+
+    def lm_head_of(self, tokens: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return `lm_head` over some tokens [N] alone, of a model that is not packed."""
 
     def lm_head_weight(self) -> Tensor:
         """Return the output embedding [V, H], of a model that is not packed."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import DynamicCache
 
 from draftsmith.modules.engine.cache import tree_mask
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
+from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.self_test import Refusals
 from draftsmith.modules.types import InputError
 
@@ -29,9 +31,11 @@ class HFLM:
 
     def __init__(self, model: Any, info: ModelInfo):
         self.model, self.info = model.eval().requires_grad_(False), info
+        # Llama 4 names its decoder otherwise than its class says.
+        self.decoder = model.base_model if model.base_model is not model else model.model
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.refusals = Refusals()
+        self.refusals, self.readout = Refusals(), Readout()
         self._missing = 0  # tokens of the target's vocabulary
 
     def session(
@@ -54,7 +58,7 @@ class HFLM:
         With layers on several devices they come from the last one; the caller's tensors are on the first.
         """
         check_aux_layers(aux_layers, self.info.num_layers)
-        output = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
+        output = self.decoder(**inputs, output_hidden_states=bool(aux_layers))
         hidden = output.last_hidden_state.to(self.device)
         if not aux_layers:
             return hidden, hidden
@@ -85,11 +89,17 @@ class HFLM:
         return {"full_attention": full, "sliding_attention": windowed} if layer_types else windowed
 
     def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
-        return self.model.get_input_embeddings()(torch.as_tensor(input_ids, device=self.device))
+        return F.embedding(torch.as_tensor(input_ids, device=self.device), self.model.get_input_embeddings().weight)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
-        return fit_logits(head(hidden.to(head.weight.device)).to(self.device), self._missing)
+        logits = self.readout.bounded(head(hidden.to(head.weight.device)).to(self.device))
+        return fit_logits(logits, self._missing)
+
+    def lm_head_of(self, tokens: Tensor) -> Callable[[Tensor], Tensor]:
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        bias = None if bias is None else bias.to(self.device)[tokens]
+        return partial(self.readout.logits, weight=self.lm_head_weight()[tokens], bias=bias)
 
     def fit_vocabulary(self, vocab_size: int) -> None:
         self._missing += vocab_size - self.info.vocab_size
@@ -99,11 +109,7 @@ class HFLM:
         self.info = dataclasses.replace(self.info, vocab_size=vocab_size)
 
     def lm_head_weight(self) -> Tensor:
-        head = self.model.get_output_embeddings()
-        if getattr(head, "bias", None) is not None:
-            found, expected = "an output embedding with a bias", "one without: heads compute with its weights alone"
-            raise InputError("target", found, expected, "Train a head for another target.")
-        return head.weight.detach().to(self.device)
+        return self.model.get_output_embeddings().weight.detach().to(self.device)
 
 
 class HFSession:

@@ -1,11 +1,11 @@
-"""The lean path for Llama-family weights: Llama, Mistral, Qwen2, Qwen3; and their embeddings and lm_head alone."""
+"""The lean path for Llama-family weights: Llama, Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, cached_rows, select_outputs
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, llama_sizes, rope_table
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
+from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -108,7 +109,7 @@ class LlamaLM:
         bits: Precision = "dtype" if precision == "int4" else precision
         # A tied embedding is held twice: products from the plain layout, which lookups need, take 2 to 4 times as long.
         self._head = linear_of(model.lm_head.weight, None, packed, bits)
-        self._missing = 0  # tokens of the target's vocabulary
+        self.readout, self._missing = Readout(), 0  # missing: tokens of the target's vocabulary
         if self._head.packed and not model.config.tie_embeddings:
             model.lm_head.weight.data = weight.new_empty(0)
 
@@ -146,6 +147,9 @@ class LlamaLM:
         self._missing += vocab_size - self.info.vocab_size
         self.embeddings = F.pad(self.embeddings, (0, 0, 0, max(0, vocab_size - len(self.embeddings))))
         self.info = dataclasses.replace(self.info, vocab_size=vocab_size)
+
+    def lm_head_of(self, tokens: Tensor) -> Callable[[Tensor], Tensor]:
+        return partial(F.linear, weight=self.lm_head_weight()[tokens])
 
     def lm_head_weight(self) -> Tensor:
         assert not self.packed, "packed models have no tables"
@@ -217,32 +221,3 @@ def _joined(captured: Captured, final: Tensor, num_layers: int) -> Tensor:
     if num_layers in captured:
         captured[num_layers] = final.reshape(-1, final.shape[-1])
     return torch.cat([*captured.values()], -1).view(*final.shape[:-1], -1)
-
-
-class OuterLM:
-    """A `CausalLM` that embeds tokens and computes logits of final states, but reads no text.
-
-    embeddings, output: [V, H], which may be one tensor.
-    """
-
-    packed = False
-
-    def __init__(self, embeddings: Tensor, output: Tensor, info: ModelInfo):
-        self.embeddings, self.output, self.info = embeddings, output, info
-        self.device, self.dtype = embeddings.device, embeddings.dtype
-
-    def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
-        return F.embedding(torch.as_tensor(input_ids, device=self.device), self.embeddings)
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.output)
-
-    def lm_head_weight(self) -> Tensor:
-        return self.output
-
-    def session(self, *_: Any, **__: Any) -> NoReturn:
-        found = "a target of which only the embeddings are loaded"
-        raise InputError("target", found, "the whole model", "Load the whole model.")
-
-    features: Any = session
-    fit_vocabulary: Any = session

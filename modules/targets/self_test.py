@@ -77,8 +77,9 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
         trees = trees or _differs(name, "what follows a kept branch", after, whole[1, -TAIL:], lm)
     except Exception as error:
         trees = f"{name}, which cannot read a tree ({_describe(error)})"
-    if "local" in (getattr(model.config, "attention_layers", None) or ()):
-        # GPT-Neo: the window is longer than this test, and in slots.
+    kinds = (getattr(model.config, field, None) or () for field in ("attention_layers", "layer_types"))
+    if {"local", "chunked_attention"} & {kind for own in kinds for kind in own}:
+        # GPT-Neo and Llama 4: the window is longer than this test, and in slots.
         trees = f"{name}, which has a window over cache slots, where nodes of other branches lie"
     try:
         # The last tokens of the first text without its last one, and of the second text.

@@ -38,14 +38,19 @@ def test_initial_weights_depend_on_the_seed_alone(artifacts, tmp_path):
     assert torch.equal(weight(1), weight(1)) and not torch.equal(weight(1), weight(2))
 
 
-def test_a_family_whose_layers_the_head_cannot_take_is_refused(artifacts, tmp_path):
+def test_only_a_draft_model_needs_a_target_of_llama_layers(artifacts, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, eos_token_id=3)
     GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
-    target = load_lm(str(tmp_path / "gpt2"))
-    with pytest.raises(InputError, match="a target whose layers a head can have"):
-        make_head(config(artifacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)
+    path = str(tmp_path / "gpt2")
+    target = load_lm(path)
+    head = make_head(config(artifacts, tmp_path / "run", target=path), target)
+    # As GPT-2 says them, and without an MLP's width.
+    assert (head.config.llama.num_heads, head.config.llama.head_dim, head.config.llama.intermediate_size) == (2, 16, 96)
+    options = {"data": artifacts.responses, "target": path, "output": tmp_path / "draft"}
+    with pytest.raises(InputError, match=r"a plain Llama layer, .* gpt2.*expected layers of Llama, Mistral"):
+        make_head(drafter_config("draft")(**options), target)
 
 
 def test_fine_tuning_starts_at_the_heads_own_loss(artifacts, tmp_path, eagle_run):

@@ -23,7 +23,7 @@ from draftsmith.modules.drafters.block.net import (
 )
 from draftsmith.modules.drafters.settings import BlockSettings, DFlashSettings, DSparkSettings
 from draftsmith.modules.layers import LlamaConfig, captured_layers
-from draftsmith.modules.losses import TokenLoss, along_drafts, compare_blocks, reach_weights, sampled_columns
+from draftsmith.modules.losses import LmHead, TokenLoss, along_drafts, compare_blocks, reach_weights, sampled_columns
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
@@ -150,7 +150,7 @@ class BlockHead(BlockNet):
         if settings.only_confidence:
             raise InputError("only_confidence", "true of a new head", "a head to train further", "Pass --init.")
         count = min(NUM_STATES, max(1, target.num_layers - 3))
-        aux_layers = captured_layers(settings.layers, default_layers(target.num_layers, count), target.num_layers)
+        aux_layers = captured_layers(settings.layers, default_layers(target.num_layers, count), target)
         mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token
         given = {name: getattr(settings, name) for name in settings.new}
         shape = settings.new | {name: value for name, value in given.items() if value is not None}
@@ -225,12 +225,13 @@ class BlockHead(BlockNet):
 
         # 3. The target's distributions of the tokens, over the whole vocabulary or sampled columns.
         wanted = features[positions, -size:].to(target.dtype)  # [P, H]
-        lm_head, vocab_size, log_counts = target.lm_head, config.vocab_size, None
+        lm_head: LmHead = target.lm_head
+        vocab_size, log_counts = config.vocab_size, None
         sampled = 0 < settings.loss_vocab < target.info.vocab_size and not settings.only_confidence
         if sampled and step is not None:
             rng = torch.Generator().manual_seed(step.seeds[0])
             columns = sampled_columns(lm_head, wanted, labels, settings.loss_vocab, rng)
-            lm_head = partial(F.linear, weight=target.lm_head_weight()[columns.tokens])
+            lm_head = target.lm_head_of(columns.tokens)
             labels, log_counts, vocab_size = columns.places(labels), columns.log_counts, len(columns.tokens)
             markov = None if markov is None else (markov[0], markov[1][columns.tokens])
 

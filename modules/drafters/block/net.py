@@ -13,7 +13,6 @@ Modules are named as in DeepSpec's files, which vLLM, SGLang and llama.cpp read.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ from draftsmith.modules.layers import (
     LlamaConfig,
     RMSNorm,
     add_rope_table,
+    layers_of,
     rotate,
 )
 from draftsmith.modules.types import check_config, check_range
@@ -275,4 +275,4 @@ def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
 
 def layers_like(target: LlamaConfig, num_layers: int) -> LlamaConfig:
     """Return layers as block drafters have them in every server: like the target's, of Qwen3's form."""
-    return dataclasses.replace(target, num_layers=num_layers, **PLAIN | {"qk_norm": True})
+    return layers_of(target, num_layers=num_layers, **PLAIN | {"qk_norm": True})

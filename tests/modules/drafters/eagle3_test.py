@@ -3,6 +3,7 @@ loops over single tokens, in float64."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ class Target:
     def lm_head(self, hidden: Tensor) -> Tensor:
         return hidden @ self.output.T
 
-    def lm_head_weight(self) -> Tensor:
-        return self.output
+    def lm_head_of(self, tokens: Tensor) -> Any:
+        return lambda hidden: hidden @ self.output[tokens].T
 
 
 TARGET: Any = Target()
@@ -211,7 +212,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
 @pytest.mark.parametrize(("asked", "layers"), [((), 6), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 8), 8)])
 def test_layers_that_collapse_are_refused(asked: tuple[int, ...], layers: int) -> None:
     with pytest.raises(InputError, match=f"layers: found .*, expected distinct ones below {layers}"):
-        captured_layers(asked, default_layers(layers), layers)
+        captured_layers(asked, default_layers(layers), dataclasses.replace(LLAMA, num_layers=layers))
 
 
 def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:

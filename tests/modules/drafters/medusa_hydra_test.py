@@ -204,6 +204,8 @@ def test_a_chain_reads_what_it_has_drafted(name: str) -> None:
 class Weights:
     """Of a target; nothing else is asked for."""
 
+    logit_scale = 1.0
+
     def lm_head(self) -> torch.Tensor:
         return torch.arange(V * H, dtype=torch.float32).view(V, H)
 

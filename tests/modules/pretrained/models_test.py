@@ -277,7 +277,7 @@ def test_a_token_that_the_model_does_not_have_is_one_error(directory, capsys):
         pad_right([[-1]], lm)
 
 
-def test_an_output_embedding_with_a_bias_is_no_table_of_weights(tmp_path):
+def test_the_bias_of_an_output_embedding_counts(tmp_path):
     torch.manual_seed(0)
     config = transformers.PhiConfig(
         vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=3
@@ -286,20 +286,30 @@ def test_an_output_embedding_with_a_bias_is_no_table_of_weights(tmp_path):
     torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(tmp_path)
     lm, hidden = load_lm(str(tmp_path)), torch.randn(3, 16)
+    outer, some = load_outer(str(tmp_path)), torch.tensor([3, 40, 7])
     with torch.no_grad():
-        assert torch.equal(lm.lm_head(hidden), model.lm_head(hidden))
-    with pytest.raises(InputError, match="an output embedding with a bias"):
-        lm.lm_head_weight()
+        for way in (lm, outer):
+            torch.testing.assert_close(way.lm_head(hidden), model.lm_head(hidden))
+            torch.testing.assert_close(way.lm_head_of(some)(hidden), model.lm_head(hidden)[:, some])
 
 
-def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
+def test_logits_that_are_scaled_and_bounded_behind_the_output_embedding_are_the_models_own(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma2Config(vocab_size=32, num_key_value_heads=1, head_dim=8, final_logit_softcapping=30.0, **sizes)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="final_logit_softcapping"):
-        load_lm(str(tmp_path))
+    capped = transformers.Gemma2Config(vocab_size=50, num_key_value_heads=1, head_dim=8, eos_token_id=3, **sizes)
+    scaled = transformers.GraniteConfig(vocab_size=50, eos_token_id=3, logits_scaling=8.0, **sizes)
+    for kind, config in ((transformers.Gemma2ForCausalLM, capped), (transformers.GraniteForCausalLM, scaled)):
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        # Logits of 20 and more, which a softcap of 30 changes.
+        model.model.embed_tokens.weight.data.normal_(std=4.0)
+        directory = tmp_path / config.model_type
+        model.save_pretrained(directory)
+        lm, outer, ids = load_lm(str(directory)), load_outer(str(directory)), torch.arange(5, 30)[None]
+        with torch.no_grad():
+            expected, states = model(ids).logits, lm.features(ids)
+            for way in (lm, outer):
+                torch.testing.assert_close(way.lm_head(states), expected, atol=1e-5, rtol=1e-5)
+            assert not torch.allclose(model.lm_head(states), expected, atol=0.1)
 
 
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast"])

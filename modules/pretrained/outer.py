@@ -1,0 +1,99 @@
+"""Find and read the weights around a checkpoint's layers, whatever its family calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.formats.base import same_values
+from draftsmith.modules.pretrained.checkpoint import FLOATS, REMEDY, UNQUANTIZED, checkpoint_files
+from draftsmith.modules.pretrained.reading import open_tensors
+from draftsmith.modules.targets.outer import OuterWeights
+from draftsmith.modules.types import InputError
+
+# Ends of names, the usual one first: of Llama and most, Mistral's own files, GPT-NeoX, GPT-2, BLOOM, Nemotron-H.
+EMBEDDINGS = ("embed_tokens", "tok_embeddings", "embed_in", "wte", "word_embeddings", "embeddings", "embedding")
+OUTPUTS = ("lm_head", "output", "embed_out", "output_layer", "head")
+NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "final_layer_norm", "final_norm", "embedding_norm", "ln_out")
+# Parts of a checkpoint that are not its decoder, and its layers.
+OTHERS = ("visual", "vision", "audio", "mtp", "eagle", "layers", "h", "blocks", "block")
+
+
+@dataclass(frozen=True)
+class OuterNames:
+    """Names of these tensors in the files, by field of `OuterWeights`; a model that is tied has no `output`."""
+
+    names: Mapping[str, str]
+    files: Mapping[str, Path]
+
+    @property
+    def output(self) -> str:
+        """The name of the output embedding; of a tied model, of its embedding."""
+        return self.names.get("output", self.names["embeddings"])
+
+
+def outer_names(directory: Path, hidden_size: int) -> OuterNames:
+    """Find the tensors around the layers by the ends of their names and their shapes.
+
+    Raises:
+        InputError: there is no embedding of this width.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    files: dict[str, Path] = {}
+    for file in checkpoint_files(directory):
+        with open_tensors(file, REMEDY) as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                if not set(name.split(".")[:-1]) & set(OTHERS):
+                    shapes[name], files[name] = tuple(opened.get_slice(name).get_shape()), file
+
+    def find(ends: Iterable[str], kind: str, rank: int) -> str | None:
+        fitting = [name for name, shape in shapes.items() if len(shape) == rank and shape[-1] == hidden_size]
+        for end in ends:
+            own = [name for name in fitting if name.split(".")[-2:] == [end, kind]]
+            if own:
+                return min(own, key=len)
+        return None
+
+    found = {
+        "embeddings": find(EMBEDDINGS, "weight", 2),
+        "output": find(OUTPUTS, "weight", 2),
+        "norm": find(NORMS, "weight", 1),
+    }
+    for field, of in (("bias", "output"), ("norm_bias", "norm")):
+        weight = found[of]
+        bias = None if weight is None else weight.removesuffix("weight") + "bias"
+        found[field] = bias if bias in shapes else None
+    if found["embeddings"] is None:
+        raise InputError("model", f"{directory} without an embedding of width {hidden_size}", "one", REMEDY)
+    return OuterNames({field: name for field, name in found.items() if name is not None}, files)
+
+
+def read_outer(directory: Path, sizes: tuple[int, int], device: str, dtype: torch.dtype) -> OuterWeights:
+    """Read a target's embedding, output embedding and final norm. sizes: its vocabulary and width.
+
+    An output embedding of its own counts whatever `tie_word_embeddings` says, as in transformers and vLLM.
+
+    Raises:
+        InputError: they are missing, quantized, or of different sizes.
+    """
+    found, tensors = outer_names(directory, sizes[1]), dict[str, Tensor]()
+    for field, name in found.names.items():
+        with open_tensors(found.files[name], REMEDY) as opened:
+            tensor = opened.get_tensor(name)
+        if tensor.dtype not in FLOATS:
+            what = f"{directory} with {name} in {tensor.dtype}"
+            raise InputError("model", what, "weights in bfloat16, float16 or float32", UNQUANTIZED)
+        tensors[field] = tensor
+    embeddings = tensors["embeddings"]
+    if "output" in tensors and same_values(embeddings, tensors["output"]):
+        del tensors["output"]
+    for field in {"embeddings", "output"} & tensors.keys():
+        if (shape := tuple(tensors[field].shape)) != sizes:
+            what = f"{directory} with {found.names[field]} of {shape[0]} x {shape[1]}"
+            raise InputError("model", what, f"{sizes[0]} x {sizes[1]}, as config.json says", REMEDY)
+    moved = {field: tensor.to(device, dtype) for field, tensor in tensors.items()}
+    return OuterWeights(**{"output": moved["embeddings"], **moved})

@@ -1,0 +1,122 @@
+"""What a new head takes from its target: sizes, and one decoder layer that servers run for any target.
+
+A draft layer need not be the target's. Servers draft with a Llama or Qwen3 layer of the target's width for every family
+(TorchSpec and SpecForge train such ones for Kimi and DeepSeek), so latent attention, experts and recurrent layers are
+not copied. What is taken is what fits such a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, RopeScaling, llama_sizes
+from draftsmith.modules.types import InputError
+
+# Our names of sizes, and what families call them.
+NAMES = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "multi_query_group_num", "num_kv_heads"),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "ffn_hidden_size"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    "rms_norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+}
+# Settings of attention that a plain layer does not have.
+LATENT = ("kv_lora_rank", "q_lora_rank")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Layers with keys and values of the whole text, by the names in `layer_types`.
+FULL = ("full_attention", "attention", "global_attention")
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class TargetShape(LlamaConfig):
+    """Sizes of a target, with a decoder layer for its heads in the place of its own.
+
+    full_layers: numbers of the states after its full-attention layers, ascending, if others are recurrent.
+    reasons: how that layer differs from the target's own, and why; empty if they are alike.
+    """
+
+    full_layers: tuple[int, ...] = ()  # type: ignore[misc]  # a class variable of other configs
+    reasons: tuple[str, ...] = ()
+
+
+def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the settings of its text part, where it has one, in place of its own."""
+    return {**raw, **{key: value for key, value in (raw.get("text_config") or {}).items() if value is not None}}
+
+
+def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
+    """Choose a layer for the heads of a target of any family, from its config.json.
+
+    Raises:
+        InputError: a size is missing or no positive integer.
+    """
+    text = text_config(raw)
+    reasons = [f"a plain Llama layer, which servers draft with for any target (this one: {text.get('model_type')})"]
+    sizes: dict[str, Any] = {ours: next((text[name] for name in names if text.get(name) is not None), None)
+             for ours, names in NAMES.items()}  # fmt: skip
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if sizes[name] is None:
+            raise InputError(f"config.json, {name}", "nothing", "a size of the target", "Complete config.json.")
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    experts = any(text.get(name) for name in EXPERTS)
+    # A mixture's intermediate_size is that of its dense layers or of one expert.
+    if not isinstance(inner, int) or (experts and inner < 2 * hidden):
+        sizes["intermediate_size"] = 3 * hidden
+        reasons.append(
+            f"an MLP of {3 * hidden}, three times the width: the target has {'experts' if experts else 'none'}"
+        )
+    attention = _attention(text, sizes, reasons)
+    named = {key: value for key, value in sizes.items() if value is not None}
+    llama = llama_sizes({**text, **named, **attention, "max_position_embeddings": max_position(text)})
+    rotation = llama.rope_scaling
+    if rotation.kind not in ROPE_KINDS:
+        reasons.append(f"rotation without scaling: the target's ({rotation.kind}) is not one that draft layers have")
+        llama = dataclasses.replace(llama, rope_scaling=RopeScaling())
+    return TargetShape(**vars(llama), full_layers=_full_layers(text, llama.num_layers), reasons=tuple(reasons))
+
+
+def max_position(text: Mapping[str, Any]) -> int:
+    """Return the number of positions whose keys do not depend on the length of the text.
+
+    LongRoPE changes the frequencies of ALL positions once a text is longer than `original_max_position_embeddings`, so
+    that cached keys would be wrong.
+    """
+    names = NAMES["max_position_embeddings"]
+    longest = next((size for name in names if isinstance(size := text.get(name), int) and size > 0), 2048)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        longest = min(longest, original or longest)
+    return longest
+
+
+def _attention(text: Mapping[str, Any], sizes: Mapping[str, Any], reasons: list[str]) -> dict[str, int]:
+    """Return heads, kv heads and head_dim: the target's where a plain layer can have them."""
+    hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    head_dim, latent = text.get("head_dim"), any(text.get(name) for name in LATENT)
+    if isinstance(heads, int) and heads > 0 and not latent:
+        own_dim = head_dim if isinstance(head_dim, int) else hidden // heads
+        own_kv = kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads
+        if heads % own_kv == 0 and own_dim > 0 and own_dim % 2 == 0:
+            return {"num_attention_heads": heads, "num_key_value_heads": own_kv, "head_dim": own_dim}
+    size = HEAD_DIM if hidden >= 8 * HEAD_DIM else max(8, hidden // 8)
+    count = max(1, hidden // size)
+    groups = next(groups for groups in (8, 4, 2, 1) if count % groups == 0)
+    why = "latent attention" if latent else "heads of no even size"
+    reasons.append(f"{count} heads of {size} over {groups} of keys: the target has {why}")
+    return {"num_attention_heads": count, "num_key_value_heads": groups, "head_dim": size}
+
+
+def _full_layers(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the states after full-attention layers of a target with recurrent or convolution layers; () of others."""
+    kinds: Sequence[str] = text.get("layer_types") or text.get("layers_block_type") or ()
+    if len(kinds) != num_layers or all("attention" in kind and "linear" not in kind for kind in kinds):
+        return ()
+    return tuple(number for number, kind in enumerate(kinds, 1) if kind in FULL)
