@@ -25,11 +25,11 @@ from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.hub import read_config
-from draftsmith.modules.pretrained.models import DTYPES, target_shape
+from draftsmith.modules.pretrained.models import DTYPES, meta_target, target_shape
 from draftsmith.train.config import MOST, TrainDrafterConfig
 from draftsmith.train.optimizers import hidden_matrices
 from draftsmith.train.prepare import head_config
@@ -160,8 +160,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
     shape, served = target_shape(config.target), config.features == "vllm"
     stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
     is_outer = served or (stored and not config.tau_prompts and not config.device_map)
-    with torch.device("meta"):
-        target = LlamaModel(dataclasses.replace(shape, num_layers=0) if is_outer else shape)
+    target = meta_target(config.target, shape, is_outer)
     head = meta_head(config, shape)
     head_shape: Any = head.config
     feature_size = shape.hidden_size * max(1, len(drafter.loss_layers(head_shape, shape.num_layers)))
@@ -183,7 +182,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
 
     # Memory of a rank under each strategy.
     read_in_step = feature_size > 0 and not stored and not served
-    process = process_bytes(config, target, head, documents, part_tokens, feature_size, read_in_step)
+    process = process_bytes(config, target, shape, head, documents, part_tokens, feature_size, read_in_step)
     strategy = str(config.strategy)
     if strategy == "auto":
         strategy = "ddp" if world > 1 else "one process"
@@ -218,7 +217,8 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
 
 def process_bytes(
     config: TrainDrafterConfig,
-    target: LlamaModel,
+    target: nn.Module,
+    shape: LlamaConfig,
     head: DraftHead,
     documents: TrainingDocuments,
     part_tokens: int,
@@ -229,7 +229,7 @@ def process_bytes(
 
     part_tokens: most computed at once. feature_size: elements of a token's features. read_in_step: by the target.
     """
-    on_gpu, shape, dtype = device_kind(config) == "gpu", target.config, model_dtype(config)
+    on_gpu, dtype = device_kind(config) == "gpu", model_dtype(config)
     raw = read_config(config.target)
     checkpoint_dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     width = (DTYPES.get(checkpoint_dtype, torch.float32) if dtype == "auto" else DTYPES[dtype]).itemsize

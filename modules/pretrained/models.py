@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from draftsmith.modules.engine.low_precision import Precision, check_precision
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, LlamaModel, layers_of
 from draftsmith.modules.pretrained.checkpoint import (
     CONFIG,
     REMEDY,
@@ -148,7 +149,7 @@ def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterL
     check_device(device)
     directory, config, info = model_directory(path), read_config(path), load_info(path)
     weights = read_outer(directory, (info.vocab_size, info.hidden_size), device, weight_type(dtype, config))
-    return OuterLM(weights, info, next(candidates(text_config(config), ("none",))))
+    return OuterLM(weights, info, next(candidates(text_settings(path), ("none",))))
 
 
 def load_info(path: str) -> ModelInfo:
@@ -294,7 +295,7 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
 def vocabulary_size(path: str) -> int | None:
     """Return the vocabulary size in a model's config.json, or None if it has none."""
     config = read_config(path)
-    return text_config(config).get("vocab_size")
+    return text_config(config).get("vocab_size") or text_settings(path).get("vocab_size")
 
 
 def shape_of(lm: CausalLM, path: str) -> LlamaConfig:
@@ -319,7 +320,33 @@ def target_shape(path: str) -> TargetShape:
         except InputError as error:
             if error.remedy != ON_HF:
                 raise
-    return plain_shape(config)
+    return plain_shape(text_settings(path))
+
+
+def text_settings(path: str) -> dict[str, Any]:
+    """Return the settings of a model's text part, with the defaults of its family, which files leave out (Gemma 3).
+
+    Of a family that transformers does not know they are those of config.json.
+    """
+    from transformers import AutoConfig
+
+    config = text_config(read_config(path))
+    try:
+        known = AutoConfig.from_pretrained(model_directory(path))
+    except Exception:  # each family refuses in its own way
+        return config
+    return {**config, **known.get_text_config().to_dict()}
+
+
+def meta_target(path: str, shape: LlamaConfig, outer: bool) -> nn.Module:
+    """Build a target on the meta device, to count its weights. outer: only what surrounds its layers."""
+    with torch.device("meta"):
+        if outer or not (isinstance(shape, TargetShape) and shape.reasons):
+            return LlamaModel(layers_of(shape, num_layers=0) if outer else shape)
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        # From its config.json alone, without code of its own.
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_directory(path)))
 
 
 def saved_identity(path: str) -> dict[str, str]:

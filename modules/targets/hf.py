@@ -68,6 +68,10 @@ class HFLM:
         ]
         return hidden, torch.cat(states, -1)
 
+    def logits(self, input_ids: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            return self.model(input_ids=input_ids[None].to(self.device), use_cache=False).logits[0].to(self.device)
+
     def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Build the additive mask [1, 1, T, S] of T nodes from visible [T, S] and the positions [S] of all slots.
 

@@ -132,6 +132,10 @@ class LlamaLM:
             final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), captured))
             return _joined(captured, final, self.info.num_layers) if aux_layers else final
 
+    def logits(self, input_ids: Tensor) -> Tensor:
+        count = len(input_ids)
+        return self.session(1, count, static=False).extend([input_ids.tolist()], logits_to_keep=count).logits[0]
+
     def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
         if isinstance(input_ids, Tensor):
             return F.embedding(input_ids, self.embeddings)

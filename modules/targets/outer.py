@@ -62,4 +62,5 @@ class OuterLM:
         raise InputError("target", found, "the whole model", "Load the whole model.")
 
     features: Any = session
+    logits: Any = session
     fit_vocabulary: Any = session
