@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 import draftsmith
 from draftsmith.launch.cli import main

@@ -7,6 +7,8 @@ A job is {"head": "eagle", "eagle3" or "acceptance", "config": {...}} and what i
     full: {"from", "to"}: in steps from..to files cannot grow beyond a few hundred bytes.
 facts-RANK.json in its output tells what the trainer's state was. A job that is refused or stopped leaves its message in
 stopped-RANK.txt. All this in one launch, because it is starting processes that costs time.
+
+`python rank_jobs.py dying RANK train ...` is `draftsmith train ...` with a rank that is killed.
 """
 
 from __future__ import annotations
@@ -199,7 +201,26 @@ def main(listed: Path) -> None:
         run_job(job)
 
 
+def dying(dies: str, words: Sequence[str]) -> int:
+    """Run `draftsmith WORDS`; the rank with this local number is killed in the last part of its fourth step."""
+    from draftsmith.launch.cli import main as draftsmith
+    from draftsmith.train.module import LitHead
+
+    read, parts = LitHead.train_step, [0]
+
+    def train_step(self: Any, part: Any) -> Any:
+        parts[0] = parts[0] + 1 if self.trainer.global_step == 3 else 0
+        if os.environ.get("LOCAL_RANK", "0") == dies and parts[0] == self.config.accumulate:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, part)
+
+    with mock.patch.object(LitHead, "train_step", train_step):
+        return draftsmith(words)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "dying":
+        sys.exit(dying(sys.argv[2], sys.argv[3:]))
     try:
         main(Path(sys.argv[1]))
     except BaseException:

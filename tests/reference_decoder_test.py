@@ -8,10 +8,9 @@ import json
 import pytest
 import torch
 from examples_test import example
-from quick_heads import quick_eagle3_head
 from safetensors.torch import save_file
-from tiny_models import tiny_llama_dir
 from transformers import AutoModelForCausalLM
+from worlds import quick_eagle3_head, tiny_llama_dir
 
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.tree import StaticTree

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tiny_world import make_tiny_world
+from worlds import make_tiny_world
 
 from draftsmith.launch.cli import main
 
@@ -94,13 +94,6 @@ class Ground:
             f"train eagle --data {self.features} --target {self.target} --max-steps 2 --batch-size 2 --val-share 0.3 "
             "--tau-prompts 0 --loggers csv",
         )
-
-    @cached_property
-    def interrupted(self) -> Path:
-        """A training that did not come to its end."""
-        path = Path(shutil.copytree(self.eagle_run, self._root / "interrupted"))
-        (path / "training.json").unlink()
-        return path
 
     @cached_property
     def exported(self) -> Path:

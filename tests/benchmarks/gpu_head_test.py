@@ -1,4 +1,4 @@
-"""Heads from one card in so many minutes, on a CPU at tiny shapes: every stage, and one that fails alone."""
+"""Heads from one card in so many minutes, on a CPU at tiny shapes: every stage, and those that fail alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
+
+from draftsmith.benchmarks import gpu_head
+from draftsmith.benchmarks.gpu_head import GpuHeadConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--minutes 0.5 --device cpu --dtype float32 --batch-size 8 --max-new-tokens 12 --tokens-per-batch 256 --limit 1"
@@ -54,11 +58,28 @@ def test_every_stage_is_timed_and_both_heads_are_measured_and_packed(tmp_path):
         assert names and not any(name.startswith("lm_head") for name in names)
 
 
-@pytest.mark.slow
-def test_a_stage_that_fails_leaves_the_others_alone(tmp_path):
-    """No task can be measured: the heads are there all the same, and what went wrong is in the log."""
-    found, _ = make_heads(tmp_path, "--tasks", str(tmp_path / "nowhere"))
-    outcomes = {stage["stage"]: stage["outcome"] for stage in found["stages"]}
-    assert outcomes.pop("bench").startswith("failed") and set(outcomes.values()) == {"ok"}
-    assert "nowhere" in (tmp_path / "out" / "log.txt").read_text()
-    assert (tmp_path / "out" / "packed" / "eagle3-0.safetensors").exists()
+def test_a_stage_that_fails_or_takes_too_long_is_named(tmp_path, capfd):
+    stages = gpu_head.Stages(GpuHeadConfig("target", output=tmp_path))
+    with capfd.disabled():  # a stage writes to the descriptors of its process
+        assert not stages.run("bad", f"data inspect {tmp_path / 'nowhere'}", 60)
+        assert not stages.run("slow", lambda: time.sleep(60) or 0, 1.0)
+        assert stages.run("good", lambda: 0, 60)
+    assert [stage["outcome"] for stage in stages.done] == ["failed (512)", "stopped after 1 s", "ok"]
+    assert "nowhere: found" in (tmp_path / "log.txt").read_text()
+
+
+def test_heads_that_cannot_be_measured_are_packed_all_the_same(tmp_path, monkeypatch):
+    ran = []
+
+    def run(stages, name, words, most_s):
+        ran.append(name)
+        if name.startswith("train"):
+            (tmp_path / name.split()[1]).mkdir()
+            (tmp_path / name.split()[1] / "training.json").write_text("{}")
+        return name != "bench"
+
+    monkeypatch.setattr(gpu_head.Stages, "run", run)
+    monkeypatch.setattr(gpu_head, "answer", lambda config, stages: tmp_path / "answers")
+    gpu_head.run(GpuHeadConfig("target", output=tmp_path))
+    assert ran == ["train eagle3", "train dspark", "bench", "pack"]
+    assert json.loads((tmp_path / "gpu_head.json").read_text())["methods"] == []

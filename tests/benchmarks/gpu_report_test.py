@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICES
+from worlds import DEVICES
 
 from draftsmith.benchmarks import gpu_report
 from draftsmith.benchmarks.gpu_report import GpuReportConfig, Machine, Subjects, ideal_s, timed_rounds

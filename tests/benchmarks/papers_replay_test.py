@@ -9,10 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from greedy_world import near_copy
-from quick_heads import quick_eagle_head
-from run_models import run_models
-from tiny_models import CONTEXT, tiny_llama_dir
+from worlds import CONTEXT, near_copy, quick_eagle_head, run_models, tiny_llama_dir
 
 from draftsmith.benchmarks.papers import replay
 from draftsmith.benchmarks.papers.replay import RAW, Policy, PolicyReplay

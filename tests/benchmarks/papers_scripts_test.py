@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quick_heads import quick_eagle_head
-from table_models import PROMPT, TableLM, warped
+from oracles.tables import PROMPT, TableLM, warped
+from worlds import quick_eagle_head
 
 from draftsmith.benchmarks.papers import eagle2, hsddw, specdecpp
 from draftsmith.benchmarks.papers.eagle2 import nodes_of

@@ -22,7 +22,7 @@ import pytest
 import torch
 from cluster.daemons import cluster
 from safetensors.torch import load_file
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
 

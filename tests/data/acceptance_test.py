@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import padded, tiny_llama_dir, tiny_tokenizer
 from transformers import AutoModelForCausalLM
+from worlds import padded, tiny_llama_dir, tiny_tokenizer
 
 from draftsmith.data.labels import MixedTextLabels, label_positions
 from draftsmith.data.store.manifest import Manifest

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.data import acceptance, features, prompts, responses
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny_models import tiny_tokenizer
+from worlds import tiny_tokenizer
 
 from draftsmith.data.inspect import InspectConfig, masked_text, round_trips, run
 from draftsmith.data.prompts import PromptsConfig

@@ -11,8 +11,8 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_models import CONTEXT, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
+from worlds import CONTEXT, tiny_tokenizer
 
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
+from worlds import CONTEXT
 
 from draftsmith.data import responses
 from draftsmith.data.engines import own

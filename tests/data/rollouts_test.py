@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from table_models import PROMPT, TableLM, V, enumerate_branches, warped
+from oracles.tables import PROMPT, TableLM, V, enumerate_branches, warped
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.acceptance import AcceptanceConfig

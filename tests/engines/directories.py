@@ -36,7 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from defects import DEFECTS, Defect
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.eval.check.record import differences, hashes_of
 from draftsmith.eval.check.states import facts_of

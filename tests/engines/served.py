@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
-from quick_heads import quick_block_head, quick_eagle3_head, quick_eagle_head
-from run_models import run_models
+from worlds import quick_block_head, quick_eagle3_head, quick_eagle_head, run_models
 
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.launch.export.export import run as export

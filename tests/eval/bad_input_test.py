@@ -6,9 +6,7 @@ import re
 import shutil
 
 import pytest
-from quick_heads import varied_acceptance_head
-from tiny_models import CONTEXT, tiny_llama_dir
-from tiny_world import draft_words
+from worlds import CONTEXT, draft_words, tiny_llama_dir, varied_acceptance_head
 
 from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
 from draftsmith.launch.cli import main

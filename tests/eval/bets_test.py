@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from table_methods import EAGLE_TREES, METHODS, method
-from table_models import PROMPT, TableLM, emitted_rounds
+from oracles.tables import EAGLE_TREES, METHODS, PROMPT, TableLM, emitted_rounds, method
 
 from draftsmith.eval.bets import (
     MAX_GAP,

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from planted_biases import PLANTED, Planted, accepts_too_often, child_twice, past_the_end
-from quick_heads import captured_head
-from tiny_world import draft_options, draft_words
+from worlds import captured_head, draft_options, draft_words
 
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts

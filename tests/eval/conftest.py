@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_world import make_tiny_world
+from worlds import make_tiny_world
 
 
 @pytest.fixture(scope="session")

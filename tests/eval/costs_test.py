@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from run_models import run_models
-from tiny_models import tiny_llama_dir
+from worlds import run_models, tiny_llama_dir
 
 from draftsmith.eval.costs import MeasuredTimes, interpolate, measure_step_cost
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead

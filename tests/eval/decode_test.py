@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_tokenizer
-from tiny_world import draft_options, draft_words
+from worlds import draft_options, draft_words, tiny_tokenizer
 
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method, encode_prompt

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
 from draftsmith.data.store.manifest import Manifest

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_heads import quick_block_head, quick_eagle3_head
-from run_models import run_models
+from worlds import quick_block_head, quick_eagle3_head, run_models
 
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate

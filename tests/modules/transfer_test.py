@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_llama_dir
 from torch import Tensor
+from worlds import tiny_llama_dir
 
 from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules import transfer

@@ -15,7 +15,7 @@ import sklearn.linear_model
 import sklearn.metrics
 import torch
 from safetensors.torch import load_file
-from trained_runs import fake_trainer, losses, micro_batch, step_loss, validate
+from trainings import fake_trainer, losses, micro_batch, step_loss, validate
 
 from draftsmith.data import acceptance as labels
 from draftsmith.data.store.datasets import collate_acceptance, collate_rollouts, open_dataset

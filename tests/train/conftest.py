@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_trainings import config
-from tiny_models import tiny_llama_dir
+from trainings import config
+from worlds import tiny_llama_dir
 
 from draftsmith.data import acceptance, features, prompts, responses
 from draftsmith.train.command import run

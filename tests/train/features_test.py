@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICES
-from eagle_trainings import a_module, config, texts
 from safetensors.torch import load_file
 from states_server import StatesServer
-from tiny_models import tiny_llama_dir
-from trained_runs import losses, micro_batch, step_loss
+from trainings import a_module, config, losses, micro_batch, step_loss, texts
 from transformers import AutoModelForCausalLM
+from worlds import DEVICES, tiny_llama_dir
 
 from draftsmith.data import prompts
 from draftsmith.data.engines import vllm_states

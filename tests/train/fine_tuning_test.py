@@ -10,10 +10,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from eagle_trainings import a_module, a_part, config
 from safetensors.torch import load_file
-from tiny_models import tiny_llama_dir
-from trained_runs import validate
+from trainings import a_module, a_part, config, validate
+from worlds import tiny_llama_dir
 
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.eagle import EagleHead

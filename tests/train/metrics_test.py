@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from eagle_trainings import a_module, texts
-from trained_runs import fake_trainer, micro_batch, validate
+from trainings import a_module, fake_trainer, micro_batch, texts, validate
 
 from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset
 from draftsmith.modules.finite import NonFinite

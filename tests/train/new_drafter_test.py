@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained_runs import losses
+from trainings import losses
 
 from draftsmith.data import acceptance as labels
 from draftsmith.data import features

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

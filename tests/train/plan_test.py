@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead

@@ -8,15 +8,19 @@ so weights whose gradient nearly vanishes could differ by as much as the learnin
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
+import rank_jobs
 import torch
 from rank_jobs import run_job, run_on_ranks
-from trained_runs import losses, newest_state, weights
+from trainings import losses, newest_state, weights
 
 from draftsmith.train.checkpoints import FOLDER, STATE, all_in
 
@@ -262,3 +266,27 @@ def test_a_head_that_could_not_be_saved_is_no_finished_run(runs):
     assert "no room for the trained head" in message and "step 8 is saved" in message
     assert not (runs["full-at-the-end"] / "training.json").exists()
     assert [path.name for path in all_in(runs["full-at-the-end"] / FOLDER)] == ["step-00000006", "step-00000008"]
+
+
+# -- a rank that dies
+
+# Far below the half hour after which a collective gives up, and far above what a machine under load needs.
+PATIENCE_S = 300
+
+
+def test_a_killed_rank_ends_the_others_and_the_run_goes_on(artifacts, tmp_path):
+    output, unbroken = tmp_path / "run", tmp_path / "unbroken"
+    made = {"data": artifacts.acceptance, "draft": artifacts.draft, "lr": 2e-3, "batch_size": 8, "val_share": 0.25}
+    made |= {"val_every": 6, "save_every": 1, "log_every": 1, "num_threads": 1, "max_steps": 6, "accumulate": 2}
+    made |= {"accelerator": "cpu"}
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in made.items()}
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, rank_jobs.__file__, "dying", "1", "train", "acceptance", *words, "--devices", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, "--output", str(output)], env=environment, check=False, timeout=PATIENCE_S)
+    assert result.returncode != 0
+    assert all_in(output / FOLDER)[-1].name == "step-00000003"  # killed within step 4, after its first part
+    for place in (unbroken, output):
+        run_job({"head": "acceptance", "config": {**settings, "output": str(place)}})
+    assert losses(output) == pytest.approx(losses(unbroken), abs=1e-5, rel=0)
+    assert furthest(output, unbroken) < 1e-6

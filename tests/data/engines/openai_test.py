@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny_models import tiny_tokenizer
+from servers import Request, Server, drip
+from worlds import tiny_tokenizer
 
 from draftsmith.data.engines import server as http
 from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.server import MAX_WAIT_S
+from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.inspect import InspectConfig, run
 from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.manifest import Manifest
@@ -26,73 +26,48 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
 
 
-class VllmLike(ThreadingHTTPServer):
+class VllmLike(Server):
     """Server of completions by a tiny model, which records every request in `asked`.
 
-    misbehave: called first; returns True if it has replied itself.
+    misbehave: called first; what it returns is the reply.
     """
 
-    daemon_threads = True
-
     def __init__(self, lm, returns_ids: bool = True):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(self.reply)
         self.lm, self.returns_ids = lm, returns_ids
         self.asked: list[dict] = []
-        self.lock = threading.Lock()
-        self.running = self.most_running = 0
-        self.misbehave: Callable[[Handler, dict], bool] | None = None
+        self.lock, self.busy, self.most_busy = threading.Lock(), 0, 0
+        self.misbehave: Callable[[dict], object] = lambda body: None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
+        return super().url + "/v1"
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: VllmLike
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args) -> None:
-        pass
-
-    def do_POST(self) -> None:
-        server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.asked.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
-            server.running += 1
-            server.most_running = max(server.most_running, server.running)
-        if server.misbehave is not None and server.misbehave(self, body):
-            pass
-        elif body["model"] != "tiny":
-            self.reply(404, {"error": f"no model {body['model']}"})
-        else:
-            self.reply(200, self.complete(body))
-        with server.lock:
-            server.running -= 1
+    def reply(self, request: Request) -> object:
+        body = request.body
+        with self.lock:
+            self.asked.append({"path": request.path, "key": request.token, **body})
+            self.busy += 1
+            self.most_busy = max(self.most_busy, self.busy)
+        try:
+            other = (404, {}, {"error": f"no model {body['model']}"}) if body["model"] != "tiny" else None
+            return self.misbehave(body) or other or self.complete(body)
+        finally:
+            with self.lock:
+                self.busy -= 1
 
     def complete(self, body: dict) -> dict:
-        server = self.server
-        with server.lock:  # the lean model's caches are per session, but one core is enough
+        with self.lock:  # the lean model's caches are per session, but one core is enough
             params = SamplingParams(body["temperature"])
-            (ids,) = generate_all(server.lm, [body["prompt"]], params, body["max_tokens"], 32)
-        stop = ids[-1] in server.lm.info.eos_ids
+            (ids,) = generate_all(self.lm, [body["prompt"]], params, body["max_tokens"], 32)
+        stop = ids[-1] in self.lm.info.eos_ids
         choice = {
             "text": tiny_tokenizer().decode(ids, skip_special_tokens=True),
             "finish_reason": "stop" if stop else "length",
         }
-        if server.returns_ids and body.get("return_token_ids"):
+        if self.returns_ids and body.get("return_token_ids"):
             choice["token_ids"] = ids
         return {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}}
-
-    def reply(self, status: int, content: dict, **headers: str) -> None:
-        self.send(status, json.dumps(content).encode(), **headers)
-
-    def send(self, status: int, data: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content_Length": str(len(data)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(data)
 
 
 @pytest.fixture
@@ -100,15 +75,13 @@ def vllm_like(chain):
     servers = []
 
     def start(**settings) -> VllmLike:
-        server = VllmLike(load_lm(str(chain.target)), **settings)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return server
+        servers.append(VllmLike(load_lm(str(chain.target)), **settings))
+        servers[-1].start()
+        return servers[-1]
 
     yield start
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.stop()
 
 
 @pytest.fixture
@@ -140,10 +113,10 @@ def test_token_ids_are_stored_as_the_server_sampled_them(vllm_like, ask, expecte
     assert tokens(rows) == tokens(expected)
     assert not any(row["retokenized"] for row in rows)
     asked = server.asked[0]
-    assert asked["path"] == "/v1/completions" and asked["key"] == "Bearer sesame"
+    assert asked["path"] == "/v1/completions" and asked["key"] == "sesame"
     assert asked["return_token_ids"] is True and asked["max_tokens"] == 9
     assert len({request["seed"] for request in server.asked}) == len(rows)
-    assert server.most_running <= 4
+    assert server.most_busy <= 4
     # The weights are the server's: only their configuration is known.
     assert Manifest.read(directory).identity["target"] == {"config": server.lm.info.identity["config"]}
 
@@ -198,22 +171,21 @@ def test_the_next_shard_is_asked_for_where_there_is_room(vllm_like, ask, expecte
     """Four requests at once, three rows in a shard: the server replies only when a fourth request has come."""
     server, gate = vllm_like(), threading.Barrier(4, timeout=20)
 
-    def together(handler: Handler, body: dict) -> bool:
+    def together(body: dict) -> None:
         with server.lock:
             early = len(server.asked) <= 4
         if early:
             gate.wait()
-        return False
 
     server.misbehave = together
     assert tokens(ask(server.url)[1]) == tokens(expected)
-    assert server.most_running == 4
+    assert server.most_busy == 4
 
 
 def test_failed_attempts_are_logged(vllm_like, ask, monkeypatch, capsys):
     monkeypatch.setattr(http, "NOTE_EVERY_S", 0.0)
     server = vllm_like()
-    server.misbehave = lambda handler, body: time.sleep(1.0) is None
+    server.misbehave = lambda body: time.sleep(1.0) or (503, {}, {})
     with pytest.raises(InputError, match=r"no whole answer in 0\.3 s in 2 attempts"):
         ask(server.url, retries=1, timeout_s=0.3)
     log = " ".join(capsys.readouterr().err.split())
@@ -226,13 +198,8 @@ def test_a_server_that_is_not_there_is_one_line(ask, capsys):
     assert capsys.readouterr().err.count("attempt 1 of 2 failed: ConnectError") == 1
 
 
-def refusing(*prompts: list[int]) -> Callable[[Handler, dict], bool]:
-    def misbehave(handler: Handler, body: dict) -> bool:
-        if body["prompt"] in prompts:
-            handler.reply(400, {"error": "too rude"})
-        return body["prompt"] in prompts
-
-    return misbehave
+def refusing(*prompts: list[int]) -> Callable[[dict], object]:
+    return lambda body: (400, {}, {"error": "too rude"}) if body["prompt"] in prompts else None
 
 
 def prompt_of(rows: list[dict], number: int) -> list[int]:
@@ -246,7 +213,7 @@ def test_a_refused_prompt_is_named_and_the_same_command_continues_with_its_shard
         ask(server.url)
     made = {path.name for path in (tmp_path / "responses").iterdir()}
     assert "shard-00000.done.json" in made and not made & {"shard-00001.done.json", "manifest.json"}
-    server.misbehave = None
+    server.misbehave = lambda body: None
     server.asked.clear()
     assert tokens(ask(server.url)[1]) == tokens(expected)
     # Of the first run, requests that were canceled may still arrive.
@@ -269,36 +236,22 @@ def test_prompts_without_an_answer_are_dropped_and_counted_where_that_is_allowed
     assert "read 11, kept 9, dropped 2: failed 2" in " ".join(capsys.readouterr().out.split())
 
 
-def dripping(handler: Handler) -> None:
-    """Send single bytes without end, each before a read would time out."""
-    handler.send(200, b"", Content_Length="100000")
-    try:
-        while True:
-            handler.wfile.write(b" ")
-            handler.wfile.flush()
-            time.sleep(0.02)
-    except OSError:
-        pass
-
-
-def cut_off(handler: Handler) -> None:
-    handler.send(200, b'{"choices": [', Content_Length="500")
-    handler.close_connection = True
-
-
-MISBEHAVIORS: dict[str, tuple[Callable[[Handler], None], str]] = {
-    "drips": (dripping, r"prompt \d .*no whole answer in 0\.4 s"),
-    "cuts the connection": (cut_off, r"prompt \d .*RemoteProtocolError"),
-    "is a web page": (lambda h: h.send(200, b"<html>hello", Content_Type="text/html"), "server: found .*<html>"),
-    "points elsewhere": (lambda h: h.send(307, b"", Location=h.path), "server: found .*status 307"),
-}
+MISBEHAVIORS: dict[str, tuple[Callable[[], object], str]] = {
+    # Single bytes without end, each before a read would time out.
+    "drips": (lambda: (200, {"Content-Length": "100000"}, drip(b" ", lambda: time.sleep(0.02))),
+              r"prompt \d .*no whole answer in 0\.4 s"),
+    "cuts the connection": (lambda: (200, {"Content-Length": "500"}, b'{"choices": ['),
+                            r"prompt \d .*RemoteProtocolError"),
+    "is a web page": (lambda: (200, {"Content-Type": "text/html"}, "<html>hello"), "server: found .*<html>"),
+    "points elsewhere": (lambda: (307, {"Location": "/v1/completions"}, b""), "server: found .*status 307"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", MISBEHAVIORS)
 def test_a_misbehaving_server_is_one_error(vllm_like, ask, how):
     server = vllm_like()
     reply, what = MISBEHAVIORS[how]
-    server.misbehave = lambda handler, body: reply(handler) is None
+    server.misbehave = lambda body: reply()
     with pytest.raises(InputError, match=what):
         ask(server.url, retries=0, timeout_s=0.4 if how == "drips" else 20.0)
 
@@ -307,11 +260,9 @@ def test_a_server_is_left_alone_as_long_as_it_asks_for(vllm_like, ask, expected,
     server, waits, sleep = vllm_like(), [], asyncio.sleep
     refusals = iter(["7", "9999", "nan", "soon"])
 
-    def misbehave(handler: Handler, body: dict) -> bool:
+    def misbehave(body: dict) -> object:
         after = next(refusals, None)
-        if after is not None:
-            handler.reply(429, {"error": "busy"}, Retry_After=after)
-        return after is not None
+        return None if after is None else (429, {"Retry-After": after}, {"error": "busy"})
 
     async def slept(seconds: float, *args: object) -> None:
         waits.append(seconds)
@@ -377,3 +328,11 @@ def test_an_end_token_is_added_only_where_the_server_hides_one(engine):
         choice = {"text": "def add", "finish_reason": "stop", "token_ids": list(ids)}
         turn = engine.read(3, PROMPT, {"choices": [choice], "usage": {"completion_tokens": count}})
         assert (turn.tokens, turn.ended) == (whole, whole != ids)
+
+
+def test_vllm_in_ranks_would_hold_all_gpus_in_each(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    settings = AnswerSettings("embedded:target", SamplingParams(), 8, False, 0)
+    with pytest.raises(InputError, match=r"vllm in 2 ranks.*tensor_parallel_size"):
+        VllmEngine(settings, "float32", None, False)

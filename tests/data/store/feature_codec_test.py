@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from devices import DEVICES
+from worlds import DEVICES
 
 from draftsmith.data.store.feature_codec import (
     SCALE,

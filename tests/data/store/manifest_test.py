@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, decisive, open_artifact
+from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError
@@ -160,3 +163,22 @@ def test_a_command_line_names_what_is_not_default(tmp_path):
         "--trust-remote-code true --top-k 5"
     )
     assert "server.dialect" in decisive(config) and "prompts" not in decisive(config)
+
+
+def test_data_of_a_fine_tuned_target_is_refused_everywhere(chain, tmp_path, capsys):
+    tuned = Path(shutil.copytree(chain.target, tmp_path / "tuned"))
+    state = load_file(tuned / "model.safetensors")
+    state |= {name: tensor * 1.15 for name, tensor in state.items() if "_proj" in name}
+    save_file(state, tuned / "model.safetensors", {"format": "pt"})
+    responses, out = chain.directory("responses"), tmp_path / "out"
+    labels, made = chain.directory("acceptance"), chain.directory("features")
+    for words in (
+        f"data features --responses {responses} --target {tuned}",
+        f"data acceptance --responses {responses} --target {tuned} --draft {chain.draft}",
+        f"train eagle --data {made} --target {tuned}",
+        f"train eagle --data {responses} --target {tuned}",
+        f"train acceptance --data {labels} --draft {tuned}",
+    ):
+        assert main([*words.split(), "--output", str(out)]) == 2, words
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert ".weights: " in error and "Make it again: draftsmith data" in error, error

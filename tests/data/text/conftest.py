@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from chats import NUM_ROWS, REWRITES, TARGET, conversation, make_prompts, make_responses
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from turn_taking import NUM_ROWS, REWRITES, TARGET, conversation, make_prompts, make_responses
 
 from draftsmith.modules.pretrained.hub import model_directory
 

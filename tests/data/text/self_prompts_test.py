@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_models import tiny_tokenizer
+from worlds import tiny_tokenizer
 
 from draftsmith.data import prompts, responses
 from draftsmith.data.engines.own import OwnEngine

@@ -6,7 +6,8 @@ import datetime
 
 import pytest
 import tokenizers
-from chat_templates import (
+from chats import (
+    ASSISTANT,
     CHATML,
     CHATML_TAGGED,
     HARMONY,
@@ -15,13 +16,15 @@ from chat_templates import (
     QWEN3,
     R1,
     SPECIAL,
+    SYSTEM,
+    USER,
+    chat,
     chat_model,
     chat_tokenizer,
     rendered,
 )
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from turn_taking import ASSISTANT, SYSTEM, USER, chat
 
 from draftsmith.data.text.template import (
     RowError,

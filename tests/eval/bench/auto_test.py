@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from tiny_world import draft_options
+from worlds import draft_options
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import measuring as asking

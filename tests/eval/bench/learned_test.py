@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from quick_heads import varied_acceptance_head
-from run_models import run_models
+from worlds import run_models, varied_acceptance_head
 
 from draftsmith.eval.bench.measuring import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt

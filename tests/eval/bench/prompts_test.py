@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_models import CONTEXT
+from worlds import CONTEXT
 
 from draftsmith.data.text.template import load_chat_tokenizer
 from draftsmith.eval.bench import command as bench

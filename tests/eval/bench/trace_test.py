@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from table_methods import METHODS as TABLE_METHODS
-from table_methods import method
-from table_models import TableLM, emitted_rounds
-from tiny_world import draft_options
+from oracles.tables import METHODS as TABLE_METHODS
+from oracles.tables import TableLM, emitted_rounds, method
+from worlds import draft_options
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_like import EngineLike
-from quick_heads import quick_eagle3_head, quick_eagle_head
+from servers import EngineLike
+from worlds import quick_eagle3_head, quick_eagle_head
 
 from draftsmith.data.engines.process import running
 from draftsmith.eval.check.check import run
@@ -71,12 +71,12 @@ def engine(lm, heads) -> Iterator[Callable[..., EngineLike]]:
         own = {**stored_tensors(head), **(state or {})}
         changed = build_head(kind, config, own).eval().requires_grad_(False)
         started.append(EngineLike(lm, TARGET, kind, changed))
+        started[-1].start()
         return started[-1]
 
     yield start
     for server in started:
-        server.shutdown()
-        server.server_close()
+        server.stop()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from head_directory import Directory
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.eval.check.check import run as check
 from draftsmith.eval.check.record import RECORD

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quick_heads import quick_block_head, quick_eagle3_head, quick_eagle_head
-from tiny_models import tiny_llama_dir
+from worlds import quick_block_head, quick_eagle3_head, quick_eagle_head, tiny_llama_dir
 
 from draftsmith.eval.check.check import run as check
 from draftsmith.eval.check.states import answered_prompts

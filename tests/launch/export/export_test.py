@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_hub import fake_hub
-from quick_heads import quick_eagle3_head
+from oracles.heads import Counts, SlowEagle
 from safetensors.torch import load_file
-from slow_eagle import Counts, SlowEagle
-from tiny_models import tiny_llama_dir
+from servers import Hub
+from worlds import quick_eagle3_head, tiny_llama_dir
 
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import read_prompts
@@ -116,7 +115,7 @@ def test_an_export_is_uploaded_with_its_card(exchange, tmp_path, monkeypatch, ca
     from huggingface_hub import constants
 
     words = ["export", "--format", "vllm", "--head", str(exchange.head("eagle")), "--push", "me/head", "--output"]
-    with fake_hub() as hub:
+    with Hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         assert main([*words, str(tmp_path / "out")]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.eval.check.check import run as check
 from draftsmith.eval.settings import CheckConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import tiny_llama_dir
 from torch import Tensor
+from worlds import tiny_llama_dir
 
 from draftsmith.launch.cli import main
 from draftsmith.launch.export.import_head import run

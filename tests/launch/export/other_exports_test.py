@@ -6,8 +6,7 @@ import json
 
 import pytest
 import torch
-from quick_heads import varied_acceptance_head
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir, varied_acceptance_head
 
 from draftsmith.eval.check.check import run as check
 from draftsmith.eval.settings import CheckConfig

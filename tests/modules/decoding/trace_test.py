@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from table_methods import CAPACITY, METHODS, method
-from table_models import PROMPT, TableLM, TableSession
+from oracles.tables import CAPACITY, METHODS, PROMPT, TableLM, TableSession, method
 
 from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one

@@ -12,8 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_methods import CAPACITY, EAGLE_TREES, method, random_medusa_heads
-from table_models import PROMPT, TableLM, V, decoded_distribution, target_distribution, total_variation, warped
+from oracles.tables import (
+    CAPACITY,
+    EAGLE_TREES,
+    PROMPT,
+    TableLM,
+    V,
+    decoded_distribution,
+    method,
+    random_medusa_heads,
+    target_distribution,
+    total_variation,
+    warped,
+)
 from torch import Tensor
 
 from draftsmith.eval.bench.runner import read_tree

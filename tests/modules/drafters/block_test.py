@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain_block import PlainBlock
-from table_models import H, TableLM, V, decoded_distribution, target_distribution, total_variation
-from tiny_models import tiny_llama_dir
+from oracles.heads import PlainBlock
+from oracles.tables import H, TableLM, V, decoded_distribution, target_distribution, total_variation
+from worlds import tiny_llama_dir
 
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
 from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop

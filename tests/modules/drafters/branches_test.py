@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quick_heads import captured_head
-from table_models import V
-from tiny_models import tiny_llama_dir
+from oracles.tables import V
+from worlds import captured_head, tiny_llama_dir
 
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters import branches

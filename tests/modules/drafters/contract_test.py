@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from table_models import H, TableLM, V, captured, decoded_distribution, target_distribution, total_variation
+from oracles.tables import H, TableLM, V, captured, decoded_distribution, target_distribution, total_variation
 from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from plain_block import PlainBlock
-from quick_heads import quick_block_head
-from run_models import run_models
-from tiny_models import tiny_llama_dir
+from oracles.heads import PlainBlock
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.modeling_outputs import BaseModelOutput
+from worlds import quick_block_head, run_models, tiny_llama_dir
 
 from draftsmith.eval.check.states import answered_prompts
 from draftsmith.modules.decoding.loop import generate, generate_one

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_models import PROMPT, H, TableLM, V
+from oracles.tables import PROMPT, H, TableLM, V
 
 from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.loop import generate_one

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from table_methods import random_hydra_heads, random_medusa_heads
-from table_models import H, TableLM, V
+from oracles.tables import H, TableLM, V, random_hydra_heads, random_medusa_heads
 from torch import Tensor
 
 from draftsmith.eval.bench.runner import read_tree

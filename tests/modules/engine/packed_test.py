@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from foreign_heads import CONTEXT, EAGLE1, FAMILIES, LLAMA3, H, V, changed, facts, llama, rand, random_head, state_of
-from plain_eagle import PlainEagle
+from oracles.heads import PlainEagle
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -21,7 +21,7 @@ from foreign_heads import (
     random_eagle3,
     written,
 )
-from plain_eagle3 import PlainEagle3
+from oracles.heads import PlainEagle3
 
 from draftsmith.modules.formats.base import ImportedHead, Package
 from draftsmith.modules.formats.foreign import ForeignHead, detect

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from quick_heads import varied_acceptance_head
-from table_methods import random_eagle_head
+from oracles.tables import random_eagle_head
+from worlds import varied_acceptance_head
 
 from draftsmith.data.settings import DraftSettings
 from draftsmith.launch.arguments import parse

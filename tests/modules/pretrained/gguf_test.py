@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.modules.pretrained.gguf import copied_metadata, dequantized_directory, open_gguf, read_tensor
 from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fake_hub import Hub, fake_hub
-from tiny_models import tiny_llama_dir
+from servers import Hub
+from worlds import tiny_llama_dir
 
 from draftsmith.data.text.sources import open_source
 from draftsmith.launch.cli import main
@@ -63,7 +63,7 @@ def models(tmp_path_factory) -> Path:
 def hub(models, tmp_path, monkeypatch) -> Hub:
     from huggingface_hub import constants
 
-    with fake_hub() as found:
+    with Hub() as found:
         found.repositories = {
             "org/tiny": {"main": models / "tiny", "v1": models / "other"},
             "tiny": {"main": models / "tiny"},

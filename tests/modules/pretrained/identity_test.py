@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_llama_dir
 from transformers import AutoModelForCausalLM
+from worlds import tiny_llama_dir
 
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_llama_dir, tiny_tokenizer
 from transformers import AutoTokenizer
+from worlds import tiny_llama_dir, tiny_tokenizer
 
 from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.launch.cli import main

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from random_trees import path_to, random_tree
-from tiny_models import tiny_llama_dir
+from oracles.tables import path_to, random_tree
 from transformers import AutoModelForCausalLM
+from worlds import tiny_llama_dir
 
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

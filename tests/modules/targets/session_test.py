@@ -6,19 +6,15 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from contextlib import nullcontext
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from cuda_kernels import CudaKernels
-from random_trees import path_to, random_tree
-from tiny_models import CONTEXT, tiny_llama_dir
+from oracles.tables import path_to, random_tree
 from transformers import AutoModelForCausalLM
+from worlds import CONTEXT, tiny_llama_dir
 
-from draftsmith.modules.engine import graphs
-from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.engine.rows import SPAN_BUCKET, bucket
 from draftsmith.modules.pretrained.models import load_lm
 
@@ -154,22 +150,6 @@ def test_few_shapes_serve_all_sizes(pair):
     assert {bucket(size) for size in (23, 1, 5, 6, 7, 8)} == {32, 1, 8}
     spans = {SPAN_BUCKET, 2 * SPAN_BUCKET, 608}
     assert {own[-2] for own in shapes} == spans and len(shapes) <= 5 * len(spans)
-
-
-def test_other_threads_may_pin_memory_while_a_graph_is_captured(monkeypatch):
-    """A capture that all threads watch over ends in an error where one of them allocates pinned memory."""
-    options, fake = {}, MagicMock()
-    monkeypatch.setattr(graphs, "records", lambda tensor: True)
-    for name in ("Stream", "current_stream", "stream", "graph_pool_handle", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, fake)
-
-    def graph(_: Any, **given: Any) -> Any:
-        options.update(given)
-        return nullcontext()
-
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    assert Graphed(lambda x: (x + 1,))(torch.ones(1))[0].tolist() == [2.0]
-    assert options["capture_error_mode"] == "thread_local"
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from tiny_models import padded, tiny_llama_dir
+from worlds import padded, tiny_llama_dir
 
 from draftsmith.eval.bench.runner import load_smaller_lm
 from draftsmith.modules.decoding.loop import generate_one

@@ -1,8 +1,9 @@
-"""Files that a disk, an editor or another program has damaged, and model directories that are no models."""
+"""Inputs that do not fit: prompts, templates, numbers that are none, damaged files, directories that are no models."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,107 @@ import torch
 from bad_input.row import Ground, Row
 from safetensors.torch import load_file, save_file
 
+from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained.provenance import file_sha256
+
+Make = Callable[[Ground, Path], dict[str, object]]
+GOOD = b'{"id": "a", "prompt": "Hi"}\n'
+
+
+def file(content: bytes, name: str = "x.jsonl") -> Make:
+    def make(ground: Ground, folder: Path) -> dict[str, object]:
+        (folder / name).write_bytes(content)
+        return {"file": folder / name}
+
+    return make
+
+
+def put_nan(file: Path, tensor: str, place: tuple[int, int]) -> None:
+    """Replace one number of a tensor, by the end of its name."""
+    tensors = load_file(file)
+    (name,) = [name for name in tensors if name.endswith(tensor)][:1]
+    tensors[name][place] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def broken(name: str) -> Make:
+    """A copy of a model with a NaN in its first layer: `{broken}`."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        path = ground.copy(name, to)
+        put_nan(path / "model.safetensors", "layers.0.mlp.down_proj.weight", (0, 0))
+        return {"broken": path}
+
+    return make
+
+
+def rehash(directory: Path, file: Path) -> None:
+    """Let the manifest have the file's new hash, so that nothing tells that it was changed."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for entry in manifest["files"]:
+        if entry["name"] == file.name:
+            entry |= {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def spoiled_features(ground: Ground, to: Path) -> dict[str, object]:
+    """Row 1 has a NaN at its third token."""
+    path = ground.copy("features", to)
+    file = next(path.glob("*.safetensors"))
+    put_nan(file, "0000001", (2, 0))
+    rehash(path, file)
+    return {"spoiled": path}
+
+
+def supervised(ground: Ground, to: Path) -> dict[str, object]:
+    """Texts that any target of this tokenizer may read, and a target with a NaN."""
+    source = to / "chats.jsonl"
+    rows = [
+        {"id": name, "prompt": "What is a?", "answer": "a is a letter, and so is b."} for name in ("first", "other")
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"data prompts --supervised --source {source} --target {ground.target} --output {to / 'texts'}"
+    assert main(words.split()) == 0
+    return {"texts": to / "texts", **broken("target")(ground, to)}
+
+
+PROMPTS = "data prompts --source {file} --target {target} --output {out} "
+DECODE = "decode Hi --target {target} --method "
+PAIR = "--target {target} --draft {broken} --output {out} "
+BENCH = "eval bench " + PAIR + "--prompts {chats} --methods spec:k=2 --repeats 1 "
+ASK = "data responses --prompts {prompts} --target {broken} --output {out} "
+TRAIN = "train eagle --target {target} --output {out} --max-steps 2 --tau-prompts 0 "
+DRAFT, HEAD, TARGET = ("draft: found", "position"), ("eagle: found", "position"), ("target: found",)
+HERE = "prompt on the command line"
+ROWS = [
+    # Files of prompts, and templates.
+    Row("prompts: no JSON", PROMPTS, ("x.jsonl, line 2", "not JSON"), file(GOOD + b"{")),
+    Row("a file of nothing usable", PROMPTS + "--invalid drop", ("dropped 2: invalid 2",), file(b'{"prompt": 1}\n{')),
+    Row("columns that nobody knows", PROMPTS, ("question", "--columns"), file(b'{"question": "a"}')),
+    Row("no such split", PROMPTS + "--split dev", ("no rows with split dev",), file(b'{"prompt": "a", "split": "b"}')),
+    Row("a template that fails", PROMPTS + "--chat-template {tmp}/t", ("line 1", "chat template", "TypeError"),
+        lambda ground, folder: {**file(b"{{ 1 + messages }}", "t")(ground, folder), **file(GOOD)(ground, folder)}),
+    Row("decode: half of a surrogate pair", "decode a\udce9 --target {target} --method ar", ("prompt", "surrogate")),
+    Row("end tokens that a server cannot ignore",
+        "data responses --prompts {prompts} --target {target} --output {out} --engine openai --server.dialect openai "
+        "--ignore-eos", ("ignore_eos",)),
+    # Ids and numbers.
+    Row("draft, sampled", DECODE + "spec:k=3 --draft {broken} --temperature 1", (*DRAFT, HERE), broken("draft")),
+    Row("responses", ASK, (*TARGET, "position", "row-"), broken("target")),
+    Row("features", "data features --responses {texts} --target {broken} --output {out}",
+        (*TARGET, "hidden states at position 0", "first"), supervised),
+    Row("stored features", TRAIN + "--data {spoiled}", (".safetensors", "row-1, position 2"), spoiled_features),
+    Row("a key that YAML reads as true", "decode Hi --target {target} --config {yaml}", ("key", "True", "c.yaml"),
+        lambda ground, to: {"yaml": to / "c.yaml", "x": (to / "c.yaml").write_text("server:\n  true: 2")}),
+]  # fmt: skip
+
+
+# -- damaged files
+
+
 Spoil = Callable[[Path], object]
-BENCH = "eval bench --target {target} --draft {draft} --prompts {chats} --methods ar,spec:k=2 --repeats 1 --limit 2 "
-BENCH += "--max-new-tokens 8 --output {d}"
+BENCH_ON = "eval bench --target {target} --draft {draft} --prompts {chats} --methods ar,spec:k=2 --repeats 1 --limit 2 "
+BENCH_ON += "--max-new-tokens 8 --output {d}"
 
 
 def text(content: str) -> Spoil:
@@ -106,19 +205,13 @@ INSPECT = "data inspect {d}"
 FEATURES = "data features --responses {responses} --target {target} --output {d}"
 REPORT = "eval report {d} --output {out}/report.html"
 COMPARE = "eval compare {d} {bench}"
-DECODE = "decode Hi --target {target} --draft {d} --method eagle:k=2 --max-new-tokens 4"
-RESUME = "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --output {d} --loggers csv"
+DECODE_HEAD = "decode Hi --target {target} --draft {d} --method eagle:k=2 --max-new-tokens 4"
 SHARD = "shard-00000"
 
-ROWS = [
-    # Manifests: not JSON, no text, another type, keys that are absent, null or of another type.
-    *(
-        Row(f"manifest {name}", INSPECT, ("manifest.json", said), spoilt("features", "manifest.json", spoil))
-        for name, spoil, said in [
-            ("cut", cut, "damaged"),
-            ("whose counts are text", changed(counts={"rows": "5"}), "counts.rows"),
-        ]
-    ),
+ROWS += [
+    # A manifest.
+    Row("manifest whose counts are text", INSPECT, ("manifest.json", "counts.rows"),
+        spoilt("features", "manifest.json", changed(counts={"rows": "5"}))),
     # An unfinished stage: what says how it was begun, and what says that a shard is whole.
     Row("started.json cut, continued", FEATURES, ("started.json", "damaged"), unfinished),
     # Shards, with the size they had.
@@ -127,24 +220,16 @@ ROWS = [
     Row("a safetensors shard of zeros", "train eagle --data {d} --target {target} --output {out} --max-steps 1",
         (f"{SHARD}.safetensors",), spoilt("features", f"{SHARD}.safetensors",
         lambda file: file.write_bytes(bytes(file.stat().st_size)))),
-    # Heads.
-    *(
-        Row(f"head: {file} {name}", DECODE, said, head(file, spoil))
-        for file, name, spoil, said in [
-            ("manifest.json", "cut", cut, ("manifest.json", "damaged")),
-            ("config.json", "without head", changed(head=...), ("config.json", "no head")),
-            ("model.safetensors", "cut", cut, ("model.safetensors",)),
-        ]
-    ),
+    # A head.
+    Row("head: config.json without head", DECODE_HEAD, ("config.json", "no head"),
+        head("config.json", changed(head=...))),
     # Results of a bench.
     Row("report: results.json cut", REPORT, ("results.json", "damaged"), spoilt("bench", "results.json", cut)),
     Row("compare: prompts.parquet cut", COMPARE, ("prompts.parquet", "unreadable"),
         spoilt("bench", "prompts.parquet", cut)),
     # An interrupted bench.
-    Row("journal: nested without end", BENCH, ("journal.jsonl", "line 1"), journal),
+    Row("journal: nested without end", BENCH_ON, ("journal.jsonl", "line 1"), journal),
     # A training that is to go on.
-    Row("training: finished, with another rate", RESUME + " --val-share 0.3 --tau-prompts 0 --lr 0.1",
-        ("output", "config.lr: 0.1, begun with"), spoilt("eagle_run", "best/README.md", text("card"))),
     # Exports.
     Row("check: draftsmith.json cut", "check {d} --format vllm --target {target}", ("draftsmith.json", "damaged"),
         exported("draftsmith.json", cut)),
@@ -161,7 +246,6 @@ ROWS = [
 
 MODELS: list[tuple[str, str, Spoil, str]] = [
     ("an unknown model type", "config.json", changed(model_type="zebra"), "zebra"),
-    ("heads that do not divide", "config.json", changed(num_key_value_heads=3), "num_key_value_heads: found 3"),
     ("text for a width", "config.json", changed(hidden_size="32"), '"32"'),
     ("yarn without a factor", "config.json", changed(rope_parameters={"rope_type": "yarn"}), "factor"),
     ("a text eos id", "generation_config.json", changed(eos_token_id="</s>"), "eos_token_id"),

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICES
-from eagle_trainings import config
 from rank_jobs import run_on_ranks
-from trained_runs import losses, weights
+from trainings import config, losses, weights
+from worlds import DEVICES
 
 from draftsmith.data.store.datasets import open_dataset, pack_features
 from draftsmith.modules.drafters.eagle import EagleHead
@@ -126,8 +125,9 @@ def test_steps_are_taken_with_a_probe(artifacts, tmp_path, device):
     check_run(tmp_path / "run", precision)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
+# On CPUs: ranks_test.py.
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 def test_every_strategy_takes_steps_on_one_device(artifacts, tmp_path, device):
     """In a process of its own, as a process group stays."""
     kind, precision = KINDS[device]

@@ -7,8 +7,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import CHATML, MISTRAL, chat_model, chat_tokenizer, rendered
-from turn_taking import ASSISTANT, SYSTEM, USER, chat, rows_of
+from chats import ASSISTANT, CHATML, MISTRAL, SYSTEM, USER, chat, chat_model, chat_tokenizer, rendered, rows_of
 
 from draftsmith.data.engines.openai import chat_body
 from draftsmith.data.prompts import PromptsConfig, run

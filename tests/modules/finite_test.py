@@ -1,5 +1,5 @@
-"""Models with one NaN among their weights, in every method and both loops: an error that names the model and the place,
-never a token. Small real models, so that the NaN takes the way that it takes in a large one."""
+"""Models with one NaN among their weights, in every method and in the loops of the data stages: an error that names the
+model and the place, never a token. Small real models, so that the NaN takes the way that it takes in a large one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from broken_models import CONTEXT, H, V, models, small_lm
-from run_models import run_models
+from worlds import SMALL, run_models, small_lm, small_models
 
+from draftsmith.data.engines.own import RowUniforms, generate_all
+from draftsmith.data.labels import MixedTextLabels, Rollouts
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_one
 from draftsmith.modules.decoding.stop import (
@@ -28,14 +29,16 @@ from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.drafters.net import ChainDrafter
-from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.finite import NonFinite, name_nonfinite
+from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
 PROMPT = [1, 5, 3, 1, 5]  # repeats itself, so that lookups draft
+V, H, CONTEXT = SMALL.vocab_size, SMALL.hidden_size, SMALL.max_position
 GREEDY, DRAWN = SamplingParams(), SamplingParams(1.0)
-MODES = [GREEDY, DRAWN, SamplingParams(0.7, top_k=6, top_p=0.9), SamplingParams(1e-39)]
+MODES = [GREEDY, SamplingParams(0.7, top_k=6, top_p=0.9), SamplingParams(1e-39)]
 # Every method of this engine, and which models with a NaN it meets besides the target.
 BROKEN = {
     "ar": (),
@@ -84,8 +87,8 @@ FEW = [
 @pytest.mark.parametrize(
     ("label", "params", "rows"),
     [
-        *((label, params, 1) for params in MODES for label in (BROKEN if params in (GREEDY, DRAWN) else FEW)),
-        *((label, DRAWN, 3) for label in BROKEN),
+        *((label, DRAWN, 1) for label in BROKEN),
+        *((label, params, rows) for label in FEW for params, rows in [*((mode, 1) for mode in MODES), (DRAWN, 3)]),
     ],
 )
 def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params, rows):
@@ -95,10 +98,10 @@ def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params, rows):
         drafter, sources = parse_method(label).build(found, rows), [TorchSource(seed) for seed in range(rows)]
         return generate(found.target, drafter, prompts, params, 12, sources, ())
 
-    assert [len(one.tokens) for one in decode(models())] == [12] * rows  # whole models decode
+    assert [len(one.tokens) for one in decode(small_models())] == [12] * rows  # whole models decode
     for broken in ("target", *BROKEN[label]):
         with pytest.raises(NonFinite) as caught:
-            decode(models(broken))
+            decode(small_models(broken))
         assert caught.value.model == broken and caught.value.row == 0
         # The target's is seen in the prefill, and M2's where it reads the prompt; a drafter's in its first draft, a
         # head's that reads states after their tokens one token later.
@@ -142,7 +145,7 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
     """Sessions and drafters serve prompt after prompt, and a mask multiplies what it hides by zero, NaN too."""
     rare = 20  # neither the answers nor their drafts come to it
     target, draft = (small_lm(seed, ("embed_tokens.weight", (rare, 0))) for seed in (1, 2))
-    found = run_models(target, draft, eagle=models().heads["eagle"], capacity=CONTEXT)
+    found = run_models(target, draft, eagle=small_models().heads["eagle"], capacity=CONTEXT)
     long, short = [1, 2, rare, 4, 5, 6, 7, 8, rare, 2, 3, 4, 5], [[1, 2], [3, 4, 5]]
 
     def batched(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -201,7 +204,7 @@ def test_a_masked_vocabulary_is_decoded():
 
 
 def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops():
-    head = models("acceptance").acceptance
+    head = small_models("acceptance").acceptance
     view = DraftView(2, 3, torch.ones(1, H), torch.zeros(V), None)
     with pytest.raises(NonFinite) as caught:
         HeadPredictor(head).prob(view)
@@ -224,3 +227,58 @@ def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops
         assert stop.should_stop(view)
     broken = DraftView(2, 3, torch.ones(1, H), torch.full((V,), math.nan), None)
     assert ConfidenceStop(0.4, 1, 8).should_stop(broken) and SelfVerifyStop(8).should_stop(broken)
+
+
+# -- the loops of the data stages
+
+TEXTS = [[1, 5, 3, 1, 5, 2, 9], [7, 8, 3, 4], [2, 2, 6, 11, 13, 17]]
+STARTS = [3, 1, 2]
+MASKS = [[place >= start for place in range(len(text))] for text, start in zip(TEXTS, STARTS, strict=True)]
+LATE = ("embed_tokens.weight", (13, 0))  # of a token that only the last text holds, at position 4
+
+
+def uniforms(count: int) -> torch.Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("params", [GREEDY, MODES[1]], ids=str)
+@pytest.mark.parametrize("broken", ["target", "draft"])
+def test_labels_of_every_position(broken, params):
+    lms = {name: small_lm(seed, LATE if name == broken else None) for name, seed in (("target", 1), ("draft", 2))}
+    count = sum(map(sum, MASKS))
+    with pytest.raises(NonFinite) as caught:
+        MixedTextLabels(lms["target"], lms["draft"], params, 2, 4, 0).label(TEXTS, MASKS, uniforms(count))
+    error = caught.value
+    # A text is read at once, and what attention masks it multiplies by zero: its first label is none already.
+    assert (error.model, error.row, error.position) == (broken, 2, STARTS[2])
+    labels = MixedTextLabels(small_lm(1), small_lm(2), params, 2, 4, 0).label(TEXTS, MASKS, uniforms(count))
+    assert labels["overlap"].isfinite().all() and len(labels["draft_ids"]) == count
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=str)
+@pytest.mark.parametrize(
+    ("broken", "drafting"), [("target", "draft"), ("target", "eagle"), ("draft", "draft"), ("eagle", "eagle")]
+)
+def test_labels_of_rounds(broken, drafting, params):
+    text, start = TEXTS[2] * 2, 2
+    found = small_models(broken)
+    target = found.target
+    drafter = FrozenDrafter(target, {}, found.heads["eagle"]) if drafting == "eagle" else FrozenDrafter(found.draft, {})
+    row = {"id": "x", "input_ids": text, "loss_mask": [at >= start for at in range(len(text))], "turn": 1, "task": ""}
+    how = Rollouts(target, drafter, 3, 1, (params,), 4, 0, CONTEXT)
+    with pytest.raises(NonFinite) as caught, name_nonfinite(["row-0"]):
+        how.label_response(drafter.branches(3), row, 0)
+    assert caught.value.model == broken and caught.value.prompt == "row-0"
+    assert caught.value.position == start + 1  # where drafts begin
+
+
+@pytest.mark.parametrize("params", [GREEDY, MODES[1]], ids=str)
+def test_answers(params):
+    def drawn(number: int):
+        return RowUniforms("test", 0, number)
+
+    assert all(len(answer) == 8 for answer in generate_all(small_lm(1), TEXTS, params, 8, 2, drawn))
+    target = small_lm(1, ("embed_tokens.weight", (8, 0)))  # which only the second prompt holds
+    with pytest.raises(NonFinite) as caught:
+        generate_all(target, TEXTS, params, 1, 2, drawn)
+    assert (caught.value.model, caught.value.row, caught.value.position) == ("target", 1, 4)

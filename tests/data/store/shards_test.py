@@ -68,7 +68,7 @@ def broken(chain, tmp_path_factory) -> dict[str, tuple[object, list[int]]]:
         for config, ranks, die in jobs.values()
     ]
     (root / "jobs.json").write_text(json.dumps(described))
-    helper = Path(__file__).with_name("broken_runs.py")
+    helper = Path(__file__).parents[1] / "broken_runs.py"
     command = [sys.executable, str(helper), str(root / "jobs.json"), str(chain.target)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

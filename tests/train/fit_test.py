@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.checkpoints import FOLDER, all_in, step_of
 from draftsmith.train.command import run
+from draftsmith.train.module import LitHead
 
 STEPS = 150
 # What time and memory show in is not compared.
@@ -32,9 +31,8 @@ def settings(artifacts, output: Path, **changes) -> dict[str, str]:
     return {name: str(value) for name, value in {**base, "max_steps": STEPS, "accelerator": "cpu", **changes}.items()}
 
 
-def command(options: dict[str, str], *launcher: str) -> list[str]:
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return [sys.executable, *(launcher or ("-m", "draftsmith")), "train", "acceptance", *words]
+def command(options: dict[str, str]) -> list[str]:
+    return ["train", "acceptance", *(word for name, value in options.items() for word in (f"--{name}", value))]
 
 
 def in_process(options: dict[str, str]) -> Path:
@@ -78,13 +76,13 @@ def unbroken(artifacts, tmp_path_factory) -> Path:
 
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(artifacts, tmp_path, unbroken):
     options = settings(artifacts, tmp_path / "run")
-    process = subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for_a_checkpoint(tmp_path / "run", lambda: process.poll() is None)
-    process.send_signal(signal.SIGSTOP)  # it is there, and does not end before a second one has come
+    process = commanded(command(options), tmp_path / "log")
+    wait_for_a_checkpoint(tmp_path / "run", process.is_alive)
+    os.kill(process.pid, signal.SIGSTOP)  # it is there, and does not end before a second one has come
     with pytest.raises(InputError, match="where another process writes"):
         in_process(options)
     process.kill()
-    process.communicate()
+    process.join()
     assert not (tmp_path / "run" / "training.json").exists()
     in_process(options)
     assert_same_run(tmp_path / "run", unbroken)
@@ -103,7 +101,7 @@ def test_a_finished_training_says_so_and_nothing_changes(artifacts, unbroken, ca
 def test_a_signal_saves_and_says_how_to_go_on(artifacts, tmp_path, unbroken):
     number = signal.SIGINT
     options, log = settings(artifacts, tmp_path / "run"), tmp_path / "log"
-    process = commanded(command(options, "draftsmith")[2:], log)
+    process = commanded(command(options), log)
     wait_for_a_checkpoint(tmp_path / "run", process.is_alive)
     os.kill(process.pid, number)
     process.join()
@@ -117,3 +115,15 @@ def test_a_signal_saves_and_says_how_to_go_on(artifacts, tmp_path, unbroken):
     assert step_of(all_in(tmp_path / "run" / FOLDER)[-1]) == step < STEPS
     in_process(options)
     assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_the_error_of_a_rank_is_in_the_file_that_torchrun_shows(artifacts, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("the memory of this rank is broken")
+
+    monkeypatch.setattr(LitHead, "train_step", broken)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    process = commanded(command(settings(artifacts, tmp_path / "run")), tmp_path / "log")
+    process.join()
+    assert process.exitcode == 1
+    assert "RuntimeError: the memory of this rank is broken" in (tmp_path / "error.json").read_text()

@@ -1,9 +1,11 @@
-"""Rows that begin while others go on: each is decoded as if it were alone, whoever had its place before. And operations
-on all rows together: draws, prompts in groups, several rounds of a GPU with one transfer."""
+"""The decoding loop: where a generation ends, who is told what, and rows that begin while others go on.
+
+Each row is decoded as if it were alone, whoever had its place before."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -11,33 +13,215 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from broken_models import small_lm
-from greedy_world import GREEDY, NEW_TOKENS, World, make_world
-from run_models import run_models
-from table_methods import METHODS, method
-from table_models import TableLM, V
-from tiny_models import CONTEXT, tiny_llama_dir
+from oracles.tables import CAPACITY, METHODS, PROMPT, TableLM, V, method, random_eagle_head
 from transformers import AutoModelForCausalLM
+from worlds import CONTEXT, GREEDY, NEW_TOKENS, World, make_world, small_lm, tiny_llama_dir
 
 from draftsmith.modules.attention import group_by_length
+from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import (
     ROUNDS_TOGETHER,
     DecodeOptions,
     Generation,
+    Round,
     RowAnswer,
     RowPool,
     generate,
     generate_one,
 )
+from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.decoding.tree import DraftTree, DynamicTree
 from draftsmith.modules.drafters import feature_heads
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource, draw_rows
 from draftsmith.modules.targets import llama
 from draftsmith.modules.types import SamplingParams
 
-SETTINGS = {"greedy": GREEDY, "T=1": SamplingParams(temperature=1.0)}
+SAMPLING = SamplingParams(1.0)
+SEEDS = range(4)
+
+
+@pytest.mark.parametrize(
+    ("room", "emitted", "kept", "ended"),
+    [
+        (9, [1, 2, 3], [1, 2, 3], False),
+        (9, [1, 9, 3], [1, 9], True),
+        (9, [9, 9, 3], [9], True),
+        (3, [1, 2, 9], [1, 2, 9], True),
+        (2, [1, 2, 9], [1, 2], False),  # the end token was cut: this answer has not ended
+        (2, [1, 9, 9], [1, 9], True),
+        (2, [1, 2, 3, 4], [1, 2], False),
+    ],
+)
+def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, kept, ended):
+    answer = RowAnswer(TableLM(1).info, [1, 2, 3], room, TorchSource(0), [9])
+    assert answer.emit(emitted) == kept == answer.tokens
+    assert answer.ended == ended and answer.done == (ended or len(kept) == room)
+
+
+def rounds_of(max_nodes: int = 128, **how: Any) -> tuple[Generation, list[Round]]:
+    rounds: list[Round] = []
+    return generate_one(**how, options=DecodeOptions(rounds.append, max_nodes=max_nodes)), rounds
+
+
+@pytest.mark.parametrize(
+    "name", ["spec:k=3", "eagle:k=2", "tree", "eagle-tree", "hsddw", "pearl:k=2", "pld", "lookahead"]
+)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
+def test_no_draft_outruns_what_is_wanted(name, params):
+    """Each of three limits is the one that counts, and drafts come up to it. A draft's deepest token may be the last
+    but one wanted: the round's own token is the last."""
+    make = method(name, TableLM(1))
+    for wanted, context, nodes in ((7, 64, 128), (60, 9, 128), (30, 64, 1)):
+        deepest = []
+        for seed in SEEDS:
+            target = TableLM(1, max_position=context)
+            made, rounds = rounds_of(
+                target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
+                source=TorchSource(seed), eos_ids=(), max_nodes=nodes,
+            )  # fmt: skip
+            room = min(wanted, context - len(PROMPT))
+            assert len(made.tokens) == room and not made.ended
+            emitted = 1
+            for done in rounds[1:]:
+                most = min(room - emitted - 1, nodes)
+                deepest.append(depth_of(done.tree) - most)
+                if not done.tree.tokens and done.step.num_drafted == 0:
+                    assert done.step.draft_calls == 0
+                emitted += len(done.tokens)
+        assert max(deepest) <= 0
+        assert max(deepest) == 0 or name in ("pld", "pearl:k=2", "lookahead")
+
+
+def depth_of(tree: DraftTree) -> int:
+    depths: list[int] = []
+    for parent in tree.parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return max(depths, default=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("spec:k=3", GREEDY), *((name, SAMPLING) for name in ("spec:k=3", "tree", "eagle-tree", "hsddw"))],
+)
+def test_watchers_hear_of_what_was_emitted(name, params):
+    """End tokens amid accepted drafts: what is shown is the answer, piece by piece, and counts no token cut from it."""
+    cut = 0
+    for seed in range(40):
+        target = TableLM(seed)
+        made, rounds = rounds_of(
+            target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
+            max_new_tokens=9, source=TorchSource(seed), eos_ids=(3,),
+        )  # fmt: skip
+        assert [token for done in rounds for token in done.tokens] == made.tokens
+        assert made.ended == (made.tokens[-1] == 3) and 3 not in made.tokens[:-1]
+        for done in rounds[1:]:
+            accepted = [done.tree.tokens[node] for node in done.verdict.path]
+            assert done.tokens[: done.num_accepted] == accepted[: done.num_accepted]
+            assert done.num_accepted == min(len(accepted), len(done.tokens))
+            cut += len(accepted) > len(done.tokens)
+        assert made.trace.num_accepted == sum(done.num_accepted for done in rounds)
+    assert cut > 0
+
+
+@pytest.mark.parametrize("name", ["spec:k=3", "tree", "eagle-tree", "pearl:k=2"])
+def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
+    """Features of the root and of the accepted nodes that the target has read, wherever in the tree they lie."""
+    target, apart = TableLM(1), 0
+    for seed in range(10):
+        drafter, heard = method(name, target)(), []
+        advance = drafter.advance
+        drafter.advance = lambda outcomes, advance=advance, heard=heard: (heard.extend(outcomes), advance(outcomes))
+        _, rounds = rounds_of(
+            target=target, drafter=drafter, prompt=PROMPT, params=SAMPLING, max_new_tokens=14,
+            source=TorchSource(seed), eos_ids=(),
+        )  # fmt: skip
+        text = [*PROMPT, *rounds[0].tokens]
+        for outcome, done in zip(heard, rounds[1:], strict=False):
+            assert list(outcome.emitted) == done.tokens
+            path = [node for node in done.verdict.path if node < done.tree.num_read]
+            for number, feature in enumerate(outcome.features):
+                assert feature.equal(target.row((*text, *done.tokens[:number]))[1])
+            assert len(outcome.features) == 1 + len(path)
+            apart += path != list(range(len(path)))
+            text += done.tokens
+    assert (apart > 0) == (name in ("tree", "eagle-tree"))
+
+
+class Even(TableLM):
+    """Two tokens have mass, a half each: every entropy is the same number, in whatever order it is summed."""
+
+    def row(self, prefix):
+        logits, feature = super().row(prefix)
+        return logits.where(logits.isinf(), 0.0), feature
+
+
+class Watched(HierarchicalDrafter):
+    """Keeps, of every draft, the largest entropy in each of M2's rounds, the threshold, and whether it was full."""
+
+    def propose(self, max_drafted, sampler):
+        self.rounds = []
+        tree = super().propose(max_drafted, sampler)
+        if tree.tokens:
+            full = len(tree.tokens) == min(max_drafted, self.max_drafted)
+            self.drafts.append((self.rounds, self.rule.threshold, full))
+        return tree
+
+    def _round(self, room, sampler):
+        distributions = super()._round(room, sampler)
+        self.rounds.append(
+            [-sum(p * math.log(p) for p in distribution.tolist() if p > 0) for distribution in distributions]
+        )
+        return distributions
+
+
+@pytest.mark.parametrize("middle", [Even(201, (2,)), TableLM(201)], ids=["equal entropies", "any"])
+def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean(middle):
+    """HSDDW, algorithm 2: handed over after the round of M2 in which some token's entropy is above the threshold."""
+    drafts, mixed = [], 0
+    for seed in range(30):
+        drafter = Watched(
+            middle, ChainDrafter(DraftModelNet(TableLM(101)), [FixedLengthStop(1)], CAPACITY), 4, True, CAPACITY
+        )
+        drafter.drafts = drafts
+        generate_one(TableLM(1), EachRow([drafter]), PROMPT, SAMPLING, 14, TorchSource(seed))
+    ends = set()
+    for rounds, threshold, full in drafts:
+        *before, last = rounds
+        assert all(max(own) <= threshold + 1e-12 for own in before)
+        assert full or max(last) > threshold + 1e-12
+        ends.add(full)
+        mixed += any(own[0] <= threshold - 1e-6 and max(own) > threshold + 1e-6 for own in rounds)
+    assert ends == {True, False}
+    if isinstance(middle, Even):  # such a round's entropies equal the mean once there is one
+        assert any(len(rounds) > 1 for rounds, *_ in drafts)
+    else:
+        assert mixed > 0
+
+
+@pytest.mark.parametrize("capacity", [6, 7, 8, 9])
+def test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is(capacity):
+    """A tree of one child a level is the chain of the same tokens."""
+    target, head = TableLM(1), random_eagle_head(7)
+    chain = ChainDrafter(head.net(target), [FixedLengthStop(3)], capacity)
+    tree = TreeDrafter(head.net(target), DynamicTree(nodes=3, depth=2, topk=1), capacity)
+    steps = [generate_one(target, drafter, PROMPT, GREEDY, 14, TorchSource(0)).trace.steps for drafter in (chain, tree)]
+    drafted = [[step.num_drafted for step in own] for own in steps]
+    assert drafted[0] == drafted[1]
+    # What is read ends with the context; a drafted token needs no room until it is read.
+    ends = [len(PROMPT) + sum(step.num_emitted for step in steps[0][:n]) for n in range(len(steps[0]))]
+    assert drafted[0] == [max(0, min(3, capacity - end + 1, 12 - (end - len(PROMPT)))) for end in ends]
+    assert {3, 0} <= set(drafted[0])
+
+
+# -- rows that come and go
+
+
 PROMPTS = [[(3 * i + j * j) % V for j in range(1 + (5 * i) % 7)] for i in range(11)]
 COUNTS = [1 + (7 * i) % 9 for i in range(11)]
 ROWS = 3
@@ -87,7 +271,8 @@ def together(target: Any, drafter: Any, params: SamplingParams, arrivals: Sequen
 def test_rows_that_come_at_any_round_are_decoded_like_each_alone(name):
     target = TableLM(1)
     assert len({tuple(prompt) for prompt in PROMPTS}) == len(PROMPTS)
-    for params, gap in itertools.product(SETTINGS.values(), (0, 1, 2, 7)):
+    # All at once, one after the other, and with pauses.
+    for params, gap in ((GREEDY, 1), (SAMPLING, 0), (SAMPLING, 2), (GREEDY, 7)):
         inner = method(name, target, rows=ROWS)()
         drafter = inner and Followed(inner, PROMPTS)
         made = together(target, drafter, params, [gap * i for i in range(len(PROMPTS))])
@@ -107,12 +292,6 @@ def test_rows_that_come_at_any_round_are_decoded_like_each_alone(name):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
     return make_world(tmp_path_factory.mktemp("pool"))
-
-
-def models_of(world: World, **more: Any) -> Any:
-    return run_models(
-        world.target, world.draft, world.mid, eagle=world.eagle, acceptance=world.acceptance, capacity=CONTEXT, **more
-    )
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -135,7 +314,7 @@ def test_a_refilled_row_answers_as_transformers_does(world, monkeypatch, name, s
         real = module.cached_rows
         monkeypatch.setattr(module, "cached_rows", lambda *given, real=real: real(*given[:3], static))
     ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:15])))
-    drafter = parse_method(name).build(models_of(world), 4)
+    drafter = parse_method(name).build(world.models(), 4)
     session = world.target.session(4, CONTEXT, () if drafter is None else drafter.aux_layers, static=static)
     rows = [RowAnswer(world.target.info, p, NEW_TOKENS, TorchSource(0), ends, i) for i, p in enumerate(world.prompts)]
     pool = RowPool(world.target, drafter, GREEDY, 4, CONTEXT, DecodeOptions(session=session))
@@ -147,7 +326,7 @@ def test_a_refilled_row_answers_as_transformers_does(world, monkeypatch, name, s
 
 
 def test_a_session_goes_on_with_fewer_rows_than_it_had(world):
-    session, drafter = world.target.session(4, CONTEXT), parse_method("eagle:k=4").build(models_of(world), 4)
+    session, drafter = world.target.session(4, CONTEXT), parse_method("eagle:k=4").build(world.models(), 4)
     for numbers in (range(4), range(4, 6), range(6, 9)):
         prompts = [world.prompts[i] for i in numbers]
         sources = [TorchSource(0) for _ in numbers]
