@@ -10,11 +10,12 @@ TARGET ?=
 SOURCE ?= self
 MINUTES ?= 10
 LAPTOP_ARGS ?=
+DEMO_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# A file's tests share models: they stay together in one process.
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
+# A file's tests share models: they stay together in one process. Files begin in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder
 TYPES := .typecheck
 MUTANTS := .mutants
 # A machine with a GPU may have no network: its own python, with torch, transformers, lightning and pytest, and wheels of
@@ -29,7 +30,7 @@ ENGINE_ENVS := .engines
 .PHONY: help setup setup-dev demo laptop test test-cluster test-gpu gpu-report gpu-head gpu-site engines test-engines mutants lint format types wheel site clean
 
 help:
-	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
+	@echo "make demo     set up .venv and run the whole pipeline on the embedded models (DEMO_ARGS='--set eagle3_steps=1000')"
 	@echo "make laptop   a head for SmolLM2-135M from nothing, measured and checked in llama.cpp (LAPTOP_ARGS='--set target=MODEL.gguf')"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
@@ -63,7 +64,7 @@ $(VENV)/.setup-docs.stamp: $(VENV)/.setup.stamp
 	@touch $@
 
 demo: setup
-	$(BIN)/draftsmith run demo
+	$(BIN)/draftsmith run demo $(DEMO_ARGS)
 
 # llama.cpp is built first, on all cores, unless it is on the PATH: beside the answers it would take as much from them.
 laptop: setup
