@@ -1,4 +1,4 @@
-"""On the shipped pair: greedy answers of 96 tokens are the target's own, token by token, of a method of each kind.
+"""On the shipped pair: greedy answers of 96 tokens are the target's own, token by token.
 
 Tiny targets are decoded by every method (tests/modules). `draftsmith eval certify` compares on as many prompts as one
 likes.
@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import quick_block_head, quick_eagle3_head, run_models
+from worlds import quick_eagle3_head, run_models
 
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
-NUM_PROMPTS, NEW_TOKENS, CAPACITY = 8, 96, 1024
+NUM_PROMPTS, NEW_TOKENS, CAPACITY = 6, 96, 1024
 GREEDY = SamplingParams()
-METHODS = ["spec:k=4", "eagle3-tree:nodes=9:depth=2:topk=3", "dspark", "hydra-static", "hsddw:k=5:max=12"]
+# A chain, a tree, and a model between the two: tiny targets are decoded by all others.
+METHODS = ["spec:k=4", "eagle3-tree:nodes=9:depth=2:topk=3", "hsddw:k=5:max=12"]
 # Where two tokens are this close the argmax is a matter of rounding, and another number of rows rounds differently.
 # Logits of up to 30 carry float32's 2^-24 (1.8e-6) in the last step alone; twelve layers add up to some tens of that.
 TIE = 1e-4
@@ -54,13 +54,7 @@ def world() -> World:
     answers = [made.tokens for made in answers_of(target, None, prompts)]
     assert {len(answer) for answer in answers} == {NEW_TOKENS}
     rows = [[*prompt, *answer][-160:] for prompt, answer in zip(prompts, answers, strict=True)]
-    heads = {
-        "eagle3": quick_eagle3_head(target, rows[::2], steps=60),
-        "dspark": quick_block_head(target, rows[::2], steps=40, kind="dspark"),
-        # Untrained: every head's state is the target's own, which is right where the text repeats itself.
-        "hydra": HydraHead(HydraHead.new_config(HydraSettings(), target.config)).requires_grad_(False),
-    }
-    models = run_models(target, draft, **heads, capacity=CAPACITY)
+    models = run_models(target, draft, eagle3=quick_eagle3_head(target, rows[::2], steps=60), capacity=CAPACITY)
     return World(target, models, run_models(target, small, draft, capacity=CAPACITY), prompts, answers)
 
 
@@ -86,4 +80,4 @@ def test_greedy_answers_are_the_targets(world, name):
         drafted, accepted = drafted + made.trace.num_draft_tokens, accepted + made.trace.num_accepted
     assert ties <= 1  # ties are rare: more would be a defect that hides behind small gaps
     # Drafts were right in part and wrong in part.
-    assert (0 if name == "hydra-static" else len(world.prompts)) < accepted < drafted
+    assert len(world.prompts) < accepted < drafted
