@@ -209,7 +209,7 @@ def install_completion() -> Path:
     """Write the completion of commands and options for the user's shell, and return its file."""
     from cyclopts import App
 
-    from draftsmith.launch.arguments import application
+    from draftsmith.launch.arguments import CommandApp
 
     root = App("draftsmith", help_flags=("--help",), version_flags=())
     groups = {"": root}
@@ -218,6 +218,6 @@ def install_completion() -> Path:
         if group not in groups:
             groups[group] = App(group, version_flags=())
             root.command(groups[group])
-        app = application(f"draftsmith {name}", command.config_class(), command.positional, everything=True)
+        app = CommandApp(f"draftsmith {name}", command.config_class(), command.positional, everything=True)
         groups[group].command(app, name=last)
     return root.install_completion()

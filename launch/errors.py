@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 import errno
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import yaml
 
 from draftsmith.modules.types import InputError, without_passwords
+
+if TYPE_CHECKING:
+    from cyclopts import CycloptsError
 
 # Message and remedy for what the operating system reports about a path that a user named.
 PATH_ERRORS = {
@@ -20,6 +24,13 @@ PATH_ERRORS = {
 }
 # A library below may meet these too; modules/pretrained/files.py handles them for our own writes.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+
+# Names of settings that count differently here: the error explains ours.
+DIFFERENT = {
+    "per_device_train_batch_size train_batch_size": "--batch-size, of all devices and accumulated parts together",
+    "gradient_accumulation_steps accumulation_steps": "--accumulate, which divides --batch-size",
+    "num_speculative_tokens speculative_num_steps": "it in a method: --methods eagle3:k=5",
+}
 
 
 class UsageError(Exception):
@@ -56,3 +67,26 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return ` Did you mean X?` or an empty text, to follow a full stop."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def explain_error(error: CycloptsError) -> str:
+    """Return cyclopts' message as one line that names the option."""
+    from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
+
+    text = one_line(str(error))
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"found {error.unused_tokens[0]!r} without a name, expected --name value."
+    if isinstance(error, UnknownOptionError) and error.token.source != "cli":
+        key = str(error.token.keyword).strip("[]").replace("][", ".")
+        names = [argument.name.removeprefix("--").replace("-", "_") for argument in error.argument_collection]
+        return f"{error.token.source}: unknown key {key}.{did_you_mean(key, names)}"
+    if isinstance(error, UnknownOptionError):
+        unknown = (error.token.keyword or error.token.value).lstrip("-").partition("=")[0]
+        known = {argument.name for argument in error.argument_collection if argument.keys}
+        for theirs, ours in DIFFERENT.items():
+            if unknown.replace("-", "_") in theirs.split() and not known.isdisjoint(ours.replace(",", "").split()):
+                return f"found --{unknown}, expected {ours}."
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        return f"found no {error.argument.name}, expected it with a value."
+    name = error.argument.name if error.argument is not None else ""
+    return text if name.removeprefix("--").replace("-", "_") in text.replace("-", "_") else f"{name}: {text}"

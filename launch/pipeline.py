@@ -167,7 +167,7 @@ def read_pipeline(name: str) -> dict[str, Any]:
     Raises:
         UsageError, InputError: no such file, or one of another form.
     """
-    from draftsmith.launch.arguments import read_yaml
+    from draftsmith.launch.yaml_files import read_yaml
     from draftsmith.modules.pretrained.reading import check_shape
 
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}

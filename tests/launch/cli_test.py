@@ -17,7 +17,7 @@ import yaml
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.launch import cli
-from draftsmith.launch.arguments import field_meanings, parse
+from draftsmith.launch.arguments import CommandApp, parse
 from draftsmith.launch.commands import COMMANDS, Command
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.formats import format_names
@@ -180,6 +180,7 @@ def test_flags_lists_negative_numbers_and_nested_settings():
     assert words("x", "--files", "a", "b", "--files=c").files == ("a", "b", "c")
     assert words("x", "--files", "a,b").files == ("a", "b")
     assert words("x", "--files", '["a,b", "c"]').files == ("a,b", "c")
+    assert words("x", "--files", "[]").files == ()
     assert words("x", "--pair", "1", "2").pair == words("x", "--pair=1,2").pair == (1.0, 2.0)
     assert words("x", "a", "b").files == ("a", "b")  # the last positional takes the rest
     assert words("x", "--maybe", "null").maybe is None
@@ -259,7 +260,8 @@ def test_every_setting_of_every_command_is_explained(name, capsys):
     config_class = command.config_class()
     assert callable(command.function())
     assert dataclasses.is_dataclass(config_class) and config_class.__dataclass_params__.frozen
-    meanings = field_meanings(config_class)
+    options = CommandApp(name, config_class).assemble_argument_collection(parse_docstring=True)
+    meanings = {option.keys[0]: option.parameter.help for option in options if option.keys}
     fields = [field for field in dataclasses.fields(config_class) if field.init]
     assert [field.name for field in fields if not meanings.get(field.name)] == []
     assert cli.main([*name.split(), "--help-all"]) == 0
