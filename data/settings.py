@@ -197,6 +197,13 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")
 
 
+def check_left_out(config: Any, names: Sequence[str], where: str, expected: str) -> None:
+    """Raise InputError for fields that have no effect `where` the command is used, unless they have their defaults."""
+    for name in names:
+        if getattr(config, name) != type(config).__dataclass_fields__[name].default:
+            raise InputError(name, f"{getattr(config, name)} {where}", expected, "Leave it out.")
+
+
 @dataclass(frozen=True)
 class PromptsConfig(RemoteCode):
     """Options of `data prompts`: which prompts, for which target.

@@ -12,6 +12,7 @@ from draftsmith.data.settings import (
     Loading,
     Sampling,
     Turns,
+    check_left_out,
     check_not_negative,
     check_positive,
     comma_numbers,
@@ -27,6 +28,11 @@ AnyFormat = Literal["auto", WrittenFormat, "medusa", "deepspec", "specforge", "m
 SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
 MOST_REQUESTS = 4096
+# Options of `eval certify` for methods of this decoder.
+OF_METHODS = (
+    *("methods", "mid", "acceptance", "split", "keep_tasks", "max_new_tokens", "sampled_tokens", "batch_size"),
+    *("temperature", "top_k", "top_p", "seed"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,10 +284,8 @@ class ServedConfig(PromptChoice):
             found = f"{self.engine} without --server, draft {self.draft}"
             raise InputError("draft", found, "a drafter, and llamacpp or vllm to serve it", "Pass --draft or --server.")
         if self.server is not None:
-            for name, default in (("draft", None), ("num_drafted", None), ("p_min", "0"), ("engine_path", None)):
-                if getattr(self, name) != default:
-                    found = f"{getattr(self, name)} with --server"
-                    raise InputError(name, found, "none: the running server has its own", "Leave it out.")
+            names = ("draft", "num_drafted", "p_min", "engine_path")
+            check_left_out(self, names, "with --server", "none: the running server has its own")
 
     @property
     def loads(self) -> list[int]:
@@ -297,7 +301,7 @@ class ServedConfig(PromptChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
+class CertifyConfig(DraftSettings, PromptChoice, Sampling, Running):
     """Certify that a server's answers follow the target, or those of this decoder's methods. The exit code is 1 if they
     do not.
 
@@ -318,7 +322,7 @@ class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running
         max_new_tokens: longest answer of this decoder.
         sampled_tokens: number of tokens in this decoder's sampling test; 0 skips it.
         alpha: highest probability that answers which follow the target fail.
-        temperature: temperature of this decoder's sampling test. Of a server's answers it is known.
+        temperature: temperature of this decoder's sampling test. A server's answers record their own.
         batch_size: prompts that this decoder answers together, in rows.
     """
 
@@ -346,6 +350,11 @@ class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running
         if (self.answers is None) == (self.prompts is None):
             found = "answers and prompts" if self.prompts else "neither"
             raise InputError("answers", found, "--answers of a server, or --prompts for this decoder", "Pass one.")
+        if self.answers is not None:
+            expected = "none: it says how this decoder answers --prompts, and recorded answers say how they were made"
+            check_left_out(self, OF_METHODS, "with --answers", expected)
+        if self.prompts is not None:
+            check_left_out(self, ("control",), "with --prompts", "none: it goes with the answers of a server")
         if self.prompts is not None and self.sampling.greedy:
             raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
 

@@ -86,6 +86,10 @@ ROWS = [
     Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),
     Row("certify: greedy", CERTIFY + "--prompts {chats} --temperature 0", ("temperature", "0")),
     Row("certify: a method of transformers", CERTIFY + "--prompts {chats} --methods hf", ("methods", "hf")),
+    Row("certify: a temperature beside answers", CERTIFY + "--answers {responses} --temperature 0.7",
+        ("temperature", "0.7 with --answers", "Leave it out")),
+    Row("certify: a control of prompts", CERTIFY + "--prompts {chats} --control {responses}",
+        ("control", "Leave it out")),
     Row("certify: no answers", CERTIFY + "--answers {prompts}", ("prompts", "responses")),
     # Devices that are not there.
     Row("decode: no GPU", f"decode Hi {TARGET}--method ar --device cuda", ("device", "cuda")),
