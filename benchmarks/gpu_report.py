@@ -12,8 +12,7 @@ import gc
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +28,6 @@ from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.clock import clock_of
 from draftsmith.eval.meta import hardware
 from draftsmith.launch.cli import main_of
-from draftsmith.modules import flops
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
@@ -44,7 +42,7 @@ from draftsmith.train.config import drafter_config
 from draftsmith.train.data import HeadDataModule, Samples
 from draftsmith.train.fit import fit
 from draftsmith.train.module import LitDrafter
-from draftsmith.train.plan import plan_of
+from draftsmith.train.plan import measured_peak, plan_of
 from draftsmith.train.strategies import resolve_precision
 from draftsmith.train.tracking import Telemetry
 
@@ -114,29 +112,6 @@ class Measured:
     @property
     def cells(self) -> tuple[str, str, str]:
         return self.what, f"{self.value:,.4g} {self.unit}".strip(), self.aim
-
-
-def measured_peak(
-    device: torch.device,
-    dtype: torch.dtype,
-    clock: Callable[[], float] = time.perf_counter,
-    budget_s: float = 0.2,
-) -> float:
-    """Return the FLOP/s of the fastest square product that fits the time budget."""
-    begin, size, best = clock(), 128, 0.0
-    while True:
-        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-        for _ in range(3):
-            start = clock()
-            left @ right
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken = clock() - start
-            best = max(best, flops.linear(size, size, size) / max(taken, 1e-9))
-        # The next size takes eight times as long, three times over.
-        if clock() - begin + 24 * taken > budget_s or size >= 8192:
-            return best
-        size *= 2
 
 
 @dataclass(frozen=True)

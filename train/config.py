@@ -33,7 +33,7 @@ RANGES: dict[str, Any] = {
     **dict.fromkeys(("lr", "w_acc", "w_rej"), (0, math.inf, "(]")),
     "plan_samples": (2, MOST),
     "plan_length": (4, MOST),
-    "plan_gb": (0, math.inf, "(]"),
+    **dict.fromkeys(("plan_gb", "plan_tflops"), (0, math.inf, "(]")),
     "seed": (0, 2**63 - 1),
 }
 # Shorter pieces of a sequence have too little context.
@@ -242,21 +242,30 @@ class Planning:
     """Options of planning a training.
 
     Attributes:
-        plan: Print what the training takes (memory by part and strategy, disk, steps, FLOPs), and train nothing.
+        plan: Print what the training takes (memory by part and strategy, disk, steps, FLOPs, hours), and train nothing.
         plan_ranks: Ranks to plan for, on all machines; 0 takes what a launcher has set, or --devices.
         plan_samples: Samples to assume if the data does not exist yet.
         plan_length: Tokens of each of these samples.
         plan_gb: Memory of a device, GB (1e9 bytes), that a rank has to fit into. Default: this machine's GPU or memory.
+        plan_tflops: TFLOP/s that a device reaches while it trains, for the hours. Default: half of what large matrix
+            products reach here, if the training would run here.
     """
 
     help_group: ClassVar[str] = "Planning"
-    help_rarely: ClassVar[tuple[str, ...]] = ("plan_ranks", "plan_samples", "plan_length", "plan_gb")
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "plan_ranks",
+        "plan_samples",
+        "plan_length",
+        "plan_gb",
+        "plan_tflops",
+    )
 
     plan: bool = volatile(False)
     plan_ranks: int = volatile(0)
     plan_samples: int = volatile(60_000)
     plan_length: int = volatile(512)
     plan_gb: float | None = volatile(None)
+    plan_tflops: float | None = volatile(None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`draftsmith train KIND --plan`: memory, disk, steps and FLOPs of a drafter's training before it runs.
+"""`draftsmith train KIND --plan`: memory, disk, steps, FLOPs and hours of a drafter's training before it runs.
 
 Parameters come from config.json: modules are built on torch's meta device and no weights are read. Documents come from
 the artifact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,8 @@ CHUNK_TENSORS = 4
 FROZEN_WIDTHS = 8
 # Ids, places, masks of a token.
 BATCH_BYTES = 32
+# Share of the speed of large products that a training reaches at least, as benchmarks/gpu_report.py asks of a GPU.
+REACHED = 0.5
 # Layouts that the table compares: strategy -> column title.
 LAYOUTS = {
     "one process": "alone",
@@ -324,7 +327,9 @@ def show(config: TrainDrafterConfig) -> None:
     title = f"Memory of a rank, {unit}; * as configured, off: with offload to host memory"
     print_table(Table("memory", title, columns, rows), bold="peak")
     print_text(verdict(plan, config))
-    values = dataclasses.asdict(plan) | {"documents": {"source": documents.source, "tokens": tokens}}
+    hours, duration = training_hours(plan, config)
+    print_text(duration)
+    values = dataclasses.asdict(plan) | {"documents": {"source": documents.source, "tokens": tokens}, "hours": hours}
     add_result(**values | {"memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()}})
 
 
@@ -348,6 +353,47 @@ def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
         remedies.append(f"--accumulate {config.accumulate * math.ceil(activations / left)}")
     remedy = f"What would: {', '.join(remedies)}." if remedies else "Its weights alone are too large."
     return f"Does not fit: a rank needs {short(plan.peak)}B of {short(budget)}B. {remedy}"
+
+
+def training_hours(plan: TrainingPlan, config: TrainDrafterConfig) -> tuple[float | None, str]:
+    """Return the hours of the steps, validation not counted, and a sentence about them; None if no speed is known."""
+    on_gpu = device_kind(config) == "gpu"
+    if config.minutes:
+        return config.minutes / 60, f"Takes {config.minutes:g} minutes, as --minutes says."
+    if config.plan_tflops is not None:
+        speed, source = config.plan_tflops * 1e12, "as given"
+    elif plan.world > 1 or (on_gpu and not torch.cuda.is_available()):
+        return None, "Pass --plan-tflops, a device's speed in training, to see how long it takes."
+    else:
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        speed = REACHED * measured_peak(torch.device("cuda" if on_gpu else "cpu"), dtype)
+        source = "half its peak here"
+    hours = plan.step_flops * plan.steps / plan.world / speed / 3600
+    span = f"{hours:.3g} h" if hours >= 1.5 else f"{max(1, 60 * hours):.0f} min"
+    return hours, f"Takes about {span} without validation, at {short(speed)}FLOP/s a rank ({source})."
+
+
+def measured_peak(
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = 0.2,
+) -> float:
+    """Return the FLOP/s of the fastest square product that fits the time budget."""
+    begin, size, best = clock(), 128, 0.0
+    while True:
+        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+        for _ in range(3):
+            start = clock()
+            left @ right
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken = clock() - start
+            best = max(best, flops.linear(size, size, size) / max(taken, 1e-9))
+        # The next size takes eight times as long, three times over.
+        if clock() - begin + 24 * taken > budget_s or size >= 8192:
+            return best
+        size *= 2
 
 
 def short(number: float) -> str:

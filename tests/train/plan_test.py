@@ -22,7 +22,7 @@ from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data import held_out
-from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory, verdict
+from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory, training_hours, verdict
 
 
 def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -170,3 +170,16 @@ def test_a_plan_says_whether_a_rank_fits_and_what_would(artifacts, tmp_path):
     assert plan_of(dataclasses.replace(config, accumulate=2)).peak < plan.peak
     none = eagle_config(artifacts, tmp_path / "run", plan_gb=1e-9)
     assert verdict(plan, none).endswith("Its weights alone are too large.")
+
+
+def test_a_plan_says_the_hours_at_a_speed_that_is_given_or_measured(artifacts, tmp_path):
+    config = eagle_config(artifacts, tmp_path / "run", plan_tflops=0.001, plan_ranks=4)
+    plan = plan_of(config)
+    hours, sentence = training_hours(plan, config)
+    assert hours == pytest.approx(plan.step_flops * plan.steps / 4 / 1e9 / 3600) and "1 GFLOP/s" in sentence
+    # Processes of one machine share its cores, and no GPU is here.
+    assert training_hours(plan, dataclasses.replace(config, plan_tflops=None))[0] is None
+    alone = eagle_config(artifacts, tmp_path / "run")
+    measured, _ = training_hours(plan_of(alone), alone)
+    assert measured is not None and 1e9 < plan.step_flops * plan.steps / measured / 3600 < 1e13
+    assert training_hours(plan, dataclasses.replace(config, minutes=30.0, epochs=10))[0] == 0.5
