@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich import box
@@ -224,49 +224,47 @@ def print_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") -
     _print_full_width(console, grid)
 
 
-def stacked(columns: Iterable[Column]) -> list[list[Column]]:
-    """Group columns by cell: one that is `below` shares the cell of the column in front of it."""
-    stacks: list[list[Column]] = []
-    for column in columns:
+def merged(table: Table) -> Table:
+    """Return the table with texts as cells, where a column that is `below` shares the cell of the one before."""
+    columns, rows = list[Column](), [dict[str, Any]() for _ in table.rows]
+    for column in table.columns:
         if column.below:
-            stacks[-1].append(column)
+            first = columns[-1]
+            title = ", ".join(filter(None, (first.title, column.title.removeprefix(f"{first.title}: "))))
+            columns[-1] = replace(first, title=title)
         else:
-            stacks.append([column])
-    return stacks
+            columns.append(column)
+        for cells, row in zip(rows, table.rows, strict=True):
+            text, key = _as_text(row.get(column.key), column.format), columns[-1].key
+            cells[key] = Text(" ").join(cell for cell in (cells.get(key, Text()), text) if cell.plain)
+    return replace(table, columns=columns, rows=rows)
 
 
 def draw_table(console: Console, table: Table, bold: str = "") -> None:
     """Print a table as a grid if it fits in its full width, else as one block of lines per row."""
     if table.title:
         console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
-    stacks = stacked(table.columns)
-    rows = []
-    for row in table.rows:
-        cells = [[_as_text(row.get(column.key), column.format) for column in stack] for stack in stacks]
-        rows.append([Text(" ").join(cell for cell in stack if cell.plain) for stack in cells])
+    whole = merged(table)
+    rows = [[row[column.key] for column in whole.columns] for row in whole.rows]
     styles = ["bold" if bold and row.get(bold) else "" for row in table.rows]
 
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column, *below in stacks:
-        titles = [column.title, *(under.title.removeprefix(f"{column.title}: ") for under in below)]
-        heading = Text(", ".join(filter(None, titles)))
-        grid.add_column(heading, justify="right" if column.format else "left", no_wrap=True)
-    for cells_, style in zip(rows, styles, strict=True):
-        grid.add_row(*cells_, style=style)
+    for column in whole.columns:
+        grid.add_column(Text(column.title), justify="right" if column.format else "left", no_wrap=True)
+    for cells, style in zip(rows, styles, strict=True):
+        grid.add_row(*cells, style=style)
     fits = _measure(console, grid).maximum <= console.width
-    _print_full_width(console, grid if fits else Group(*_blocks(console.width, stacks, rows, styles)))
+    names = [": ".join(filter(None, (column.group, column.title))) for column in table.columns if not column.below]
+    _print_full_width(console, grid if fits else Group(*_blocks(console.width, names, rows, styles)))
     if table.note:
         _print_full_width(console, Text(table.note, "dim"))
 
 
-def _blocks(
-    room: int, stacks: list[list[Column]], rows: list[list[Text]], styles: list[str]
-) -> Iterator[RenderableType]:
+def _blocks(room: int, names: list[str], rows: list[list[Text]], styles: list[str]) -> Iterator[RenderableType]:
     """Yield one block per row: the cells that identify the row, then the others behind their headings, as many per line
     as fit."""
-    names = [": ".join(filter(None, (column.group, column.title))) for column, *_ in stacks]
     # The first columns that together distinguish all rows are the title of a block.
-    prefixes = (len({tuple(cell.plain for cell in row[:count]) for row in rows}) for count in range(1, len(stacks)))
+    prefixes = (len({tuple(cell.plain for cell in row[:count]) for row in rows}) for count in range(1, len(names)))
     num_title = next((count for count, distinct in enumerate(prefixes, 1) if distinct == len(rows)), 1)
     for row, style in zip(rows, styles, strict=True):
         cells = [(name, cell) for name, cell in zip(names, row, strict=True) if cell.plain]

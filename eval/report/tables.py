@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from draftsmith.data.console import Column, Row, Table, format_value, json_values, markdown_lines, stacked
+from draftsmith.data.console import Column, Row, Table, format_value, json_values, markdown_lines
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:
@@ -36,18 +36,6 @@ def markdown(table: Table) -> str:
     rows = [[cell.replace("\n", " ") for cell in row] for row in text_cells(table)]
     lines = [f"**{table.title}**", "", *markdown_lines(headings, rows)]
     return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
-
-
-def merged(table: Table) -> Table:
-    """Return the table as the console prints it: a column that is `below` shares the cell of the one before."""
-    columns, rows = list[Column](), [dict[str, Any]() for _ in table.rows]
-    for first, *below in stacked(table.columns):
-        titles = [first.title, *(column.title.removeprefix(f"{first.title}: ") for column in below)]
-        columns.append(Column(first.key, ", ".join(filter(None, titles)), first.format and ">", first.group))
-        for cells, row in zip(rows, table.rows, strict=True):
-            texts = (format_value(row.get(column.key), column.format) for column in (first, *below))
-            cells[first.key] = " ".join(filter(None, texts))
-    return dataclasses.replace(table, columns=columns, rows=rows)
 
 
 def text_cells(table: Table) -> list[list[str]]:

@@ -21,6 +21,7 @@ from report_runs import (
     study_run,
 )
 
+from draftsmith.data.console import merged
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
 from draftsmith.eval.report.benchmark import counts, labeled, verdicts
@@ -162,9 +163,9 @@ def test_what_changes_the_output_is_in_no_verdict(tmp_path):
 
 def test_intervals_share_the_cells_of_their_numbers(tmp_path):
     (section,) = make_sections(comparable(read_runs([bench_run(tmp_path / "run")])), 0)
-    shown = tables.merged(section.figures[0])
+    shown = merged(section.figures[0])
     assert [column.title for column in shown.columns][:3] == ["method", "tokens/s", "speed-up, 95 % CI"]
-    assert tables.text_cells(shown)[1][:3] == ["spec:k=3", "150.0", "1.50x 1.40-1.60"]
+    assert [str(cell) for cell in shown.rows[1].values()][:3] == ["spec:k=3", "150.0", "1.50x 1.40-1.60"]
 
 
 DRAWN = [(name, drawing) for drawings in (OF_A_BENCH, *(own for _, own in TABLE_RUNS.values()))
