@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -240,18 +241,35 @@ def test_a_shipped_config_is_found_by_its_name(capsys):
     assert "a shipped one (bench)" in error_line(capsys)
 
 
-@pytest.mark.parametrize("command", ["", "eval", *COMMANDS])
-def test_no_help_loads_anything_heavy(command):
-    args = [*command.split(), "--help"]
-    code = (
-        f"import sys; from draftsmith.launch.cli import main; code = main({args!r}); "
-        f"print([m for m in {HEAVY!r} if m in sys.modules]); sys.exit(code)"
-    )
+HELPS = ["", "eval", *COMMANDS]
+# Each in a process forked from one that has imported the command line alone.
+ASK_FOR_HELP = f"""
+import contextlib, io, json, os, sys
+from draftsmith.launch.cli import main
+for command in {HELPS!r}:
+    if not os.fork():
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            code = main([*command.split(), "--help"])
+        loaded = [name for name in {HEAVY!r} if name in sys.modules]
+        os.write(1, json.dumps([command, code, loaded, shown.getvalue()]).encode() + b"\\n")
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, list[Any]]:
+    """Exit code, loaded modules and text of the help of every command."""
     environment = {**os.environ, "COLUMNS": "80"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    *shown, loaded = result.stdout.splitlines()
-    assert (result.returncode, loaded) == (0, "[]"), result.stderr
-    assert shown and all(len(line) <= 80 for line in shown)
+    done = subprocess.run([sys.executable, "-c", ASK_FOR_HELP], capture_output=True, text=True, env=environment)
+    return {command: found for command, *found in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("command", HELPS)
+def test_no_help_loads_anything_heavy(helps, command):
+    code, loaded, shown = helps[command]
+    assert (code, loaded) == (0, [])
+    assert shown and all(len(line) <= 80 for line in shown.splitlines())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
