@@ -75,8 +75,9 @@ class SlotNet(DraftNet):
         if self._key_norm is not None:
             keys.copy_(self._key_norm(keys))
         # See `LeanLayer` for the sign of sin.
-        rolled = keys.roll(llama.head_dim // 2, -1)
-        keys.mul_(stack.cos[positions][:, None]).addcmul_(rolled, stack.sin[positions][:, None])
+        rotated = keys[..., : llama.rotary_dim]
+        rolled = rotated.roll(llama.rotary_dim // 2, -1)
+        rotated.mul_(stack.cos[positions][:, None]).addcmul_(rolled, stack.sin[positions][:, None])
         return keys_values
 
     def _block(self, anchors: Tensor, slots: int) -> Tensor:
