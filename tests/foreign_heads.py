@@ -23,6 +23,9 @@ LLAMA = LlamaConfig(
     max_position=CONTEXT, rms_eps=1e-5, rope_theta=5000.0, rope_scaling=RopeScaling(original_max_position=CONTEXT),
 )  # fmt: skip
 LINEAR = RopeScaling("linear", 4.0, original_max_position=CONTEXT)
+# As gpt-oss: the ramp ends between pairs. A part of each head, as Qwen3.5, with another scale, as DeepSeek.
+YARN = RopeScaling("yarn", 8.0, original_max_position=8, beta_fast=2.0, beta_slow=0.5, truncate=False)
+PART = RopeScaling("yarn", 4.0, original_max_position=16, partial_rotary_factor=0.5, attention_factor=1.25)
 
 
 def llama(**changes: Any) -> LlamaConfig:

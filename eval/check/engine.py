@@ -40,7 +40,7 @@ from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, 
 from draftsmith.modules.pretrained.gguf import is_gguf_model
 from draftsmith.modules.pretrained.gguf_writer import widen_gguf, write_gguf_model
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
-from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory
+from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory, read_config
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.targets.base import CausalLM
@@ -201,7 +201,8 @@ def vllm_client(
     chain = our_chain(config, target, ours)
     check_room(config, chain, prompts, target.info.max_position)
     directory = package_directory(str(config.directory)).absolute()
-    served = Served(str(model_directory(config.target).absolute()), str(directory), chain.length)
+    model, family = str(model_directory(config.target).absolute()), TargetFacts(read_config(config.target)).family
+    served = Served(model, str(directory), chain.length, family=family)
     printed = vllm_command("draft_model" if ours.kind == MODEL else ours.kind, served)
     longest = min(max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length, target.info.max_position)
     words = server_words(engine_python(config.engine_path), printed, config.loading["dtype"], longest)

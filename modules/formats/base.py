@@ -46,12 +46,32 @@ class TargetFacts:
     lm_head: Tensor | None = None
 
     @property
+    def text(self) -> Mapping[str, Any]:
+        """The config's settings about text: those inside `text_config`, where there is one, before those outside."""
+        inner = self.raw.get("text_config")
+        inside = inner.items() if isinstance(inner, Mapping) else ()
+        return {**self.raw, **{name: value for name, value in inside if value is not None}}
+
+    @property
+    def family(self) -> str:
+        """The model type of the text, without the ending of those that are a part of another (`qwen3_5_text`)."""
+        return str(self.text.get("model_type") or "").removesuffix("_text")
+
+    @property
+    def hybrid(self) -> bool:
+        """True if some layers have a recurrent or convolution state in the place of keys and values."""
+        kinds = self.text.get("layer_types")
+        if isinstance(kinds, list):
+            return not all(str(kind).endswith("attention") and kind != "linear_attention" for kind in kinds)
+        return any(name.startswith("mamba") for name in self.text)
+
+    @property
     def hidden_size(self) -> int | None:
-        return self.raw.get("hidden_size") or (self.raw.get("text_config") or {}).get("hidden_size")
+        return self.text.get("hidden_size")
 
     @property
     def num_layers(self) -> int | None:
-        return self.raw.get("num_hidden_layers") or (self.raw.get("text_config") or {}).get("num_hidden_layers")
+        return self.text.get("num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -82,12 +102,14 @@ class Served:
 
     model: whose hidden states the head reads.
     verifier: the target of an acceptance head's draft model.
+    family: of the model, as of `TargetFacts`; empty if it is unknown.
     """
 
     model: str
     directory: str
     num_drafted: int
     verifier: str | None = None
+    family: str = ""
 
 
 class HeadFormat(ABC):

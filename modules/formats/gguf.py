@@ -8,17 +8,20 @@ directory in vLLM's layout, so that settings and tensors are read by the rules o
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.block import OUTPUTS, settings, window
 from draftsmith.modules.formats.eagle3 import IDS
-from draftsmith.modules.layers import LlamaConfig, RopeScaling, llama_sizes, rope_frequencies
+from draftsmith.modules.formats.llama import rope_fields
+from draftsmith.modules.layers import LlamaConfig, RopeScaling, llama_sizes, rope_attention_scale, rope_frequencies
 from draftsmith.modules.types import InputError
 
 # Modules of a decoder layer in transformers' files -> in GGUF, each with .weight or .bias.
@@ -68,7 +71,7 @@ ADJACENT_ROPE = ("llama", "eagle3")
 def llama_metadata(kind: str, llama: LlamaConfig) -> dict[str, Any]:
     """Return the metadata of a model or head of architecture `kind` with Llama's layers.
 
-    Llama 3's rotary scaling is no metadata: it is the tensor `rope_freqs.weight` (`rope_divisors`).
+    What a rotary scaling does to frequencies may be the tensor `rope_freqs.weight` (`rope_divisors`).
     """
     metadata: dict[str, Any] = {
         "block_count": llama.num_layers,
@@ -81,27 +84,45 @@ def llama_metadata(kind: str, llama: LlamaConfig) -> dict[str, Any]:
         "attention.value_length": llama.head_dim,
         "attention.layer_norm_rms_epsilon": llama.rms_eps,
         "rope.freq_base": llama.rope_theta,
-        "rope.dimension_count": llama.head_dim,
+        "rope.dimension_count": llama.rotary_dim,
         "vocab_size": llama.vocab_size,
     }
-    if llama.rope_scaling.kind == "linear":
-        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(llama.rope_scaling.factor)}
+    scaling = llama.rope_scaling
+    if scaling.kind == "linear":
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+    elif scaling.kind == "yarn":
+        # llama.cpp multiplies the usual scale into its own YaRN. With type "none" it reads the attention factor alone.
+        scale, usual = rope_attention_scale(scaling), rope_attention_scale(RopeScaling("yarn", scaling.factor))
+        metadata |= {
+            "rope.scaling.type": "yarn" if scaling.truncate else "none",
+            "rope.scaling.factor": float(scaling.factor),
+            "rope.scaling.original_context_length": scaling.original_max_position,
+            "rope.scaling.yarn_beta_fast": scaling.beta_fast,
+            "rope.scaling.yarn_beta_slow": scaling.beta_slow,
+            "rope.scaling.attn_factor": scale / usual if scaling.truncate else scale,
+        }
     return {f"{kind}.{name}": value for name, value in metadata.items()}
 
 
-def rope_divisors(llama: LlamaConfig) -> dict[str, Tensor]:
-    """Return `rope_freqs.weight` [head_dim / 2], which divides the rotary frequencies, if the scaling is Llama 3's."""
-    if llama.rope_scaling.kind != "llama3":
+def rope_divisors(kind: str, llama: LlamaConfig) -> dict[str, Tensor]:
+    """Return `rope_freqs.weight`, which divides the rotary frequencies, for scalings that llama.cpp does not compute.
+
+    They are Llama 3's, and gpt-oss's YaRN, whose ramp ends between pairs. Its length is rotary_dim / 2, of "dflash"
+    head_dim / 2.
+    """
+    scaling = llama.rope_scaling
+    if scaling.kind != "llama3" and (scaling.kind != "yarn" or scaling.truncate):
         return {}
-    plain = dataclasses.replace(llama, rope_scaling=RopeScaling())
-    return {"rope_freqs.weight": rope_frequencies(plain) / rope_frequencies(llama)}
+    plain = dataclasses.replace(llama, rope_scaling=RopeScaling(partial_rotary_factor=scaling.partial_rotary_factor))
+    divisors = rope_frequencies(plain) / rope_frequencies(llama)
+    unused = llama.head_dim // 2 - len(divisors) if kind == "dflash" else 0
+    return {"rope_freqs.weight": F.pad(divisors, (0, unused), value=1.0)}
 
 
 def read_layers(kind: str, metadata: Mapping[str, Any], divisors: Tensor | None) -> dict[str, Any]:
     """Return sizes and rotary settings of a GGUF file as fields of `config.json`, as llama.cpp reads them.
 
-    kind: the architecture (src/llama-model.cpp, load_hparams). divisors: the file's `rope_freqs.weight` [head_dim / 2],
-    of Llama 3's scaling.
+    kind: the architecture (src/llama-model.cpp, load_hparams). divisors: the file's `rope_freqs.weight`.
 
     Raises:
         InputError: a setting is missing, or one that our layers do not compute with.
@@ -126,11 +147,13 @@ def read_layers(kind: str, metadata: Mapping[str, Any], divisors: Tensor | None)
         "rms_norm_eps": shortest(number("attention.layer_norm_rms_epsilon")),
     }
     in_order: Any = (*sizes.values(), shortest(number("rope.freq_base", 10000.0)))
-    return sizes | {"rope_parameters": _read_rope(kind, metadata, LlamaConfig(1, *in_order), divisors)}
+    llama = LlamaConfig(1, *in_order)
+    scaling = _read_rope(kind, metadata, llama, divisors)
+    return sizes | {"rope_parameters": {**rope_fields(scaling), "rope_theta": llama.rope_theta}}
 
 
-def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divisors: Tensor | None) -> dict[str, Any]:
-    """Return transformers' `rope_parameters`. plain: sizes and rotary base."""
+def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divisors: Tensor | None) -> RopeScaling:
+    """Return the rotary scaling. plain: sizes and rotary base."""
 
     def read(name: str, default: Any) -> Any:
         return metadata.get(f"{kind}.{name}", default)
@@ -138,35 +161,48 @@ def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divis
     # Without a type the scaling is linear, and a factor of 0 is none. scale_linear is the name in files of 2023.
     scaling = read("rope.scaling.type", "linear")
     factor = read("rope.scaling.factor", read("rope.scale_linear", 0))
+    rotated, scale = read("rope.dimension_count", plain.head_dim), read("rope.scaling.attn_factor", 1.0)
+    is_scaled = scaling == "yarn" or (scaling == "none" and divisors is not None)
     for name, value, allowed in (
         ("attention.value_length", read("attention.value_length", plain.head_dim), (plain.head_dim,)),
-        ("rope.dimension_count", read("rope.dimension_count", plain.head_dim), (plain.head_dim,)),
-        ("rope.scaling.attn_factor", read("rope.scaling.attn_factor", 1.0), (1.0,)),
-        ("rope.scaling.type", scaling, ("none", "linear")),
+        ("rope.dimension_count", rotated, range(2, plain.head_dim + 1, 2) if kind in HEADS else (plain.head_dim,)),
+        ("rope.scaling.attn_factor", scale, (scale if is_scaled else 1.0,)),
+        ("rope.scaling.yarn_log_multiplier", read("rope.scaling.yarn_log_multiplier", 0.0), (0.0,)),
+        ("rope.scaling.type", scaling, ("none", "linear", "yarn")),
     ):
         if value not in allowed:
             raise InputError(f"{kind}.{name}", value, " or ".join(map(str, allowed)), REMEDY)
     if not isinstance(factor, int | float):
         raise InputError(f"{kind}.rope.scaling.factor", factor, "a number", REMEDY)
+    part = RopeScaling(partial_rotary_factor=rotated / plain.head_dim)
+    yarn = dataclasses.replace(
+        part,
+        kind="yarn",
+        factor=shortest(factor) or 1.0,
+        original_max_position=read("rope.scaling.original_context_length", plain.max_position),
+        beta_fast=shortest(read("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=shortest(read("rope.scaling.yarn_beta_slow", 1.0)),
+    )
+    usual = rope_attention_scale(yarn)
+    scale = scale * usual if scaling == "yarn" else scale
+    if not math.isclose(scale, usual, rel_tol=1e-6):
+        yarn = dataclasses.replace(yarn, attention_factor=shortest(scale))
     is_linear = scaling == "linear" and factor not in (0, 1)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": plain.rope_theta}
     if divisors is None:
-        return rope | ({"rope_type": "linear", "factor": shortest(factor)} if is_linear else {})
-    if is_linear or divisors.shape != (plain.head_dim // 2,):
-        found = f"{list(divisors.shape)}{', beside linear scaling' if is_linear else ''}"
-        raise InputError("rope_freqs.weight", found, f"[{plain.head_dim // 2}], without another scaling", REMEDY)
+        linear = dataclasses.replace(part, kind="linear", factor=shortest(factor) or 1.0)
+        return yarn if scaling == "yarn" else linear if is_linear else part
+    length = plain.head_dim // 2 if kind == "dflash" else rotated // 2
+    if is_linear or scaling == "yarn" or divisors.shape != (length,):
+        found = f"{list(divisors.shape)}{f', beside {scaling} scaling' if is_linear or scaling == 'yarn' else ''}"
+        raise InputError("rope_freqs.weight", found, f"[{length}], without another scaling", REMEDY)
     # Only the effect on each frequency is stored. All published models have Llama 3's own numbers but for the factor.
-    llama3 = RopeScaling("llama3", shortest(float(divisors.max())))
-    scaled = rope_frequencies(dataclasses.replace(plain, rope_scaling=llama3))
-    if not torch.allclose(rope_frequencies(plain) / divisors.float(), scaled, rtol=1e-4, atol=0):
-        raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions", REMEDY)
-    return rope | {
-        "rope_type": "llama3",
-        "factor": llama3.factor,
-        "low_freq_factor": llama3.low_freq_factor,
-        "high_freq_factor": llama3.high_freq_factor,
-        "original_max_position_embeddings": llama3.original_max_position,
-    }
+    tried = dataclasses.replace(part, kind="llama3", factor=shortest(float(divisors.max())))
+    if factor not in (0, 1):
+        tried = dataclasses.replace(yarn, truncate=False)
+    scaled, base = (rope_frequencies(dataclasses.replace(plain, rope_scaling=one)) for one in (tried, part))
+    if not torch.allclose(base / divisors[: len(base)].float(), scaled, rtol=1e-4, atol=0):
+        raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions, or YaRN's", REMEDY)
+    return tried
 
 
 def shortest(value: float) -> float:
@@ -194,18 +230,32 @@ def directory_name(kind: str, name: str) -> str | None:
     return known and f"{known}.{part}"
 
 
-def to_adjacent(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the output rows [heads * D, ...] of q or k from rotary halves to adjacent pairs."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
+def to_adjacent(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
+    """Reorder the output rows [heads * D, ...] of q or k from rotary halves to adjacent pairs.
+
+    rotated: dimensions of each head that are rotated, the first ones; None: all.
+    """
+    return _transposed(rows, heads, rotated, (2, -1))
 
 
-def to_halves(rows: Tensor, heads: int) -> Tensor:
+def to_halves(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
     """Reorder the output rows [heads * D, ...] of q or k from adjacent rotary pairs to halves."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+    return _transposed(rows, heads, rotated, (-1, 2))
+
+
+def _transposed(rows: Tensor, heads: int, rotated: int | None, pairs: tuple[int, int]) -> Tensor:
+    by_head = rows.unflatten(0, (heads, -1))
+    turned, rest = by_head[:, :rotated], by_head[:, by_head.shape[1] if rotated is None else rotated :]
+    return torch.cat([turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2), rest], 1).reshape(rows.shape)
 
 
 def reordered(
-    kind: str, name: str, tensor: Tensor, heads: tuple[int, int], reorder: Callable[[Tensor, int], Tensor]
+    kind: str,
+    name: str,
+    tensor: Tensor,
+    heads: tuple[int, int],
+    reorder: Callable[[Tensor, int, int | None], Tensor],
+    rotated: int | None = None,
 ) -> Tensor:
     """Reorder a tensor of q or k if GGUF files of this architecture hold rotary pairs as neighbors.
 
@@ -213,21 +263,22 @@ def reordered(
     """
     counts = dict(zip(("q_proj", "k_proj"), heads, strict=True)) if kind in ADJACENT_ROPE else {}
     count = counts.get(name.split(".")[-2]) if "." in name else None
-    return tensor if count is None else reorder(tensor, count)
+    return tensor if count is None else reorder(tensor, count, rotated)
 
 
 def head_to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return metadata and tensors of a head's GGUF file; the tokenizer's other fields are the caller's."""
     raw, kind = settings(package.config), package.config["gguf"]
     llama = llama_sizes(raw)
-    tensors = rope_divisors(llama)
+    tensors = rope_divisors(kind, llama)
     for name, tensor in package.tensors.items():
         if name == "d2t":
             # The target's ids, where other systems store what is added to the drafted one.
             tensors["d2t"] = tensor + torch.arange(len(tensor))
         elif name != "t2d":
             heads = llama.num_heads, llama.num_kv_heads
-            tensors[str(gguf_name(kind, name))] = reordered(kind, name, tensor, heads, to_adjacent)
+            placed = reordered(kind, name, tensor, heads, to_adjacent, llama.rotary_dim)
+            tensors[str(gguf_name(kind, name))] = placed
     if kind == "eagle3":
         own: dict[str, Any] = {
             "target_layers": list(raw[IDS]),
@@ -290,12 +341,12 @@ def head_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
             "markov_rank": 0 if markov is None else markov.shape[-1],
             "enable_confidence_head": bool(setting("has_confidence_head", "conf_proj.weight" in tensors)),
         }
-    heads = layers["num_attention_heads"], layers["num_key_value_heads"]
+    heads, rotated = (layers["num_attention_heads"], layers["num_key_value_heads"]), llama_sizes(layers).rotary_dim
     package: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name == "d2t":
             package["d2t"] = tensor - torch.arange(len(tensor))
         elif name != "rope_freqs.weight":
             known = directory_name(kind, name) or name
-            package[known] = reordered(kind, known, tensor, heads, to_halves)
+            package[known] = reordered(kind, known, tensor, heads, to_halves, rotated)
     return Package(config, package)

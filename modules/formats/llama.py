@@ -25,14 +25,17 @@ from draftsmith.modules.formats.base import (
     check_tensors,
     same_values,
 )
+from draftsmith.modules.formats.families import SERVERS, unserved
 from draftsmith.modules.layers import (
     BASE,
+    PARTIAL,
     ROPE_KINDS,
     LlamaConfig,
     RopeScaling,
     RotarySettings,
     config_object,
     llama_sizes,
+    rope_attention_scale,
     rope_frequencies,
     rope_number,
 )
@@ -234,7 +237,7 @@ class HeadFiles:
             self.notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
         for name in OF_LOGITS:
             value = raw.get(name)
-            if value not in (None, 1.0) and (target is None or value != target.raw.get(name)):
+            if value not in (None, 1.0) and (target is None or value != target.text.get(name)):
                 self.notes.append(f"{name} {value} is left out: the head's logits are scaled as the target's, or not")
         if llama.rope_scaling.kind not in ROPE_KINDS:
             raise InputError("rope_type", llama.rope_scaling.kind, " or ".join(ROPE_KINDS), UNSUPPORTED)
@@ -246,7 +249,7 @@ class HeadFiles:
                 raise InputError(f"config.json, {name}", raw[name], expected, UNSUPPORTED)
         if not is_block and "sliding_attention" in (raw.get("layer_types") or []):
             raise InputError("config.json, layer_types", "sliding_attention", "full_attention", UNSUPPORTED)
-        vocab = llama.vocab_size if target is None else target.raw.get("vocab_size", llama.vocab_size)
+        vocab = llama.vocab_size if target is None else target.text.get("vocab_size", llama.vocab_size)
         for name in vocabularies:
             if raw.get(name) not in (None, vocab):
                 expected = f"the target's whole vocabulary ({vocab})"
@@ -325,6 +328,10 @@ class LlamaFormat(HeadFormat):
 
     def check(self, config: Any, target: TargetFacts | None = None) -> None:
         self.check_common(config)
+        if target is not None and (reason := unserved(self.name, self.kind, target)):
+            others = [name for name in SERVERS if not unserved(name, self.kind, target)]
+            remedy = f"Choose --format {' or '.join(others)}." if others else "No system drafts with it."
+            raise InputError("target", f"{target.family}: {self.system} {reason}", "a family that it takes", remedy)
         for refusal in self.row.refused(self.row, config, target):
             raise InputError(*refusal)
 
@@ -358,7 +365,8 @@ class LlamaFormat(HeadFormat):
         files = HeadFiles(self.row, package, self.top_level(package.config), target)
         llama = llama_sizes(files.raw)
         files.check_options(llama, self.vocabularies)
-        files.add_problems(self.row.problems(files))
+        reason = "" if target is None else unserved(self.name, self.kind, target)
+        files.add_problems({"target": (reason, reason), **self.row.problems(files)})
         files.take_tensors(self.our_name)
         config = self.read_config(files, llama)
         with torch.device("meta"):
@@ -409,23 +417,35 @@ def frequencies(llama: LlamaConfig, rope: RotarySettings | None = None) -> Tenso
     return rope_frequencies(dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling))
 
 
+def rope_fields(scaling: RopeScaling) -> dict[str, Any]:
+    """Return transformers' `rope_parameters` of a scaling, without the base."""
+    fields: dict[str, Any] = {"rope_type": scaling.kind}
+    if scaling.partial_rotary_factor != 1:
+        fields[PARTIAL] = scaling.partial_rotary_factor
+    if scaling.kind != "default":
+        fields["factor"] = float(scaling.factor)
+    if scaling.kind in ("llama3", "yarn"):
+        fields["original_max_position_embeddings"] = scaling.original_max_position
+    if scaling.kind == "llama3":
+        fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        scale, usual = (rope_attention_scale(one) for one in (scaling, RopeScaling("yarn", scaling.factor)))
+        if scale != usual:
+            # SGLang reads the second, relative to the usual one; all others read the first.
+            fields |= {"attention_factor": scale, "attn_factor": scale / usual}
+    return fields
+
+
 def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of transformers' LlamaConfig, in both spellings of rope and dtype.
 
     SafeAILab's code wants exactly `type` and a float `factor` in `rope_scaling`.
     """
     name = str(dtype).removeprefix("torch.")
-    scaling, factor = llama.rope_scaling, float(llama.rope_scaling.factor)
-    new: dict[str, Any] = {"rope_type": scaling.kind}
-    if scaling.kind != "default":
-        new["factor"] = factor
-    if scaling.kind == "llama3":
-        new |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
-    old = {"default": None, "linear": {"type": "linear", "factor": factor}}.get(scaling.kind, new)
+    scaling, new = llama.rope_scaling, rope_fields(llama.rope_scaling)
+    # transformers takes `rope_scaling` before `rope_parameters`.
+    old = {"default": None, "linear": {"type": "linear", "factor": float(scaling.factor)}}.get(scaling.kind, new)
     return {
         "model_type": "llama",
         "vocab_size": llama.vocab_size,
@@ -441,6 +461,7 @@ def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope_theta": llama.rope_theta,
         "rope_scaling": old,
         "rope_parameters": {**new, "rope_theta": llama.rope_theta},
+        **({PARTIAL: scaling.partial_rotary_factor} if PARTIAL in new else {}),
         "pretraining_tp": 1,
         "tie_word_embeddings": False,
         "torch_dtype": name,
@@ -465,4 +486,4 @@ def check_layer(llama: LlamaConfig, refused: Mapping[str, tuple[Any, str]]) -> N
 
 def max_positions(target: TargetFacts | None) -> int:
     """Return the target's context length, 0 if it is unknown."""
-    return 0 if target is None else int(target.raw.get("max_position_embeddings") or 0)
+    return 0 if target is None else int(target.text.get("max_position_embeddings") or 0)

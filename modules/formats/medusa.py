@@ -70,7 +70,7 @@ class Medusa(HeadFormat):
             if disk in bare:
                 state[ours] = bare.pop(disk).clone()
         table = state.get("lm_heads.0.weight")
-        vocab = positive(target.raw, "vocab_size", 1) if table is None else len(table)
+        vocab = positive(target.text, "vocab_size", 1) if table is None else len(table)
         config = MedusaConfig(width, vocab, max_positions(target), num_heads, num_layers, own_lm_head)
         disk_names = {ours: prefix + disk for disk, ours in names.items()}
         with torch.device("meta"):

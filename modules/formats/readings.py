@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,9 +128,9 @@ def other_weights(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]
         yield Reading("weights", f"the {order}", config, {**state, **exchanged})
     # Llama's own code rotates neighbors (0, 1), transformers halves (0, d/2): converters permute q and k.
     rotated = [name for name in state if ROTATED.fullmatch(name)]
-    orders: dict[str, Callable[[Tensor, int], Tensor]] = {"not converted": to_halves, "converted twice": to_adjacent}
-    for how, reorder in orders.items():
-        other = {name: reorder(state[name], len(state[name]) // config.llama.head_dim) for name in rotated}
+    llama = config.llama
+    for how, reorder in (("not converted", to_halves), ("converted twice", to_adjacent)):
+        other = {name: reorder(state[name], len(state[name]) // llama.head_dim, llama.rotary_dim) for name in rotated}
         if rotated:
             label = f"the rotary pairs of q and k as if {how} from interleaved"
             yield Reading("weights", label, config, {**state, **other})
@@ -164,5 +164,6 @@ def engine_readings(config: Any, state: Mapping[str, Tensor]) -> Iterator[Readin
             name: len(tensor) // config.llama.head_dim for name, tensor in state.items() if ROTATED.fullmatch(name)
         }
         rotated |= {name: 1 for name in state if NORMS.fullmatch(name)}
-        halves = {name: to_halves(state[name], heads) for name, heads in rotated.items()}
+        turned = config.llama.rotary_dim
+        halves = {name: to_halves(state[name], heads, turned) for name, heads in rotated.items()}
         yield Reading("rotary", "rotary neighbors in place of halves", config, {**state, **halves})

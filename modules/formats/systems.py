@@ -17,7 +17,9 @@ A missing tensor stays random or uninitialized in all servers.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -32,6 +34,7 @@ from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats.base import Served, TargetFacts
 from draftsmith.modules.formats.block import NON_CAUSAL, OUTPUTS, STATES
 from draftsmith.modules.formats.eagle3 import IDS, default_layers, layer_ids
+from draftsmith.modules.formats.families import VLLM as VLLM_FAMILIES
 from draftsmith.modules.formats.llama import (
     BLOCK_KINDS,
     Biases,
@@ -46,19 +49,12 @@ from draftsmith.modules.formats.llama import (
     max_positions,
     safeailab_rope,
 )
-from draftsmith.modules.layers import rope_settings
+from draftsmith.modules.layers import PARTIAL, config_object, rope_attention_scale, rope_settings
 from draftsmith.modules.types import InputError
 
 SGLANG_EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"  # the second is vLLM's class too
 TYPE, VERSION = "speculators_model_type", "0.9.0"
 NUM_STATES, COUNT = 3, "num_aux_hidden_states"  # of the target, that systems read by default
-# Types of targets whose states SafeAILab's code captures (modeling_llama_kv.py, modeling_qwen3_kv.py), and whose graphs
-# give a head the states of their layers in llama.cpp, which aborts with all others.
-CAPTURED = ("llama", "qwen3")
-LLAMACPP_TARGETS = (
-    "llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gpt_oss", "lfm2",
-    "nemotron_h",
-)  # fmt: skip
 OTHERS_VLLM, OTHERS_SGLANG = "Export it with --format vllm.", "Export it with --format vllm or --format sglang."
 
 
@@ -115,8 +111,9 @@ def safeailab_refused(system: System, config: Any, target: TargetFacts | None) -
     if llama.head_dim * llama.num_heads != llama.hidden_size:
         usual = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}"
         yield "head_dim", llama.head_dim, f"{usual}: {system.system} ignores the field", OTHERS_SGLANG
-    if scaling.kind == "llama3":
-        yield "rope_scaling", "llama3", f"none or linear: {system.system} refuses every other", OTHERS_SGLANG
+    if scaling.kind not in ("default", "linear"):
+        yield "rope_scaling", scaling.kind, f"none or linear: {system.system} refuses every other", OTHERS_SGLANG
+    yield from whole_rotation(system, config, target)
     if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
         found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
         rule = f"{system.system} takes that base under linear scaling, whatever rope_theta says"
@@ -135,7 +132,24 @@ def safeailab_refused(system: System, config: Any, target: TargetFacts | None) -
         yield "layers", list(config.aux_layers), f"{list(usual_layers or ())}, {always} of this target", OTHERS_VLLM
 
 
+def whole_rotation(system: System, config: Any, target: TargetFacts | None) -> Iterator[Refusal]:
+    """Yield a refusal of a layer that rotates a part of each head's dimensions.
+
+    SafeAILab's layer, transformers' (in speculators) and SGLang's Llama layer rotate all. SGLang reads a field at the
+    top of config.json, which transformers moves into `rope_parameters` before.
+    """
+    part = config.llama.rope_scaling.partial_rotary_factor
+    if part != 1:
+        yield PARTIAL, part, f"1: {system.system} rotates whole heads", OTHERS_VLLM
+
+
+def speculators_block_refused(system: System, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
+    yield from block_refused(system, config, target)
+    yield from whole_rotation(system, config, target)
+
+
 def sglang_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
+    yield from whole_rotation(system, config, target)
     remedy = "Export it with --format vllm or --format speculators."
     if config.norm_before_residual:
         expected = f"false: {system.system} ignores it and adds the state as it is"
@@ -199,13 +213,11 @@ def safeailab_problems(files: HeadFiles) -> Wrong:
     if files.row.kind == "eagle":
         return wrong
     ids = layer_ids(raw, "", "eagle_config")
-    model_type = "llama" if target is None else target.raw.get("model_type", "llama")
     return {
         **wrong,
         TYPE: (TYPE in raw, "reads sizes at the top of config.json only"),
         "draft_vocab_size": (raw.get("draft_vocab_size") is None, "raises: the field is missing"),
         "layers": (ids is not None and (target is None or ids != default_layers(target)), "takes 2, L/2 and L-3"),
-        "model_type": (model_type not in CAPTURED, f"captures no layers of a target of type {model_type}"),
     }
 
 
@@ -225,6 +237,16 @@ def vllm_problems(files: HeadFiles) -> Wrong:
     return {**wrong, NON_CAUSAL: (other, text)}
 
 
+def sglang_scale(raw: Raw) -> float:
+    """Return YaRN's attention scale as SGLang computes it: it does not read `attention_factor`."""
+    rope, scaling = rope_object(raw), rope_settings(raw).scaling
+    return rope_attention_scale(dataclasses.replace(scaling, attention_factor=None)) * (rope.get("attn_factor") or 1)
+
+
+def rope_object(raw: Raw) -> Raw:
+    return config_object(raw, "rope_scaling") or config_object(raw, "rope_parameters")
+
+
 def sglang_problems(files: HeadFiles) -> Wrong:
     raw, kind = files.raw, files.row.kind
     # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
@@ -235,9 +257,13 @@ def sglang_problems(files: HeadFiles) -> Wrong:
     is_eagle3, untyped = kind == "eagle3", raw.get("markov_rank") and raw.get("markov_head_type") is None
     above, inside = (layer_ids(raw, place) if is_eagle3 else None for place in ("", "eagle_config"))
     read = None if inside is None else tuple(sorted({number + 1 for number in inside}))
+    scale, wholly = sglang_scale(raw), rope.scaling.partial_rotary_factor != 1 and "rope_dim" not in rope_object(raw)
+    scaled_otherwise = not math.isclose(scale, rope_attention_scale(rope.scaling), rel_tol=1e-6)
     return {
         **({} if TYPE in raw and kind in BLOCK_KINDS else built_by_class(files)),
         "max_position_embeddings": (theirs > own, longer + "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
+        "attn_factor": (scaled_otherwise, f"scales attention by {scale:.4g}: it reads no attention_factor"),
+        "rope_dim": (kind in BLOCK_KINDS and wholly, "rotates whole heads: write it into rope_parameters"),
         "tie_word_embeddings": (raw.get("tie_word_embeddings"), "raises, or drafts with the embedding as lm_head"),
         TYPE: (kind != "eagle" and TYPE in raw, "does not know such a config.json"),
         "draft_vocab_size": (is_eagle3 and raw.get("draft_vocab_size") is None, "raises, or drops lm_head: write it"),
@@ -262,12 +288,6 @@ def speculators_problems(files: HeadFiles) -> Wrong:
         "embed_tokens.weight": (not files.has("embed_tokens.weight"), "may leave it undefined"),
         "t2d": (reduced and not files.has("t2d"), "raises: t2d tensor hasn't been set"),
     }
-
-
-def llamacpp_problems(files: HeadFiles) -> Wrong:
-    kind = None if files.target is None else files.target.raw.get("model_type")
-    aborts = kind is not None and kind not in LLAMACPP_TARGETS
-    return {"target": (aborts, f"aborts: its {kind} graphs do not give the states of their layers")}
 
 
 # -- config.json as it is written
@@ -327,6 +347,10 @@ def qwen3_fields(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
     fields = {**llama_fields(config.llama, dtype), **own}
     del fields["pretraining_tp"]
+    if config.llama.rope_scaling.partial_rotary_factor != 1:
+        # SGLang's block drafters read the part from here alone.
+        for name in ("rope_parameters", "rope_scaling"):
+            fields[name] = fields[name] and {**fields[name], "rope_dim": config.llama.rotary_dim}
     return fields
 
 
@@ -450,7 +474,10 @@ def safeailab_command(kind: str, served: Served) -> str:
 def vllm_command(method: str, served: Served) -> str:
     """Return the command that serves a drafter by a method of vLLM's speculative config: a kind, or draft_model."""
     options = {"method": method, "model": served.directory, "num_speculative_tokens": served.num_drafted}
-    return f"vllm serve {shlex.quote(served.model)} --speculative-config {shlex.quote(json.dumps(options))}"
+    # Classes without the interface of EAGLE-3 give no states of their layers; transformers' models all do.
+    others = method not in ("eagle", "draft_model") and served.family not in {"", *VLLM_FAMILIES}
+    backend = " --model-impl transformers" if others else ""
+    return f"vllm serve {shlex.quote(served.model)}{backend} --speculative-config {shlex.quote(json.dumps(options))}"
 
 
 def sglang_command(kind: str, served: Served) -> str:
@@ -489,7 +516,7 @@ VLLM = partial(System, "vllm", "vLLM", serve=vllm_command, problems=vllm_problem
 SGLANG = partial(System, "sglang", "SGLang", serve=sglang_command, problems=sglang_problems)
 # vLLM serves such directories.
 SPECULATORS = partial(System, "speculators", "speculators", serve=vllm_command, problems=speculators_problems)
-LLAMACPP = partial(System, "llamacpp", "llama.cpp", serve=llamacpp_command, problems=llamacpp_problems)
+LLAMACPP = partial(System, "llamacpp", "llama.cpp", serve=llamacpp_command)
 
 EAGLE1_ROWS = (
     # Imports take head_dim and llama3 scaling, which its code lacks: heads for vLLM come in the same directory.
@@ -512,6 +539,7 @@ EAGLE1_ROWS = (
         classes=(SGLANG_EAGLE,),
         zero_bias=True,
         biases=sglang_biases,
+        refused=whole_rotation,
         extra_tensors=sglang_zeros,
     ),
 )
@@ -555,6 +583,7 @@ EAGLE3_ROWS = (
         kind="eagle3",
         fields=speculators_eagle3_fields,
         biases=biases_by(qkv=("attention_bias",), o=("attention_bias",), mlp=("mlp_bias",)),
+        refused=whole_rotation,
         extra_tensors=target_embedding,
         layer_names=("layers.0",),
     ),
@@ -584,7 +613,7 @@ def block_rows(kind: str) -> tuple[System, ...]:
         SPECULATORS(
             fields=speculators_block_fields,
             classes=SPECULATORS_CLASSES[kind],
-            **common,
+            **common | {"refused": speculators_block_refused},
         ),
         # Trainers, whose heads are read and not written. DeepSpec's DFlash heads are anchor-first too, and have the
         # name of DSpark; no server reads ModelOpt's names.

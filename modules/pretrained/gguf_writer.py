@@ -97,7 +97,7 @@ def write_gguf_model(
         raise InputError(
             "sliding_window", llama.sliding_window, "none: llama.cpp's Llama has none", "Use another model."
         )
-    tensors = rope_divisors(llama)
+    tensors = rope_divisors(kind, llama)
     state = {name: tensor for file in checkpoint_files(directory) for name, tensor in read_tensors(file).items()}
     for name, tensor in state.items():
         theirs = gguf_name("model", name)

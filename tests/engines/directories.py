@@ -49,6 +49,7 @@ from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package
+from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
@@ -64,7 +65,7 @@ class Case:
 
     target: arguments of `tiny_llama_dir`. num_layers: of an EAGLE-1 head. shape: fields of `Eagle3Config`, of a target
     of eight layers, whose default is 2, 4 and 5, or of `BlockConfig`. rope_theta: of an EAGLE-3 head; the target has
-    10000.
+    10000. rope: the head's scaling; the target has none.
     """
 
     formats: tuple[str, ...]
@@ -72,18 +73,28 @@ class Case:
     num_layers: int = 1
     shape: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
+    rope: RopeScaling | None = None
+
+    def layers(self, like: LlamaConfig) -> LlamaConfig:
+        return like if self.rope is None else dataclasses.replace(like, rope_scaling=self.rope)
 
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+# As gpt-oss: the ramp ends between pairs. As DeepSeek: another scale. As Qwen3.5: a part of each head.
+GPT_OSS = RopeScaling("yarn", 8.0, original_max_position=32, beta_fast=4.0, beta_slow=0.5, truncate=False)
+DEEPSEEK = dataclasses.replace(GPT_OSS, truncate=True, mscale=1.0, mscale_all_dim=0.5)
+PART = RopeScaling(partial_rotary_factor=0.5)
 THREE, ALL = ("eagle", "vllm", "sglang"), ("eagle", "vllm", "sglang", "speculators")
 CASES = {
     "eagle": {
         "llama": Case(THREE),
         "two-layers": Case(THREE, num_layers=2),
         "llama3-rope": Case(THREE[1:], {"rope_parameters": LLAMA3_ROPE}),
+        "yarn": Case(THREE[1:], {"rope_parameters": YARN_ROPE}),
         "head-dim": Case(THREE[1:], {"head_dim": 16}),
         "qwen2": Case(THREE, {"family": "qwen2"}),
     },
@@ -95,11 +106,16 @@ CASES = {
         "late": Case(ALL[1:], shape={"draft_vocab_size": 100, "fc_norm": True, "norm_output": True}),
         "residual": Case(("vllm", "speculators"), shape={"norm_before_residual": True}),
         "theta": Case(ALL, rope_theta=100.0),
+        "gpt-oss": Case(ALL[1:], rope=GPT_OSS),
+        "deepseek": Case(ALL[1:], rope=DEEPSEEK),
+        "part": Case(("vllm",), rope=PART),
     },
     "dflash": {"block": Case(ALL[1:], shape={"layout": "fill-in"})},
     "dspark": {
         "vanilla": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True}),
         "filling": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True, "layout": "fill-in"}),
+        "gpt-oss": Case(ALL[1:], shape={"markov_rank": 6}, rope=GPT_OSS),
+        "part": Case(("vllm", "sglang"), shape={"markov_rank": 6}, rope=PART),
         "gated": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "gated"}),
         "rnn": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "rnn", "confidence": True}),
     },
@@ -116,12 +132,13 @@ def random_head(kind: str, case: Case, lm: Any) -> Any:
             parameter.normal_(1.0 if "layernorm" in name else 0.0, spread)
         return head
     if kind != "eagle3":
-        shape = BlockConfig(layers_like(lm.config, 2), (1, 3, 5), 4, lm.info.vocab_size - 1, **case.shape)
+        layers = case.layers(layers_like(lm.config, 2))
+        shape = BlockConfig(layers, (1, 3, 5), 4, lm.info.vocab_size - 1, **case.shape)
         head = head_class(kind)(shape).requires_grad_(False)
         for weight in head.parameters():
             weight.add_(2 * SPREAD * torch.randn_like(weight))
         return head
-    plain = Eagle3Config(layer_like(lm.config, case.rope_theta), (2, 4, 5), lm.info.vocab_size)
+    plain = Eagle3Config(case.layers(layer_like(lm.config, case.rope_theta)), (2, 4, 5), lm.info.vocab_size)
     head = Eagle3Head(dataclasses.replace(plain, **case.shape)).requires_grad_(False)
     for weight in head.parameters():
         weight.add_(2 * SPREAD * torch.randn_like(weight))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_heads import CONTEXT, LLAMA3, TARGET, H, V, changed, facts, llama
+from foreign_heads import CONTEXT, LLAMA3, PART, TARGET, YARN, H, V, changed, facts, llama
 
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
@@ -26,6 +26,8 @@ HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "windowed": ("dflash", {"layout": "fill-in", "window": 6}, (*SERVERS, "llamacpp")),
     "dspark": ("dspark", {"markov_rank": 3, "confidence": True}, (*SERVERS, "llamacpp")),
     "unsure": ("dspark", {"markov_rank": 3, "rope": LLAMA3}, SERVERS),
+    "yarn": ("dspark", {"markov_rank": 3, "rope": YARN}, (*SERVERS, "llamacpp")),
+    "half a head": ("dspark", {"markov_rank": 3, "rope": PART}, ("vllm", "sglang", "llamacpp")),
     "filling": ("dspark", {"markov_rank": 3, "confidence": True, "layout": "fill-in"}, (*SERVERS, "llamacpp")),
     "gated": ("dspark", {"markov_rank": 3, "confidence": True, "markov_type": "gated"}, ("sglang", "speculators")),
     "rnn": ("dspark", {"markov_rank": 3, "markov_type": "rnn"}, ("sglang", "speculators")),
@@ -108,6 +110,7 @@ REFUSED = [
     ("dspark", {"markov_rank": 0, "confidence": False}, "markov_rank: found 0.*refuses DSpark without", SERVERS),
     ("dflash", {"layout": "anchor-first"}, "layout: found anchor-first, expected fill-in", (*SERVERS, "llamacpp")),
     ("dflash", {"markov_rank": 2}, "markov_rank, confidence: found 2.*train dspark", SERVERS),
+    ("half a head", {}, "partial_rotary_factor: found 0.5, expected 1: speculators rotates whole", ("speculators",)),
 ]
 
 

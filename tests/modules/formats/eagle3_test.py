@@ -11,7 +11,9 @@ from foreign_heads import (
     IDS,
     LINEAR,
     LLAMA3,
+    PART,
     TARGET,
+    YARN,
     H,
     V,
     changed,
@@ -38,6 +40,8 @@ HELD = {
     "norm before the residual": ({"norm_before_residual": True}, ("vllm", "speculators")),
     "llama3 rope": ({"llama_config": llama(rope_scaling=LLAMA3)}, ("vllm", "sglang", "speculators")),
     "linear rope": ({"llama_config": llama(rope_scaling=LINEAR, rope_theta=10000.0)}, tuple(EAGLE3)),
+    "yarn rope": ({"llama_config": llama(head_dim=8, rope_scaling=YARN)}, ("vllm", "sglang", "speculators")),
+    "half a head, scaled": ({"llama_config": llama(head_dim=8, rope_scaling=PART)}, ("vllm",)),
     "wide heads": ({"llama_config": llama(head_dim=8)}, ("vllm", "sglang", "speculators")),
 }
 CASES = [(case, name) for case, (_, names) in HELD.items() for name in names]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from foreign_heads import CONTEXT, D2T, TARGET, facts, llama, random_eagle3
+from foreign_heads import CONTEXT, D2T, PART, TARGET, YARN, facts, llama, random_eagle3
 
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf, to_adjacent, to_halves
@@ -27,6 +27,8 @@ LINEAR = RopeScaling("linear", 2.0, original_max_position=CONTEXT)
         ({"norm_before_residual": True}, True),
         ({"llama_config": llama(rope_scaling=LLAMA3, rope_theta=500000.0, head_dim=8)}, True),
         ({"llama_config": llama(rope_scaling=LINEAR, head_dim=8)}, True),
+        ({"llama_config": llama(rope_scaling=YARN, head_dim=8)}, True),
+        ({"llama_config": llama(rope_scaling=PART, head_dim=8)}, True),
     ],
 )
 def test_a_head_comes_back_bit_by_bit(settings, reduced):

@@ -8,7 +8,8 @@ import shlex
 import pytest
 
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import Served
+from draftsmith.modules.formats.base import Served, TargetFacts
+from draftsmith.modules.formats.families import unserved
 
 MODEL, HEAD = "org/target", "my heads/one"
 SGLANG = ["python", "-m", "sglang.launch_server", "--model-path", MODEL, "--speculative-algorithm"]
@@ -44,3 +45,33 @@ def test_vllm_takes_the_kind_of_a_head_for_its_method(name, kind):
     *words, options = shlex.split(formats()[name, kind].serve(Served(MODEL, HEAD, 4)))
     assert words == ["vllm", "serve", MODEL, "--speculative-config"]
     assert json.loads(options) == {"method": kind, "model": HEAD, "num_speculative_tokens": 4}
+
+
+def test_vllm_reads_states_of_other_families_by_the_transformers_backend():
+    eagle3, eagle = formats()["vllm", "eagle3"], formats()["vllm", "eagle"]
+    assert "--model-impl transformers --spec" in eagle3.serve(Served(MODEL, HEAD, 4, family="gemma3"))
+    for format, family in ((eagle3, "qwen3_5"), (eagle3, ""), (eagle, "gemma3")):
+        assert "--model-impl" not in format.serve(Served(MODEL, HEAD, 4, family=family))
+
+
+LAYERS = {"lfm2": ["conv", "full_attention"], "gemma3": ["sliding_attention", "full_attention"]}
+# Family, kind -> the systems that draft for it. Run or read in each; PROBE: llama.cpp aborts with Gemma 3.
+SERVING = {
+    ("qwen3_5", "eagle3"): {"vllm", "sglang", "speculators", "llamacpp"},
+    ("gemma4", "eagle3"): {"vllm", "sglang", "speculators", "llamacpp"},
+    ("gemma4", "dspark"): {"vllm", "speculators", "llamacpp"},
+    ("gemma3", "eagle3"): {"vllm", "sglang", "speculators"},
+    ("lfm2", "eagle3"): {"sglang", "llamacpp"},
+    ("granitemoehybrid", "eagle3"): set(),
+    ("minimax_m2", "dspark"): {"vllm", "speculators", "llamacpp"},
+    ("llama", "eagle3"): {"eagle", "vllm", "sglang", "speculators", "llamacpp"},
+    ("granitemoehybrid", "eagle"): {"eagle", "vllm", "sglang"},
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), SERVING)
+def test_a_target_is_taken_by_the_systems_that_give_states_of_its_layers(family, kind):
+    text = {"model_type": f"{family}_text", "layer_types": LAYERS.get(family), "mamba_d_state": 8}
+    names = [name for name, known in formats() if known == kind and formats()[name, known].writes]
+    for raw in ({"model_type": "wrapper", "text_config": text}, text):
+        assert {name for name in names if not unserved(name, kind, TargetFacts(raw))} == SERVING[family, kind]

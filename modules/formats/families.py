@@ -1,0 +1,58 @@
+"""Families of targets that systems give a head states of: by transformers' `model_type` of the text, without `_text`.
+
+llama.cpp: src/models/*.cpp, `t_layer_inp`, of the architectures that conversion/ writes. SGLang 0.5.23: classes with
+set_eagle3_layers_to_capture and set_dflash_layers_to_capture. vLLM 0.33.0: classes with SupportsEagle3; it reads any
+other model of attention layers with `--model-impl transformers`. SafeAILab/EAGLE: modeling_llama_kv.py and
+modeling_qwen3_kv.py.
+"""
+
+from __future__ import annotations
+
+from draftsmith.modules.formats.base import TargetFacts
+
+SERVERS = ("vllm", "sglang", "speculators", "llamacpp")
+SAFEAILAB = {"llama", "qwen3"}
+LLAMACPP = {
+    "deepseek_v4", "gemma4", "gemma4_unified", "gpt_oss", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "llama",
+    "mimo_v2_flash", "minimax_m2", "mistral", "mixtral", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_moe", "qwen3_next",
+}  # fmt: skip
+SGLANG_BLOCKS = {
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4", "gemma4_unified", "glm4_moe_lite", "glm_moe_dsa",
+    "gpt_oss", "internlm3", "kimi_k25", "laguna", "lfm2", "lfm2_moe", "llama", "llama4", "mellum", "mimo_v2_flash",
+    "minimax_m3_vl", "ministral3", "mistral", "nemotron_h", "phi3", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
+    "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
+}  # fmt: skip
+SGLANG_EAGLE3 = SGLANG_BLOCKS | {
+    "apertus", "deepseek_v4", "exaone_moe", "gemma3", "glm4_moe", "longcat_flash", "minimax_m2", "qwen2",
+    "qwen2_5_vl", "qwen2_moe",
+}  # fmt: skip
+SGLANG_SCALES = {"gemma4", "gemma4_unified"}  # in the module of its embedding, which block drafters borrow
+VLLM = {
+    "afmoe", "apertus", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5",
+    "exaone4_5", "gemma4", "gemma4_unified", "glm_moe_dsa", "gpt_oss", "granite", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "internlm3", "kimi_k25", "kimi_linear", "laguna", "llama", "llama4",
+    "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl", "ministral3", "mistral", "nemotron_h", "phi3",
+    "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
+}  # fmt: skip
+
+
+def unserved(system: str, kind: str, target: TargetFacts) -> str:
+    """Return why a system cannot draft with a head of this kind for a target, or an empty string.
+
+    system: the name of its format. EAGLE-1 heads read the last state only, which every model gives.
+    """
+    family = target.family
+    if kind == "eagle" or not family:
+        return ""
+    if system == "eagle" and family not in SAFEAILAB:
+        return f"captures no layers of a target of type {family}"
+    if system == "llamacpp" and family not in LLAMACPP:
+        return f"aborts: its {family} graphs do not give the states of their layers"
+    if system == "sglang" and family not in (SGLANG_EAGLE3 if kind == "eagle3" else SGLANG_BLOCKS):
+        return f"raises: its {family} class does not capture the states of its layers"
+    if system == "sglang" and kind != "eagle3" and family in SGLANG_SCALES:
+        return "multiplies embeddings of Gemma by the root of their width, which the head reads as they are"
+    if system in ("vllm", "speculators") and family not in VLLM and target.hybrid:
+        return f"raises: its {family} class has no EAGLE-3 interface, and its transformers backend reads no hybrid"
+    return ""
