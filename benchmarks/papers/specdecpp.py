@@ -300,7 +300,7 @@ class Study:
         tables = [
             throughput_table(throughput),
             self.rate_table(chosen[BEST_HEAD], times),
-            *kl_tables(self.kl_rows()),
+            kl_table(self.kl_rows()),
             *regression_tables(fits, theory),
         ]
         summary = {
@@ -514,8 +514,8 @@ def throughput_table(rows: Sequence[Row]) -> Table:
     return Table("specdecpp-throughput", "Best throughput (SpecDec++, tables 1 and 3)", columns, rows, note)
 
 
-def kl_tables(rows: Sequence[Row]) -> list[Table]:
-    """Build the paper's table of KL, and its eval column by depth."""
+def kl_table(rows: Sequence[Row]) -> Table:
+    """Build the paper's table of KL."""
     columns = [
         Column("w_rej", "w_rej", "g"), Column("depth", "D"), Column("train_kl", "train KL, raw", ".4f"),
         Column("eval_kl", "eval KL, raw", ".4f"), Column("paper", "eval KL, paper", ".3f"),
@@ -525,17 +525,8 @@ def kl_tables(rows: Sequence[Row]) -> list[Table]:
     table = [
         {**row, "paper": PAPER_EVAL_KL.get(row["depth"]) if row["w_rej"] == PUBLISHED_W_REJ else None} for row in rows
     ]
-    lines = [
-        {"series": f"w_rej {row['w_rej']:g}, {name}", "depth": row["depth"], "kl": row[key]}
-        for row in rows
-        for key, name in (("eval_kl", "raw"), ("eval_kl_corrected", "corrected"))
-    ]
-    lines += [{"series": "paper, w_rej 6, raw", "depth": depth, "kl": kl} for depth, kl in PAPER_EVAL_KL.items()]
     note = "Mean binary KL in nats over drafted tokens. The paper's pair is another: compare directions, not sizes."
-    return [
-        Table("specdecpp-kl", "KL of the heads by w_rej and depth", columns, json_values(table), note),
-        drawn_data("specdecpp-kl-depth", lines),
-    ]
+    return Table("specdecpp-kl", "KL of the heads by w_rej and depth", columns, json_values(table), note)
 
 
 def regression_tables(fits: Mapping[str, ForwardTimes], theory: Sequence[Row]) -> list[Table]:
