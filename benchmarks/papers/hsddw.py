@@ -78,8 +78,6 @@ def run(config: HsddwConfig) -> Path:
             raise InputError(role, "nothing", f"--{role} DIR", f"Pass --{role}: M{1 if role == 'draft' else 2}.")
     for name in ("k", "max"):
         check_range(name, getattr(config, name), 1)
-    around = f"{max(2, config.k // 2)},{2 * config.k}"
-    config = common.quick(config, {"limit": 5, "repeats": 1, "windows": around})
     windows = sorted({config.k, *comma_numbers("windows", config.windows, int)})
     loaded = common.load(config, [m.format(k=k, max=config.max) for m in METHODS.values() for k in windows])
 
@@ -96,14 +94,7 @@ def run(config: HsddwConfig) -> Path:
         entropy_table(pd.DataFrame(verified, columns=[*NAMED, *VERIFIED])),
         redundancy_table(config.k, drafted),
     ]
-    rows = {table.name: table.rows for table in tables}
-    entropies = common.summarize(rows["hsddw-entropy"], ("mean_accepted", "mean_rejected", "auc"), ("by", "mode"))
-    summary = {
-        **common.summarize(rows["hsddw-ablation"], ("speedup", "tau", "best", "best_k"), ("method", "mode")),
-        **{f"entropy_{key}": value for key, value in entropies.items()},
-        **common.summarize(rows["hsddw-redundancy"], ("redundancy", "utilization"), ("method", "mode")),
-    }
-    return common.write_results("hsddw", config, loaded, tables, summary)
+    return common.write_results("hsddw", config, loaded, tables)
 
 
 def measure_windows(config: HsddwConfig, windows: Sequence[int], params: SamplingParams) -> Iterator[Row]:

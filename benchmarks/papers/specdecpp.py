@@ -48,10 +48,6 @@ MIX = 0.15  # share of tokens that the draft reads from the target's text instea
 BEST_K, BEST_T, BEST_HEAD = "best fixed K", "best threshold on q", "best head and h"
 PUBLISHED = "published: w_rej 6, D 3, h 0.7"
 BOUND, KNOWN, ORACLE = "best calibrated head, h by theorem 3.1", "true p/q, h by theorem 3.1", "oracle (lemma 2.1)"
-QUICK: dict[str, Any] = {
-    "depths": (0, 3), "weights": (1.0, 6.0), "train_prompts": 56, "label_prompts": 21, "dev_prompts": 7, "limit": 7,
-    "epochs": 2, "batch_size": 4, "max_new_tokens": 64, "max_drafted": 14,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +144,6 @@ class ForwardTimes:
 def run(config: SpecDecPPConfig) -> Path:
     """Make whatever is missing, then measure; write OUTPUT/results.json and report.html."""
     with writing_alone(config.output):
-        config = common.quick(config, QUICK)
         remember_settings(config)
         for done, stage in pipeline(config):
             if not done.exists():
@@ -273,7 +268,7 @@ class Study:
         config, split = self.config, self.config.split
         assert split is not None
         # Lengths over the whole range and the published rule, for the times of the cost model.
-        ks, count = sorted(config.ks), 3 if config.quick else 5
+        ks, count = sorted(config.ks), 5
         spread = sorted({ks[round(i * (len(ks) - 1) / (count - 1))] for i in range(count)})
         timing = self.published or next(iter(self.heads))
         timed = [*(Policy("k", k) for k in spread), self.threshold(timing, PUBLISHED_H, False)]
@@ -303,20 +298,7 @@ class Study:
             kl_table(self.kl_rows()),
             *regression_tables(fits, theory),
         ]
-        summary = {
-            "t_draft_ms": times.t_draft * 1e3,
-            "t_target_ms": times.t_target * 1e3,
-            "c": times.t_draft / times.t_target,
-            "theorem_h": times.bound,
-            "r2": times.r2,
-            "largest_theory_error": max(abs(row["difference"]) for row in theory if row["method"] != "ar"),
-            **{
-                f"{row['role']}: {key}": row[key]
-                for row in throughput
-                for key in ("rule", "head", "gain_theory", "gain_measured")
-            },
-        }
-        return common.write_results("specdecpp", config, self.loaded, tables, summary)
+        return common.write_results("specdecpp", config, self.loaded, tables)
 
     def choose(self, times: ForwardTimes) -> dict[str, Policy]:
         """Return the fastest settings on the dev prompts by the cost model, the first among equals."""

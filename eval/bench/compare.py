@@ -21,17 +21,16 @@ from draftsmith.eval.bench.results import (
 )
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.clock import ClockName
-from draftsmith.eval.meta import RESULTS
+from draftsmith.eval.meta import MEASURE, RESULTS, read_results
 from draftsmith.eval.settings import CompareConfig
 from draftsmith.modules.pretrained.provenance import differences, flatten
-from draftsmith.modules.pretrained.reading import check_shape, read_object
+from draftsmith.modules.pretrained.reading import check_shape
 from draftsmith.modules.types import InputError
 
 # Settings without which two runs did not do the same work.
 SAME_SETTINGS = ("top_k", "top_p", "dtype", "target_precision", "max_new_tokens", "ignore_eos", "turns", "batch_size")
 # Settings that change how fast the same work is done.
-SAME_SPEED = ("device", "num_threads", "engine", "packed", "draft_precision")
-AGAIN = "Measure it again."
+SAME_SPEED = ("device", "num_threads", "engine", "draft_precision")
 SEED = 0  # of the bootstrap
 META = {
     "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},
@@ -90,14 +89,11 @@ def open_bench(path: str) -> Bench:
         InputError: no finished run of the bench.
     """
     directory = Path(path)
-    if not (directory / RESULTS).exists():
-        remedy = "Give the command of the run again: it resumes it." if directory.is_dir() else "Check the path."
-        raise InputError(path, f"no {RESULTS}", "a finished run of `draftsmith eval bench`", remedy)
-    meta = read_object(directory / RESULTS, {"meta": dict}, AGAIN)["meta"]
+    meta = read_results(directory, {"meta": dict})["meta"]
     if meta.get("kind") != "bench":
         found = f"results of kind {meta.get('kind', 'unknown')}"
         raise InputError(path, found, "a run of `draftsmith eval bench`", "Measure it (again).")
-    check_shape(directory / RESULTS, meta, META, AGAIN, "meta")
+    check_shape(directory / RESULTS, meta, META, MEASURE, "meta")
     return Bench(path, meta, read_rows(directory))
 
 

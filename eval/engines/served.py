@@ -28,6 +28,7 @@ from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
+from draftsmith.eval.bench.tables import places_table
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.clock import rotated
 from draftsmith.eval.engines.chain import Counts, EngineAnswer
@@ -48,7 +49,6 @@ from draftsmith.modules.pretrained.gguf import is_gguf_model, open_gguf
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 
-SHOWN_PLACES = 8
 SCHEDULES = {"vllm": "vllm-schedule.json", "sglang": "sglang-schedule.json"}
 Client = LlamaCppClient | VllmClient
 
@@ -103,7 +103,7 @@ def run(config: ServedConfig) -> int:
         raise InputError("draft", found, "a drafter", "Read the server's log.")
 
     title = f"{Path(config.target).name} in {SYSTEMS.get(config.engine, 'SGLang')}, {len(prompts)} prompts"
-    tables = [load_table(rows, f"{title}, threads: {config.threads}"), *places_table(rows), *tasks_table(rows)]
+    tables = [load_table(rows, f"{title}, threads: {config.threads}"), *drafts_table(rows), *tasks_table(rows)]
     if len(config.loads) > 1:
         names = {"requests": "at_step", "tokens_per_s": "value"}
         lines = [{**{new: row[old] for old, new in names.items()}, "series": label_of(row)} for row in rows]
@@ -332,17 +332,12 @@ def load_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     return Table("served", title, columns, cells, note)
 
 
-def places_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+def drafts_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return the table of acceptance by place at the smallest load, if drafts were counted."""
     rows = [row for row in rows if row["accepted_by_place"] and row["requests"] == rows[0]["requests"]]
-    if not rows:
-        return []
-    places = min(SHOWN_PLACES, max(len(row["accepted_by_place"]) for row in rows))
-    columns = [Column("setting", "drafts"), *(Column(str(n), str(n), ".2f") for n in range(1, places + 1))]
-    shares = ({str(n): share for n, share in enumerate(row["accepted_by_place"], 1)} for row in rows)
-    cells = [{"setting": label_of(row), **own} for row, own in zip(rows, shares, strict=True)]
+    named = [{**row, "drafts": label_of(row)} for row in rows]
     note = "Share of the rounds with a draft whose first n tokens were accepted."
-    return [Table("served-places", "Accepted by place in the draft", columns, cells, note)]
+    return [places_table(named, "served-places", "Accepted by place in the draft", note, "drafts")] if rows else []
 
 
 def tasks_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
