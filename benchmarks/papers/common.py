@@ -60,7 +60,7 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
         limit: Number of prompts; 0 takes all.
         temperatures: Separated by commas; 0 is greedy.
         repeats: Runs of every measured method on every prompt; the median counts.
-        output: Directory that receives results.json, report.html and the runs of `eval bench`.
+        output: Directory that receives results.json and the runs of `eval bench`.
     """
 
     target: str = "embedded:target"

@@ -91,7 +91,7 @@ class Eagle2Config(common.PaperConfig):
 
 @sole_writer()
 def run(config: Eagle2Config) -> Path:
-    """Decode, replay and measure; write OUTPUT/results.json and report.html."""
+    """Decode, replay and measure; write OUTPUT/results.json."""
     if "eagle" not in config.drafters:
         given = ", ".join(config.drafters.values()) or "nothing"
         raise InputError("draft", given, "an EAGLE head", "Pass --draft: a head of `draftsmith train eagle`.")

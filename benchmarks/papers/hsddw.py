@@ -72,7 +72,7 @@ class HsddwConfig(common.PaperConfig):
 
 @sole_writer()
 def run(config: HsddwConfig) -> Path:
-    """Decode and measure; write OUTPUT/results.json and report.html."""
+    """Decode and measure; write OUTPUT/results.json."""
     for role in ("draft", "mid"):
         if not getattr(config, role):
             raise InputError(role, "nothing", f"--{role} DIR", f"Pass --{role}: M{1 if role == 'draft' else 2}.")

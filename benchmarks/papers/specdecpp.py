@@ -9,6 +9,7 @@ with the best settings (tables 1 and 3). Run again, it continues with what is th
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,18 +26,13 @@ from draftsmith.benchmarks.papers.replay import RAW, TRUE_PROBS, Policy, PolicyR
 from draftsmith.benchmarks.papers.rollouts import Floats, Recording
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
-from draftsmith.data.store.manifest import decisive
-from draftsmith.data.store.writer import writing_alone
+from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.report.tables import drawn_data
-from draftsmith.launch.cli import main_of
-from draftsmith.launch.pipeline import Stage, execute
+from draftsmith.launch.cli import dispatch, main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
 from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.pretrained.files import make_directory, write_json
-from draftsmith.modules.pretrained.provenance import differences
-from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, check_range
 
 # The head and threshold of the paper's headline numbers (section 4).
@@ -141,32 +137,28 @@ class ForwardTimes:
         return h if 0 < h < 1 else None
 
 
+@sole_writer()
 def run(config: SpecDecPPConfig) -> Path:
-    """Make whatever is missing, then measure; write OUTPUT/results.json and report.html."""
-    with writing_alone(config.output):
-        remember_settings(config)
-        for done, stage in pipeline(config):
-            if not done.exists():
-                log_note(f"\n{stage.title}\n  {stage.command}")
-                if code := execute(stage):  # the command has printed why
-                    raise SystemExit(code)
-        return Study(config).measure()
+    """Make whatever is missing, then measure; write OUTPUT/results.json."""
+    # Each command continues what is there, and refuses what was begun with other settings.
+    for words in commands(config):
+        log_note(f"\ndraftsmith {shlex.join(words)}")
+        if code := dispatch(words):  # the command has printed why
+            raise SystemExit(code)
+    return Study(config).measure()
 
 
-def step(title: str, command: str, done: Path, /, **settings: object) -> tuple[Path, Stage]:
-    """Return the file that a step writes last, and the step: `draftsmith COMMAND --name value ...`.
-
-    Settings that are None are left out, True becomes a flag, and several values are joined by commas.
-    """
-    argv = command.split()
+def command_words(command: str, **settings: object) -> list[str]:
+    """Return `COMMAND --name value ...`; several values are joined by commas, and settings that are None left out."""
+    words = command.split()
     for name, value in settings.items():
         if value is not None:
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
-    return done, Stage(title, tuple(argv))
+            words += [f"--{name.replace('_', '-')}", text]
+    return words
 
 
-def pipeline(config: SpecDecPPConfig) -> Iterator[tuple[Path, Stage]]:
+def commands(config: SpecDecPPConfig) -> Iterator[list[str]]:
     """Yield the commands that make labels and train heads; with --heads, only the labels that they are compared on."""
     (params,) = config.modes
     sampling = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
@@ -188,11 +180,7 @@ def pipeline(config: SpecDecPPConfig) -> Iterator[tuple[Path, Stage]]:
             "acceptance": {"responses": data / name / "responses", "draft": draft, **common_options},
         }  # fmt: skip
         for kind, settings in options.items():
-            output = data / name / kind
-            yield step(
-                f"{kind} ({name})", f"data {kind}", output / "manifest.json", target=config.target, **settings,
-                output=output,
-            )  # fmt: skip
+            yield command_words(f"data {kind}", target=config.target, **settings, output=data / name / kind)
     if config.heads is not None:
         return
     training: dict[str, Any] = {
@@ -203,10 +191,7 @@ def pipeline(config: SpecDecPPConfig) -> Iterator[tuple[Path, Stage]]:
     for weight in config.weights:
         for depth in config.depths:
             output = config.output / "heads" / f"w{weight:g}-d{depth}"
-            yield step(
-                f"Acceptance head: w_rej {weight:g}, D {depth}", "train acceptance", output / "training.json",
-                w_rej=weight, num_blocks=depth, **training, output=output,
-            )  # fmt: skip
+            yield command_words("train acceptance", w_rej=weight, num_blocks=depth, **training, output=output)
 
 
 class Study:
@@ -418,24 +403,6 @@ class Study:
                 row[f"{kind}_auc"] = float(soft_label_auc(raw, label))
             rows.append(row)
         return sorted(rows, key=lambda row: (row["w_rej"], row["depth"]))
-
-
-def remember_settings(config: Any) -> None:
-    """Record the settings in the output directory, so that steps of other settings are never mixed.
-
-    Raises:
-        InputError: the directory was started with other settings.
-    """
-    path = config.output / "settings.json"
-    if path.exists():
-        differing = differences(decisive(config), read_object(path, {}, "Restore it, or choose another output."))
-        if differing:
-            found = f"{config.output}, started with " + "; ".join(f"{key} {was}" for key, _, was in differing)
-            expected = "; ".join(f"{key} {now}" for key, now, _ in differing)
-            raise InputError("output", found, expected, "Choose another output, or restore the settings.")
-        return
-    make_directory(config.output)
-    write_json(path, decisive(config))
 
 
 def is_published(head: AcceptanceHead) -> bool:
