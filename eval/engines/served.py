@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
@@ -45,7 +44,7 @@ from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect
 from draftsmith.modules.formats.systems import vllm_command
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json
-from draftsmith.modules.pretrained.gguf import is_gguf_model, open_gguf
+from draftsmith.modules.pretrained.gguf import is_gguf_model
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 
@@ -110,8 +109,6 @@ def run(config: ServedConfig) -> int:
         tables.append(drawn_data("served-load", lines))
     schedules = write_schedules(config, rows) if config.engine == "vllm" and drafting else {}
     meta = describe("served", config, prompts, str(config.prompts or config.tasks))
-    if config.engine == "llamacpp" and config.server is None:
-        meta["tensor_types"] = tensor_types(Path(config.target))
     results = {"meta": meta, "tables": to_json(tables), "rows": rows, "schedules": schedules}
     write_json(config.output / RESULTS, json_values(results))
     for table in tables:
@@ -377,9 +374,3 @@ def write_schedules(config: ServedConfig, rows: Sequence[Mapping[str, Any]]) -> 
     for name, schedule in content.items():
         write_json(config.output / name, schedule, indent=None)
     return content
-
-
-def tensor_types(file: Path) -> dict[str, int]:
-    """Return how many tensors of a GGUF file have each type."""
-    names, counts = np.unique([tensor.tensor_type.name for tensor in open_gguf(file)[1].values()], return_counts=True)
-    return {str(name): int(count) for name, count in zip(names, counts, strict=True)}
