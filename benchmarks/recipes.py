@@ -8,7 +8,6 @@ nothing and a run can be repeated. Heads are measured by `draftsmith eval bench`
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -380,7 +379,10 @@ def results(config: RecipesConfig, steps: Mapping[str, int]) -> list[dict[str, A
     rows = []
     for name, seeds in modes.items():
         cpu_s = [read_object(path / RESULT, {"cpu_s": float})["cpu_s"] for path in runs[name]]
-        row = {"recipe": name, "settings": RECIPES[name].text(config.other_answers, config.source.late_layers)}
+        row: dict[str, Any] = {
+            "recipe": name,
+            "settings": RECIPES[name].text(config.other_answers, config.source.late_layers),
+        }
         row |= {"steps": steps[name], "cpu_s": statistics.fmean(cpu_s)}
         for mode in TEMPERATURES:
             row[mode] = compared([own[mode] for own in seeds], [own[mode] for own in modes[BASE]])
@@ -415,7 +417,7 @@ def compared(runs: SeedRows, base: SeedRows) -> dict[str, Any]:
     found: dict[str, Any] = {"tau": float(tau), "difference": float(tau - other), "ratio": float(tau / other)}
     resampled = {"tau": own_drawn, "difference": own_drawn - base_drawn, "ratio": own_drawn / base_drawn}
     for name, values in resampled.items():
-        found[f"{name}_ci95"] = drawn.prompts.interval(functools.partial(np.asarray, values))
+        found[f"{name}_ci95"] = drawn.prompts.interval(values)
     return {**found, "seeds": taus[0], "acceptance": acceptance(runs)}
 
 

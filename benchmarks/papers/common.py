@@ -254,7 +254,7 @@ def ratio_interval(pairs: Floats, base: Floats, seed: int) -> list[float] | None
     def speed(values: Floats) -> Floats:
         return drawn.sums(values[:, 0]) / drawn.sums(values[:, 1])
 
-    return drawn.interval(lambda: speed(pairs) / speed(base) - 1)
+    return drawn.interval(speed(pairs) / speed(base) - 1)
 
 
 def rate(pairs: Floats) -> float:
@@ -277,5 +277,5 @@ def bench_gain(rows: Sequence[Row], method: str, base: str, clock: str, seed: in
 def mean_interval(values: Sequence[float], owners: Sequence[Any], seed: int) -> tuple[float, float] | tuple[None, None]:
     """Return the ends of the 95 % interval of the mean of values [N]; None for fewer than two owners."""
     resamples = Resamples(owners, seed)
-    interval = resamples.interval(lambda: resamples.sums(values) / resamples.sums(np.ones(len(values))))
+    interval = resamples.interval(resamples.sums(values) / resamples.sums(np.ones(len(values))))
     return (interval[0], interval[1]) if interval else (None, None)

@@ -215,11 +215,11 @@ def compare_method(
 
     if same_machine:
         faster = tokens_per_s(second, clock) / tokens_per_s(first, clock)
-        add("speed", faster, resamples.interval(lambda: speeds(second) / speeds(first)))
+        add("speed", faster, resamples.interval(speeds(second) / speeds(first)))
     row["gain_a"], row["gain_b"] = (speedup(pairs[run], base[run], clock) for run in (0, 1))
-    gains = resamples.interval(lambda: speeds(second) / speeds(base[1]) / (speeds(first) / speeds(base[0])))
+    gains = resamples.interval(speeds(second) / speeds(base[1]) / (speeds(first) / speeds(base[0])))
     add("gain", row["gain_b"] / row["gain_a"], gains)
     row["tau_a"], row["tau_b"] = (totals_of(own).tau for own in pairs)
-    taus = resamples.interval(lambda: resamples.tau(second) - resamples.tau(first))
+    taus = resamples.interval(resamples.tau(second) - resamples.tau(first))
     add("tau", row["tau_b"] - row["tau_a"], taus)
     return row

@@ -246,10 +246,10 @@ def summary_row(
         "tokens_per_s": tokens_per_s(rows, clock),
         "speedup": speedup(rows, baseline, clock),
         "speedup_ci95": resamples.interval(
-            lambda: resamples.tokens_per_s(rows, clock) / resamples.tokens_per_s(baseline, clock)
+            resamples.tokens_per_s(rows, clock) / resamples.tokens_per_s(baseline, clock)
         ),
         "tau": totals.tau,
-        "tau_ci95": resamples.interval(lambda: resamples.tau(rows)),
+        "tau_ci95": resamples.interval(resamples.tau(rows)),
         **{name: getattr(totals, name) for name in COUNTS},
         "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
         "discard_rate": totals.discard_rate,
@@ -282,12 +282,10 @@ def acceptance(rows: Sequence[Row], resamples: Resamples) -> dict[str, Any]:
         classes = []
         for value, own in rounds.groupby(key):
             sums = own.groupby("answer")["num_emitted"].agg(["sum", "count"]).reindex(range(len(rows)), fill_value=0)
-            interval = None
+            emitted, counts = resamples.sums(sums["sum"]), resamples.sums(sums["count"]).clip(min=1)
             # Of fewer prompts, some resamples would hold none.
-            if sums["count"].astype(bool).sum() >= FEWEST_PROMPTS:
-                interval = resamples.interval(
-                    lambda sums=sums: resamples.sums(sums["sum"]) / resamples.sums(sums["count"]).clip(min=1)
-                )
+            enough = sums["count"].astype(bool).sum() >= FEWEST_PROMPTS
+            interval = resamples.interval(emitted / counts) if enough else None
             tau = float(own["num_emitted"].mean())
             classes.append({key: int(value), "rounds": len(own), "tau": tau, "tau_ci95": interval})
         return classes

@@ -269,7 +269,7 @@ def summary(
     # Prompts that were timed together are drawn together.
     resamples = Resamples([number % len(prompts) // load for number in range(len(answers))], seed=0)
     interval = resamples.interval(
-        lambda: resamples.sums(tokens) / resamples.sums(seconds) * resamples.sums(base_s) / resamples.sums(base_tokens)
+        resamples.sums(tokens) / resamples.sums(seconds) * resamples.sums(base_s) / resamples.sums(base_tokens)
     )
     differing = sum(one.tokens != other.tokens for one, other in zip(answers, plain.answers, strict=True))
     return {
