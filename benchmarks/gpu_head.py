@@ -138,7 +138,7 @@ def run(config: GpuHeadConfig) -> Path:
     answers = answer(config, stages)
     heads = []
     for number, kind in enumerate(RECIPES) if answers else ():
-        seconds = (stages.left - BENCH_SHARE * stages.limit_s) / (len(RECIPES) - number)
+        seconds = max(1.0, (stages.left - BENCH_SHARE * stages.limit_s) / (len(RECIPES) - number))
         words = (
             f"train {kind} --data {answers} --target {config.target} --output {out / kind} {RECIPES[kind]} "
             f"--minutes {seconds / 60:.3f} --tokens-per-batch {config.tokens_per_batch} --max-length 512 "

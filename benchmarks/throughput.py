@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from draftsmith.benchmarks.gpu_report import measured_peak
 from draftsmith.benchmarks.measured import Measured, describe_run, report
 from draftsmith.benchmarks.synthetic import Weights, random_weights
 from draftsmith.data.store.datasets import Item, pack_features
@@ -37,6 +36,7 @@ from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples
 from draftsmith.train.fit import fit
 from draftsmith.train.module import LitDrafter
 from draftsmith.train.optimizers import lr_share
+from draftsmith.train.plan import measured_peak
 
 WARM_UP = 2  # steps that are not counted
 PEAK_FOR_S = 3.0
