@@ -20,7 +20,7 @@ import jinja2
 import vl_convert
 from markupsafe import Markup
 
-from draftsmith.data.console import Table
+from draftsmith.data.console import Table, merged
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.themes import css_variables, page_themes
@@ -81,6 +81,7 @@ def render(title: str, date: str, sections: Sequence[Section]) -> str:
         themes=json_text(page_themes()),
         tree=Markup(asset("tree.vega.json")),
         tables=tables,
+        merged=merged,
         json_text=json_text,
         breakable=breakable,
     )
