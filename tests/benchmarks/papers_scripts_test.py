@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracles.tables import PROMPT, TableLM, warped
+from oracles.formulas import warped
+from oracles.tables import PROMPT, TableLM
 from worlds import quick_eagle_head
 
 from draftsmith.benchmarks.papers import eagle2, hsddw, specdecpp
