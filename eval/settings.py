@@ -336,6 +336,8 @@ class CertifyConfig(DraftSettings, PromptChoice, Sampling, Running):
     alpha: float = 1e-3
     temperature: float = 1.0
     batch_size: int = 8
+    # Answers end as those that are served.
+    ignore_eos: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
