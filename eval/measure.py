@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.eval.answer import Answer, Prompt, encode, token_ids
 from draftsmith.eval.bench.measuring import PromptFailed, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import BASELINE, Row, summarize
+from draftsmith.eval.bench.results import BASELINE, Row, summarize, with_ends
 from draftsmith.eval.bench.runner import DRAFT_ROOM, EngineRunner, Runner
 from draftsmith.eval.clock import clock_name
 from draftsmith.modules.decoding.drafter import Drafter
@@ -23,7 +23,18 @@ if TYPE_CHECKING:
 
 # (token ids of the prompt, most new tokens, seed) -> the answer's token ids, or the answer with its counts.
 Decode = Callable[[list[int], int, int], "Sequence[int] | Generation | Answer"]
-NUMBERS = ("prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar", "cpu_s", "wall_s")
+NUMBERS = (
+    "method",
+    "prompts",
+    "tokens",
+    "tokens_per_s",
+    "speedup",
+    "tau",
+    "acceptance_rate",
+    "matches_ar",
+    "cpu_s",
+    "wall_s",
+)
 
 
 @dataclass(frozen=True)
@@ -114,9 +125,7 @@ def measure(
     fair = params.greedy and str(target.dtype) == "torch.float32"
     table = []
     for summary in summarize(measured, clock_name(target.device), seed, fair, temperature):
-        numbers: dict[str, Any] = {"method": summary["method"], **{name: summary[name] for name in NUMBERS}}
-        for name in ("speedup", "tau"):
-            numbers[f"{name}_low"], numbers[f"{name}_high"] = summary[f"{name}_ci95"] or (None, None)
+        numbers = with_ends(summary, NUMBERS)
         # Of a callable that returns only tokens, no rounds were counted.
         if summary["num_target_calls"] <= summary["prompts"]:
             numbers |= dict.fromkeys(("tau", "tau_low", "tau_high", "acceptance_rate"))

@@ -19,9 +19,7 @@ each method, temperature, prompt and turn:
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -138,12 +136,10 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def write_numbers(path: Path, methods: Sequence[Row]) -> None:
     """Write results.csv (`numbers_of`)."""
+    import pandas
+
     lines = [line for row in methods for line in numbers_of(row)]
-    text = io.StringIO()
-    table = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(lines)
-    write_text(path, text.getvalue())
+    write_text(path, pandas.DataFrame(lines, dtype=object).to_csv(index=False, lineterminator="\n"))
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -304,27 +300,30 @@ def rounds_of(number: int, row: Row) -> Iterator[dict[str, Any]]:
         context += step["num_emitted"]
 
 
+def with_ends(row: Row, names: Sequence[str]) -> dict[str, Any]:
+    """Return some numbers of a summary, and the ends of the intervals of its speed-up and tau."""
+    numbers = {name: row.get(name) for name in names}
+    for name in ("speedup", "tau"):
+        numbers[f"{name}_low"], numbers[f"{name}_high"] = row.get(f"{name}_ci95") or (None, None)
+    return numbers
+
+
 def numbers_of(row: Row) -> Iterator[dict[str, Any]]:
     """Yield the lines of results.csv for one method: all prompts, each task, each class of context length and turn.
 
     Intervals are two numbers. Speeds belong to whole answers, and classes of rounds have none.
     """
-    names = ("prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar")
-    about = {"method": row["method"], "temperature": row["temperature"]}
-
-    def line(part: str, own: Row) -> dict[str, Any]:
-        found = {name: own.get(name) for name in names}
-        for name in ("speedup", "tau"):
-            found[f"{name}_low"], found[f"{name}_high"] = own.get(f"{name}_ci95") or (None, None)
-        places = own.get("accepted_by_place") or ()
-        return {**about, "part": part, "rounds": own.get("rounds"), **found} | {
-            f"accepted_{n}": places[n - 1] if n <= len(places) else None for n in range(1, PLACES + 1)
+    names = ("rounds", "prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar")
+    parts = [("all", row), *((f"task {task}", own) for task, own in (row.get("by_task") or {}).items())]
+    parts += [(f"context from {own['from']}", own) for own in row.get("by_context") or ()]
+    parts += [(f"turn {own['turn']}", own) for own in row.get("by_turn") or ()]
+    for part, own in parts:
+        shares = dict(enumerate(own.get("accepted_by_place") or (), start=1))
+        places = {f"accepted_{n}": shares.get(n) for n in range(1, PLACES + 1)}
+        yield {
+            "method": row["method"],
+            "temperature": row["temperature"],
+            "part": part,
+            **with_ends(own, names),
+            **places,
         }
-
-    yield line("all", row)
-    for task, own in (row.get("by_task") or {}).items():
-        yield line(f"task {task}", own)
-    for own in row.get("by_context") or ():
-        yield line(f"context from {own['from']}", own)
-    for own in row.get("by_turn") or ():
-        yield line(f"turn {own['turn']}", own)
