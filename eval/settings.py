@@ -30,8 +30,8 @@ LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
 MOST_REQUESTS = 4096
 # Options of `eval certify` for methods of this decoder.
 OF_METHODS = (
-    *("methods", "mid", "acceptance", "split", "keep_tasks", "max_new_tokens", "sampled_tokens", "batch_size"),
-    *("temperature", "top_k", "top_p", "seed"),
+    *("methods", "mid", "acceptance", "split", "keep_tasks", "max_new_tokens", "ignore_eos", "sampled_tokens"),
+    *("batch_size", "temperature", "top_k", "top_p", "seed"),
 )
 
 
@@ -297,7 +297,7 @@ class ServedConfig(PromptChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(DraftSettings, PromptChoice, Sampling, Running):
+class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     """Certify that a server's answers follow the target, or those of this decoder's methods. The exit code is 1 if they
     do not.
 
@@ -336,8 +336,6 @@ class CertifyConfig(DraftSettings, PromptChoice, Sampling, Running):
     alpha: float = 1e-3
     temperature: float = 1.0
     batch_size: int = 8
-    # Answers end as those that are served.
-    ignore_eos: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

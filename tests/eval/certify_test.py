@@ -79,7 +79,7 @@ def planted_row(loaded, planted: Planted, tmp_path: Path, monkeypatch, **changes
     lms, prompts = loaded
     planted.plant(monkeypatch)
     size = 1 if planted.loop == "single" else FLAGS["batch_size"]
-    settings = {**FLAGS, "sampled_tokens": 30_000, "batch_size": size, **changes}
+    settings = {**FLAGS, "sampled_tokens": 30_000, "ignore_eos": True, "batch_size": size, **changes}
     return methods_rows(asked(tmp_path, **settings), parse_methods(planted.method), lms, prompts, lms.target)[-1]
 
 
