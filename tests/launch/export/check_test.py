@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from head_directory import Directory
+from safetensors.torch import load_file, save_file
 from worlds import tiny_llama_dir
 
 from draftsmith.eval.check.check import run as check
@@ -19,6 +22,42 @@ from draftsmith.modules.formats.gguf import to_adjacent
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
+
+
+class Directory:
+    """A head's directory as an object to break."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return json.loads((self.path / "config.json").read_text())
+
+    def set(self, **changes: Any) -> None:
+        """Fields of config.json; None removes one."""
+        config = {name: value for name, value in {**self.config, **changes}.items() if value is not None}
+        (self.path / "config.json").write_text(json.dumps(config))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self.path / "model.safetensors")
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.path / "model.safetensors")
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.write({**self.tensors, name: tensor})
+
+    def rename(self, renamed: Callable[[str], str]) -> None:
+        self.write({renamed(name): tensor for name, tensor in self.tensors.items()})
+
+    def change(self, name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.write({**self.tensors, name: changed(self.tensors[name])})
+
+    def remove(self, name: str) -> None:
+        self.write({other: tensor for other, tensor in self.tensors.items() if other != name})
+
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
