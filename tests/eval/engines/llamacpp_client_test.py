@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from servers import Request, Server
 
 from draftsmith.eval.check.engine import ComparedPrompt, GateClient, print_comparison
 
@@ -16,38 +15,24 @@ EVENTS = [([5], 0, 0), ([6], 3, 1), ([8], 6, 3), ([9], 6, 3), ([2], 6, 3)]
 WHOLE = [5, 6, 7, 8, 9, 2]
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers as llama.cpp does: a token that ends inside of a character has no event of its own."""
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.reply(json.dumps({"build_info": "fake"}))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not body.get("stream"):
-            return self.reply(json.dumps({"tokens": WHOLE}))
-        lines = []
-        for number, (tokens, drafted, accepted) in enumerate(EVENTS):
-            timings = {"prompt_ms": 1.0, "predicted_ms": 2.0, "draft_n": drafted, "draft_n_accepted": accepted}
-            timings["predicted_n"] = number + 1 + (number > 1)
-            lines.append(f"data: {json.dumps({'tokens': tokens, 'timings': timings})}\n\n")
-        return self.reply("".join(lines))
-
-    def reply(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
+def reply(request: Request) -> Any:
+    """Answer as llama.cpp does: a token that ends inside of a character has no event of its own."""
+    if not request.content:
+        return {"build_info": "fake"}
+    if not request.body.get("stream"):
+        return {"tokens": WHOLE}
+    lines = []
+    for number, (tokens, drafted, accepted) in enumerate(EVENTS):
+        timings = {"prompt_ms": 1.0, "predicted_ms": 2.0, "draft_n": drafted, "draft_n_accepted": accepted}
+        timings["predicted_n"] = number + 1 + (number > 1)
+        lines.append(f"data: {json.dumps({'tokens': tokens, 'timings': timings})}\n\n")
+    return "".join(lines)
 
 
 @pytest.fixture
 def client():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield GateClient(f"http://127.0.0.1:{server.server_port}", 6, 3)
-    server.shutdown()
+    with Server(reply) as server:
+        yield GateClient(server.url, 6, 3)
 
 
 def test_tokens_that_are_not_streamed_are_asked_for_and_compared_by_sums(client, capsys):

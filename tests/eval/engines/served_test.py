@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
+from servers import Request, Server
 
 from draftsmith.data.console import draw_table
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -151,53 +151,45 @@ def test_the_table_fits_a_terminal(capsys):
 # -- running servers
 
 
-class Server(BaseHTTPRequestHandler):
+class Streaming(Server):
     """Streams three tokens to each request, as llama.cpp and vLLM do; two of them by a draft of two."""
 
     drafts = 0
 
-    def log_message(self, *args: Any) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(self.reply)
 
-    def do_GET(self) -> None:
-        pages = {
-            "/v1/models": json.dumps({"data": [{"id": "m", "max_model_len": 64}]}),
-            "/metrics": f"vllm:spec_decode_num_drafts_total{{}} {Server.drafts}\n"
-            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {Server.drafts}\n'
-            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} 0\n'
-            f"vllm:request_success_total{{}} {Server.drafts}\n",
-        }
-        self.reply(pages[self.path])
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert body["stream"]
-        Server.drafts += 1
-        if self.path == "/completion":
+    def reply(self, request: Request) -> Any:
+        if request.path == "/v1/models":
+            return {"data": [{"id": "m", "max_model_len": 64}]}
+        if request.path == "/metrics":
+            return (
+                f"vllm:spec_decode_num_drafts_total{{}} {self.drafts}\n"
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {self.drafts}\n'
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} 0\n'
+                f"vllm:request_success_total{{}} {self.drafts}\n"
+            )
+        assert request.body["stream"]
+        self.drafts += 1
+        if request.path == "/completion":
             events = [{"tokens": [5], "timings": {"predicted_n": 1}}]
             counts = {"draft_n": 2, "draft_n_accepted": 1, "predicted_n": 3}
             events.append({"tokens": [6, 7], "timings": counts})
         else:
             events = [{"choices": [{"token_ids": ids}]} for ids in ([5], [6, 7])]
             events.append({"choices": [], "usage": {"completion_tokens": 3}})
-        self.reply("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+        return self.stream([*(json.dumps(event) for event in events), "[DONE]"])
 
-    def reply(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        with contextlib.suppress(OSError):  # requests that do not count are cut off
-            for part in text.splitlines(keepends=True):
-                self.wfile.write(part.encode())
-                self.wfile.flush()
-                time.sleep(0.002 if part.strip() else 0)
+    def stream(self, events: list[str]) -> Iterator[bytes]:
+        for event in events:
+            yield f"data: {event}\n\n".encode()
+            time.sleep(0.002)
 
 
 @pytest.fixture
 def url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with Streaming() as server:
+        yield server.url
 
 
 @pytest.mark.parametrize(

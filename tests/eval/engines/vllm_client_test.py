@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from servers import Server
 
 from draftsmith.eval.engines.vllm import VllmClient
 from draftsmith.modules.types import InputError
@@ -23,44 +21,20 @@ GOOD: dict[str, Any] = {
 }
 
 
-class Pages(ThreadingHTTPServer):
-    """Answers each address with an object or a text; None closes the connection."""
-
-    daemon_threads = True
-
-    def __init__(self, changed: dict[str, Any]):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.pages = GOOD | changed
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Pages
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        page = self.server.pages[self.path]
-        if page is not None:
-            text = page if isinstance(page, str) else json.dumps(page)
-            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + text.encode())
-
-    do_POST = do_GET
-
-
 @pytest.fixture
 def client() -> Iterator[Callable[[dict[str, Any]], VllmClient]]:
+    """Clients of servers that answer an address with an object or a text; None closes the connection."""
     servers = []
 
     def start(changed: dict[str, Any]) -> VllmClient:
-        servers.append(Pages(changed))
-        return VllmClient(f"http://127.0.0.1:{servers[-1].server_port}", "embedded:target", 8)
+        pages = GOOD | changed
+        servers.append(Server(lambda request: pages[request.path]))
+        servers[-1].start()
+        return VllmClient(servers[-1].url, "embedded:target", 8)
 
     yield start
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.stop()
 
 
 def ask(client: VllmClient) -> tuple[Any, ...]:
