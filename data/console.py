@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -118,8 +118,6 @@ class _Output:
 
     quiet: bool = False
     document: dict[str, Any] | None = None
-    texts: list[str] = field(default_factory=list)
-    tables: list[dict[str, Any]] = field(default_factory=list)
 
 
 _output = _Output()
@@ -137,22 +135,15 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
     output = _output
 
     def to_json(**values: Any) -> str:
-        document = {**values, **(output.document or {})}
-        if output.tables:
-            document["tables"] = output.tables
-        if output.texts:
-            document["text"] = output.texts
-        return json.dumps(json_values(document), indent=2, ensure_ascii=False, default=str)
+        document = json_values(values | (output.document or {}))
+        return json.dumps(document, indent=2, ensure_ascii=False, default=str)
 
     # A stdout without the letters of a text (LC_ALL=C, a pipe in ASCII) prints their codes.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        if as_json:
-            # A library that prints must not spoil the document, which is all there is on stdout.
-            with redirect_stdout(sys.stderr):
-                yield to_json
-        else:
+        # A library that prints must not spoil the document, which is all there is on stdout.
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
             yield to_json
     finally:
         _output = before
@@ -166,7 +157,7 @@ def without_controls(text: str) -> str:
 def print_text(text: str | Text) -> None:
     """Print result text on stdout."""
     if _output.document is not None:
-        _output.texts.append(str(text).strip("\n"))
+        _output.document.setdefault("text", []).append(str(text).strip("\n"))
         return
     Console(soft_wrap=True, highlight=False, markup=False).print(text)
 
@@ -206,7 +197,8 @@ def print_table(table: Table, bold: str = "") -> None:
     keys = [column.key for column in table.columns]
     rows = [{key: row.get(key) for key in keys} for row in table.rows]
     values = {"name": table.name, "title": table.title, "rows": rows, "note": table.note}
-    _output.tables.append({name: value for name, value in values.items() if value or name == "rows"})
+    kept = {name: value for name, value in values.items() if value or name == "rows"}
+    _output.document.setdefault("tables", []).append(kept)
 
 
 def print_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") -> None:
