@@ -22,7 +22,7 @@ import torch
 
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_right, set_threads
-from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates, check_numbering
+from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates, check_numbering, prove_teacher
 from draftsmith.data.settings import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtifactDataset, feature_key, open_dataset
@@ -36,7 +36,7 @@ from draftsmith.modules.finite import NonFinite, broken_row, name_nonfinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.models import load_info, load_lm, target_shape, vocabulary_size
+from draftsmith.modules.pretrained.models import load_info, load_lm, load_outer, target_shape, vocabulary_size
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
@@ -71,7 +71,9 @@ def run(config: FeaturesConfig) -> Path:
     needs_shape = config.drafter is not None or config.layers
     rows, plan, aux_layers = open_rows(config, info, target_shape(config.target) if needs_shape else None)
     with open_states(config, lm, plan, rows, aux_layers) as source:
-        about = Manifest.read(config.output).identity.get("read_by") if source is None else source.about
+        before = Manifest.read(config.output) if source is None else None
+        about = before.identity.get("read_by") if source is None else source.about
+        teacher = before.teacher if source is None else source.teacher
 
         def make_shard(shard: Shard, advance: Advance) -> ShardContent:
             assert source is not None
@@ -86,7 +88,8 @@ def run(config: FeaturesConfig) -> Path:
                     advance(1)
             return shard_of(shard, texts, tensors)
 
-        run_stage(replace(plan, identity={**plan.identity, **({"read_by": about} if about else {})}), make_shard)
+        identity = {**plan.identity, **({"read_by": about} if about else {})}
+        run_stage(replace(plan, identity=identity, teacher=teacher), make_shard)
     return config.output
 
 
@@ -113,6 +116,8 @@ def open_states(
         source = VllmStates(config.target, layers, *how)
     with source:
         examples = [row["input_ids"] for row in rows.read(0, min(4, len(rows)))]
+        proof = prove_teacher(source, load_outer(config.target, "auto"), examples)
+        log_note(str(proof))
         log_note(check_numbering(source, config.target, layers, examples, config.feature_dtype))
         yield source
 
@@ -209,8 +214,9 @@ class OwnStates:
     lm: CausalLM
     aux_layers: tuple[int, ...]
     config: FeaturesConfig
-    # Other sources say what computes their states.
+    # Other sources say what computes their states, and how these were proved.
     about: ClassVar[dict[str, Any]] = {}
+    teacher: ClassVar[dict[str, Any] | None] = None
 
     @torch.inference_mode()
     def read(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, Stored]]:

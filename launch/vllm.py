@@ -64,13 +64,13 @@ def run(config: VllmConfig) -> int:
     shape = target_shape(config.target)
     layers = captured_layers(config.drafter, config.layers, shape) or (shape.num_layers,)
     options = connector_options(layers, config.states, config.feature_dtype)
-    words = ["--model", loadable(config.target), "--served-model-name", config.target, "--dtype", config.dtype]
+    words = ["--model", loadable(config.target), "--served-model-name", config.target]
+    words += [] if config.dtype == "auto" else ["--dtype", config.dtype]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", json.dumps(value)]
     words += config.command
     python = engine_python(config.engine_path)
-    # `vllm serve` without its command line, which some builds lack.
-    argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]
+    argv = [str(python), "-m", "draftsmith.data.engines.vllm_serve", *words]
     if config.dry_run:
         print_text(shlex.join(argv))
         return 0

@@ -75,14 +75,32 @@ class StatesServer:
         self.on_row(row)
         if not self.connector:
             return {"choices": []}
-        said = {"kv_transfer_params": {"row": row_name(row), "directory": str(self.directory)}}
-        if body["kv_transfer_params"]["only_ask"]:
+        said: dict[str, Any] = {"kv_transfer_params": {"row": row_name(row), "directory": str(self.directory)}}
+        params = body["kv_transfer_params"]
+        if params["only_ask"]:
             return said
         with self.lock:
             self.rows.append(row_name(row))
-            encoded = feature_codec.encode(self.states(row), "bf16")
-        self.writer.put(body["kv_transfer_params"]["spool"], row_name(row), encoded, lambda: None)
+            states = self.states(row)
+            encoded = feature_codec.encode(states, "bf16") if "norm" in params else {"": self.before_norm(states)}
+            if "prompt_logprobs" in body:
+                said["choices"] = [{"prompt_logprobs": [None, *self.log_probs(row, body["prompt_logprobs"])]}]
+        assert params.get("norm", "rms") == "rms"
+        self.writer.put(params["spool"], row_name(row), encoded, lambda: None)
         return said
+
+    def before_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """Put a state that the final norm maps to the last one of states [T, F] in its place."""
+        weights = self.lm.model.named_parameters()
+        weight = next(own for name, own in weights if name.endswith("norm.weight") and "layers" not in name)
+        return torch.cat([states[:, : -len(weight)], states[:, -len(weight) :] / weight], -1)
+
+    def log_probs(self, row: list[int], top: int) -> list[dict[str, dict[str, float]]]:
+        logits = self.lm.lm_head(self.lm.features(torch.tensor([row]))[0, :-1])
+        return [
+            {str(token): {"logprob": place[token].item()} for token in {*place.topk(top).indices.tolist(), following}}
+            for place, following in zip(logits.log_softmax(-1), row[1:], strict=True)
+        ]
 
     def handler(self) -> type[BaseHTTPRequestHandler]:
         owner = self

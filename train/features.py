@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,9 +41,16 @@ GRACE_S = 10.0
 class FeatureSource:
     """Reader of a batch's features: stored or served ones decoded, or those that the target computes, in its dtype."""
 
-    def __init__(self, target: CausalLM, aux_layers: tuple[int, ...] = (), stream: FeatureStream | None = None):
-        """aux_layers: the states to read (`DraftHead.aux_layers`). stream: where batches come from that have theirs."""
-        self.target, self.aux_layers, self.stream = target, aux_layers, stream
+    def __init__(
+        self,
+        target: CausalLM,
+        aux_layers: tuple[int, ...] = (),
+        stream: FeatureStream | None = None,
+        teacher: dict[str, Any] | None = None,
+    ):
+        """aux_layers: the states to read (`DraftHead.aux_layers`). stream: where batches come from that have theirs.
+        teacher: how its states were proved, for the manifest."""
+        self.target, self.aux_layers, self.stream, self.teacher = target, aux_layers, stream, teacher
 
     def read(self, data: FeatureBatch) -> tuple[FeatureBatch, Tensor | None]:
         """Return the batch with features [B, T, L*H], and the same features if they were computed here, else None."""

@@ -406,6 +406,8 @@ class LitDrafter(LitHead):
             "target": target,
             "models": {"target": target} if manifest is None else manifest.identity,
             "sampling": None if manifest is None else manifest.sampling,
+            # Stored features bring the proof of their states.
+            "teacher": self.source.teacher or (None if manifest is None else manifest.teacher),
             "inputs": inputs,
             "tied_to_target": list(self.head.tied_to_target),
         }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import log_note
-from draftsmith.data.engines.vllm_states import ServedStates, check_numbering
+from draftsmith.data.engines.vllm_states import ServedStates, check_numbering, prove_teacher
 from draftsmith.data.features import text_dataset
 from draftsmith.data.store.datasets import ArtifactDataset, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
@@ -26,6 +26,7 @@ from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_lm, load_outer, shape_of, target_shape
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
 from draftsmith.train.metrics import rank
@@ -86,8 +87,9 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
     def token_counts() -> Tensor:
         return samples[0].dataset.token_counts(samples[0].indices, target.info.vocab_size)
 
-    head = make_head(config, target, token_counts)
+    # The proof of a teacher comes before the head, which may start from the target's logits.
     source = feature_source(config, target, layers, samples, clients or ExitStack())
+    head = make_head(config, target, token_counts)
     data = HeadDataModule(*samples, config)
     return LitDrafter(head, target, config, source=source), data
 
@@ -112,6 +114,7 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             expected = f"those of {wanted}, which this head learns from"
             remedy = f"Make them with data features --drafter {config.kind}."
             raise InputError("data", f"features of layers {stored}", expected, remedy)
+        target.readout = manifest.readout or target.readout
         check = "sha256" if sum(entry.bytes for entry in manifest.files) < HASHED_BYTES else "size"
         return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
     open_artifact(directory, ("responses", "prompts", "features"), check="size")
@@ -130,24 +133,29 @@ def feature_source(
     clients: receives the server's client, to close it.
 
     Raises:
-        InputError: no server, another target or other layers there, or a directory that is not here.
+        InputError: no server, another target, a wrong teacher or other layers there, or a directory that is not here.
     """
     from draftsmith.train.features import FeatureSource, FeatureStream
 
-    stream = None
+    stream, teacher = None, None
     if config.features == "vllm":
         states = tuple(layers) or (target.info.num_layers,)
         size = token_bytes(target.info.hidden_size * len(states), config.feature_dtype)
         server = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_directory))
+        rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
+        # Spread over devices (--device-map), it is another.
+        outer = target if isinstance(target, OuterLM) else load_outer(config.target, "auto")
+        proof = prove_teacher(server, outer, rows)
+        target.readout, teacher = outer.readout, server.teacher
         if rank() == 0:
-            rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
+            log_note(str(proof))
             log_note(check_numbering(server, config.target, states, rows, config.feature_dtype))
         step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
         window = config.feature_window * 1e9 or 2 * size * step_tokens / world_size(config)
         stream = FeatureStream(server, window, size)
     for part in samples:
         part.stream = stream
-    return FeatureSource(target, tuple(layers), stream)
+    return FeatureSource(target, tuple(layers), stream, teacher)
 
 
 def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[], Tensor] | None = None) -> DraftHead:

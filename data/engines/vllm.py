@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.console import log_note
 from draftsmith.data.engines.process import leave
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.pretrained.checkpoint import end_tokens
@@ -19,13 +21,47 @@ from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_object
+from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
+
+
+def family_arguments(target: str, states: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM that this target's family needs, as vLLM's own classes tell.
+
+    states: hidden states are to be read.
+
+    Raises:
+        InputError: vLLM has no class that gives hidden states of this family.
+    """
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import is_hybrid, supports_eagle3
+    from vllm.platforms import current_platform
+
+    config, arguments = read_config(target), dict[str, Any]()
+    native = next((name for name in config.get("architectures") or () if name in ModelRegistry.models), None)
+    if native is None:
+        # vLLM then runs transformers' class by itself.
+        return arguments
+    model = ModelRegistry.models[native].load_model_cls()
+    if states and not supports_eagle3(model):
+        if is_hybrid(model) or not native.endswith("ForCausalLM"):
+            remedy = "Read its states with --engine hf."
+            raise InputError("engine", f"vLLM's {native}, which gives no hidden states", "a class that does", remedy)
+        # vLLM's option --model-impl would also hold for the model that stands for the states, which has one only.
+        experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        arguments["hf_overrides"] = {"architectures": [f"Transformers{'MoE' * experts}ForCausalLM"]}
+    if is_hybrid(model) and current_platform.is_cpu():
+        # Cached prefixes of recurrent states ask for chunked prefill, whose kernels need a GPU.
+        arguments["enable_prefix_caching"] = False
+        if "linear_key_head_dim" in text_config(config):
+            arguments["dtype"] = "bfloat16"
+    return arguments
 
 
 def open_llm(
     target: str, dtype: str, args: Path | None, trust_remote_code: bool, options: Mapping[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Start vLLM's engine on a target; return it with the arguments of the JSON file `args`.
+    """Start vLLM's engine on a target; return it with the arguments of its family and of the JSON file `args`.
 
     options: arguments that a user may not change.
 
@@ -50,20 +86,21 @@ def open_llm(
     defaults = {"disable_log_stats": True} | ({} if torch.cuda.device_count() else {"enable_chunked_prefill": False})
     # Without its tokenizer and generation config vLLM samples exactly what the request says.
     fixed = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm", **(options or {})}
-    path = str(model_directory(target))
+    path, family = str(model_directory(target)), family_arguments(target, states=bool(options))
+    if family:
+        log_note(f"vLLM: this target needs {json.dumps(family)}")
     # Killed without it, this process would leave vLLM's behind.
     signal.signal(signal.SIGTERM, leave)
     try:
         llm = LLM(
             model=path,
-            dtype=dtype,
             trust_remote_code=trust_remote_code,
-            **{**defaults, **arguments, **fixed},
+            **{"dtype": dtype, **defaults, **family, **arguments, **fixed},
         )
     except (TypeError, ValueError, RuntimeError) as error:
         found = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
         raise InputError("vllm_args", found, "what vllm.LLM takes", "Correct them, or choose an engine.") from error
-    return llm, arguments
+    return llm, {**family, **arguments}
 
 
 class VllmEngine(AbstractContextManager["VllmEngine"]):

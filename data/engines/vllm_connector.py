@@ -3,11 +3,12 @@
 vLLM's method `extract_hidden_states` (0.32) keeps the inputs of chosen layers of every token in a cache of their own,
 beside keys and values. When a request ends, this connector copies them out of the cache, encodes them as features are
 stored, and writes them to a spool (data/store/spool.py), many requests a file, on CPUs and GPUs. Requests name the
-folder that their rows go to: {"kv_transfer_params": {"spool": FOLDER}}; those that name none are served as usual.
-With "only_ask": true they are told the spool's directory, and nothing is written.
+folder that their rows go to, and how the last state is normed (`targets.readout.Readout`): {"kv_transfer_params":
+{"spool": FOLDER, "norm": "rms+1", "eps": 1e-6}}. Without a norm the states are stored as vLLM has them, in its own type
+and before the final norm: from these a reader finds the norm out (`vllm_states.prove_teacher`). Requests without a
+folder are served as usual. With "only_ask": true they are told the spool's directory, and nothing is written.
 
-States are numbered as here: k is the state after the first k layers, and that after the last layer is taken behind the
-final norm. Nothing of vLLM is patched.
+States are numbered as here: k is the state after the first k layers. Nothing of vLLM is patched.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.spool import SpoolWriter, is_folder, row_name
-from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
 from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.outer import read_norm
+from draftsmith.modules.targets.readout import NORMS, Readout
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -48,13 +50,17 @@ logger = init_logger("vllm.draftsmith")
 
 @dataclass
 class FinishedRow:
-    """A finished request whose states are still in the cache. length: tokens of the row. blocks: of the states."""
+    """A finished request whose states are still in the cache.
+
+    length: tokens of the row. blocks: of the states. readout: norm of the last state; None: the states as they are.
+    """
 
     request: str
     folder: str
     name: str
     length: int
     blocks: list[int]
+    readout: Readout | None
 
 
 @dataclass
@@ -80,7 +86,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         layers = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
         model = vllm_config.model_config
         self.final_norm = layers[-1] == model.get_total_num_hidden_layers()
-        self.model, self.eps = model.model, getattr(model.hf_text_config, "rms_norm_eps", 1e-6)
+        self.model, self.hidden_size = model.model, model.get_hidden_size()
 
         # Of the scheduler: its group of cache blocks, and rows that the workers have not been told of.
         groups = kv_cache_config.kv_cache_groups
@@ -107,13 +113,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Return whether the request's blocks are kept until its states are copied, and what its reply says."""
         params, tokens = request.kv_transfer_params or {}, list(request.prompt_token_ids or ())
         # An aborted request has not read its whole prompt. An error here would end the server for all.
-        name, folder = row_name(tokens), params.get("spool")
-        if not is_folder(folder) or not tokens or request.num_computed_tokens < len(tokens):
+        name, folder, norm, eps = row_name(tokens), params.get("spool"), params.get("norm"), params.get("eps", 0.0)
+        known = norm is None or (norm in NORMS and isinstance(eps, float))
+        if not is_folder(folder) or not known or not tokens or request.num_computed_tokens < len(tokens):
             return False, None
         said = {"row": name, "directory": str(self.directory)}
         if params.get("only_ask"):
             return False, said
-        self.finished.append(FinishedRow(request.request_id, folder, name, len(tokens), list(block_ids)))
+        readout = None if norm is None else Readout(norm, eps)
+        self.finished.append(FinishedRow(request.request_id, folder, name, len(tokens), list(block_ids), readout))
         return True, said
 
     def request_finished_all_groups(
@@ -136,10 +144,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         (layer,) = layers
         self.cache = kv_caches[layer]  # [blocks, L, block size, H]
         self.writer = SpoolWriter(self.directory, logger.error)
-        self.norm = None
-        if self.final_norm:
-            weight = checkpoint_tensors(model_directory(self.model), ("norm.weight",))["norm.weight"]
-            self.norm = weight.to(self.cache.device).float()
+        # Weight and bias, where there are any.
+        norm = read_norm(model_directory(self.model), self.hidden_size) if self.final_norm else ()
+        self.norm = [None if tensor is None else tensor.to(self.cache.device) for tensor in norm]
         self.stream = torch.cuda.Stream() if self.cache.is_cuda else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -184,10 +191,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         places = torch.arange(row.length, device=device)
         blocks = torch.tensor(row.blocks, device=device)[places // size]
         states = self.cache[blocks, :, places % size]  # [T, L, H]
-        if self.norm is not None:
-            final = torch.nn.functional.rms_norm(states[:, -1].float(), self.norm.shape, self.norm, self.eps)
-            states = torch.cat([states[:, :-1], final.to(states.dtype)[:, None]], 1)
-        stored = feature_codec.encode(states.flatten(1), self.dtype)  # [T, L*H]
+        if row.readout is not None and self.final_norm:
+            final = row.readout.normed(states[:, -1], *self.norm).to(states.dtype)
+            states = torch.cat([states[:, :-1], final[:, None]], 1)
+        states = states.flatten(1)  # [T, L*H]
+        stored = {"": states} if row.readout is None else feature_codec.encode(states, self.dtype)
         if self.stream is None:
             self.writer.put(row.folder, row.name, stored, lambda: None)
             return

@@ -8,19 +8,23 @@ beside every token.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.engines.server import Server
@@ -30,9 +34,14 @@ from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.files import make_directory
+from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.layerwise import layer_states
 from draftsmith.modules.pretrained.models import target_shape
 from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.targets.outer import OuterLM
+from draftsmith.modules.targets.proof import NUM_TOKENS, TOP, Proof, Reference, prove
+from draftsmith.modules.targets.readout import Norm, Readout, behind_norm, candidates
+from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
 
 # Begin of the name of a spool in a stage's output.
@@ -45,10 +54,14 @@ LATE_S, ATTEMPTS = 30.0, 3
 RETRIES, MAX_WAIT_S = 720, 10.0
 # Rows that are compared with our own states before any are used, and their tokens.
 COMPARED_ROWS, COMPARED_TOKENS = 4, 32
+# Rows of the output embedding that are in float32 at a time.
+VOCAB_PART = 2**14
 # Largest distance of a state, as a share of its length. bf16 is off by 0.01, weights in 4 bits by 0.1.
 FAR = 0.3
 
 Stored = dict[str, Tensor]
+# Log-probabilities of some tokens, among them the text's own, behind each token of a row but the last.
+LogProbs = list[dict[int, float]]
 
 
 def check_release(version: str) -> None:
@@ -86,7 +99,12 @@ class VllmStates:
 
     Attributes:
         about: vLLM's version and `args`, for the manifest.
+        readout, teacher: norm of the last state, and its proof for the manifest (`prove_teacher`). Before it, states
+            are as vLLM has them.
     """
+
+    readout: Readout | None = None
+    teacher: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -121,21 +139,36 @@ class VllmStates:
 
     def read(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, Stored]]:
         """Yield the numbers of rows [T], each with its encoded states, in their order."""
-        from vllm import SamplingParams
-
         names = [row_name(row) for row in rows]
         waiting = {name: row for name, row in zip(names, rows, strict=True) if self._reader.expect(name)}
-        extra = {"kv_transfer_params": {"spool": "rows"}}
-        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
-        self._llm.generate([{"prompt_token_ids": list(row)} for row in waiting.values()], params, use_tqdm=False)
+        self._generate(list(waiting.values()))
         for number, name in enumerate(names):
-            late = time.monotonic() + LATE_S
-            while not self._reader.arrived(name):
-                if time.monotonic() > late:
-                    found = f"{len(waiting)} rows read, and no states of one after {LATE_S:.0f} s"
-                    raise InputError("engine", found, "their states", "Read what vLLM has printed above.")
-                time.sleep(0.005)
-            yield number, self._reader.take(name)
+            yield number, self._take(name)
+
+    def read_with_log_probs(self, row: Sequence[int]) -> tuple[Stored, LogProbs]:
+        """Return the states of a row [T], and vLLM's own log-probabilities of its tokens."""
+        self._reader.expect(row_name(row))
+        (output,) = self._generate([row], prompt_logprobs=TOP)
+        places = [{token: value.logprob for token, value in place.items()} for place in output.prompt_logprobs[1:]]
+        return self._take(row_name(row)), places
+
+    def _generate(self, rows: Sequence[Sequence[int]], **params: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": {"spool": "rows", **norm_words(self.readout)}}
+        params |= {"temperature": 0.0, "max_tokens": 1, "detokenize": False, "extra_args": extra}
+        prompts = [{"prompt_token_ids": list(row)} for row in rows]
+        return self._llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+
+    def _take(self, name: str) -> Stored:
+        """Wait for a row that vLLM has read."""
+        late = time.monotonic() + LATE_S
+        while not self._reader.arrived(name):
+            if time.monotonic() > late:
+                found = f"no states of a row {LATE_S:.0f} s after it was read"
+                raise InputError("engine", found, "its states", "Read what vLLM has printed above.")
+            time.sleep(0.005)
+        return self._reader.take(name)
 
 
 class ServedStates:
@@ -145,8 +178,12 @@ class ServedStates:
 
     Attributes:
         about: vLLM's version, for the manifest.
+        readout, teacher: as of `VllmStates`.
         asked: requests without a reply.
     """
+
+    readout: Readout | None = None
+    teacher: dict[str, Any] | None = None
 
     def __init__(self, url: str, owner: Path, directory: Path | None = None, concurrency: int = 256):
         """owner: output directory of the command. With the rank it names the folder of this reader, so that a resumed
@@ -207,13 +244,20 @@ class ServedStates:
         for number, row in enumerate(rows):
             yield number, self.take(row)
 
+    def read_with_log_probs(self, row: Sequence[int]) -> tuple[Stored, LogProbs]:
+        """Return the states of a row [T], and the server's own log-probabilities of its tokens."""
+        reader, name = self._opened(row), row_name(row)
+        reader.expect(name)
+        self._attempts[name], self._replied[name] = 0, time.monotonic()
+        reply = self._run(self._request(list(row), prompt_logprobs=TOP))
+        places = reply["choices"][0]["prompt_logprobs"][1:]
+        found = [{int(token): value["logprob"] for token, value in place.items()} for place in places]
+        return self.take(row), found
+
     def ask(self, row: Sequence[int]) -> None:
         """Ask for the states of a row [T], without waiting."""
-        if self._reader is None:
-            self._open(row)
         name = row_name(row)
-        assert self._reader is not None
-        if self._reader.expect(name):
+        if self._opened(row).expect(name):
             self._attempts[name] = 0
             self._submit(name, row)
 
@@ -245,15 +289,21 @@ class ServedStates:
         self._attempts.pop(name, None)
         return reader.take(name)
 
-    def _open(self, row: Sequence[int]) -> None:
-        """Ask for the spool's directory."""
-        reply = asyncio.run_coroutine_threadsafe(self._request(list(row[:1]), only_ask=True), self._loop).result()
+    def _run(self, request: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        return asyncio.run_coroutine_threadsafe(request, self._loop).result()
+
+    def _opened(self, row: Sequence[int]) -> SpoolReader:
+        """Return the reader of this client's folder; the first time, ask for the spool's directory."""
+        if self._reader is not None:
+            return self._reader
+        reply = self._run(self._request(list(row[:1]), only_ask=True))["kv_transfer_params"]
         directory = self._directory or Path(reply["directory"])
         if not directory.is_dir():
             found = f"{directory}, the server's spool, which this machine does not have"
             remedy = "Put it on a shared file system, and pass its path here with --feature-directory if it is another."
             raise InputError("server", found, "a directory that both see", remedy)
         self._reader = SpoolReader(directory, self._folder)
+        return self._reader
 
     def _submit(self, name: str, row: Sequence[int]) -> None:
         self._replied.pop(name, None)
@@ -281,24 +331,74 @@ class ServedStates:
 
         self._loop.create_task(ask())
 
-    async def _request(self, row: list[int], only_ask: bool = False) -> dict[str, Any]:
-        """Let the server read a row, and return what the connector says of it. only_ask: no states are written.
+    async def _request(self, row: list[int], only_ask: bool = False, **params: Any) -> dict[str, Any]:
+        """Let the server read a row, and return its reply. only_ask: no states are written. params: of the request.
 
         Raises:
             InputError: the server refuses it, has no connector, or is away for too long.
         """
-        body = {"model": self._model, "prompt": row, "max_tokens": 1, "temperature": 0.0}
-        body["kv_transfer_params"] = {"spool": self._folder, "only_ask": only_ask}
+        body = {"model": self._model, "prompt": row, "max_tokens": 1, "temperature": 0.0, **params}
+        body["kv_transfer_params"] = {"spool": self._folder, "only_ask": only_ask, **norm_words(self.readout)}
         try:
             reply = await self._server.ask("v1/completions", body)
         except RowError as error:
             remedy = "Serve with a --max-model-len above the longest row, or pass --max-length."
             raise InputError("server", f"{error} to a row of {len(row):,} tokens", "a reply", remedy) from error
-        said = reply.get("kv_transfer_params") or {}
-        if "row" not in said:
+        if "row" not in (reply.get("kv_transfer_params") or {}):
             found, remedy = f"{self._server.url} without our connector", "Start it with: draftsmith launch vllm."
             raise InputError("server", found, "one that hands out states", remedy)
-        return said
+        return dict(reply)
+
+
+def norm_words(readout: Readout | None) -> dict[str, Any]:
+    """Return how a request names the norm of the last state to the connector."""
+    return {} if readout is None else {"norm": readout.norm, "eps": readout.eps}
+
+
+def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Sequence[Sequence[int]]) -> Proof:
+    """Find how the target's logits follow from vLLM's last state, and have it store the state behind that norm.
+
+    One request brings the state before the norm and the log-probabilities that vLLM itself gives; a second one proves
+    the states as they are stored from then on. outer: the target's own weights; takes the readout. rows: of the data;
+    up to NUM_TOKENS of their tokens are read.
+
+    Raises:
+        InputError: no reading of the state gives vLLM's distributions.
+    """
+    row = list(itertools.chain(*rows))[: min(NUM_TOKENS, max(map(len, rows)))]
+    config, weights = text_config(read_config(outer.info.path)), outer.weights
+
+    def proved(readouts: Iterable[Readout]) -> Proof:
+        stored, log_probs = source.read_with_log_probs(row)
+        states = decode(stored)[:-1, -outer.info.hidden_size :].to(outer.device)  # [T-1, H]
+
+        @functools.cache
+        def products(norm: Norm, eps: float) -> Tensor:
+            normed = Readout(norm, eps).normed(states, weights.norm, weights.norm_bias)
+            parts = [F.linear(normed, part.float()) for part in weights.output.split(VOCAB_PART)]
+            return torch.cat(parts, -1).add_(0 if weights.bias is None else weights.bias).cpu()  # [T-1, V]
+
+        def logits(readout: Readout) -> Tensor:
+            return readout.bounded(products(readout.norm, readout.eps))
+
+        # The narrowest that the states went through.
+        dtype = min(outer.dtype, stored[""].dtype, key=lambda dtype: dtype.itemsize)
+        return prove("vLLM's states", readouts, logits, reference_of(row, log_probs), dtype)
+
+    found = proved(candidates(config)).readout
+    source.readout, outer.readout = found, behind_norm(found)
+    proof = replace(proved([outer.readout]), readout=found)
+    source.teacher = proof.as_json()
+    return proof
+
+
+def reference_of(row: Sequence[int], log_probs: LogProbs) -> Reference:
+    """Return log-probabilities of a row [T] as the proof reads them, those of the likeliest tokens first."""
+    ordered = [sorted(place.items(), key=lambda item: -item[1]) for place in log_probs]
+    top = min(map(len, ordered))
+    tokens, values = (torch.tensor([[item[i] for item in place[:top]] for place in ordered]) for i in (0, 1))
+    own = torch.tensor([place[token] for place, token in zip(log_probs, row[1:], strict=True)])
+    return Reference(tokens, values.double(), torch.tensor(row[1:]), own.double())
 
 
 def check_numbering(

@@ -18,6 +18,7 @@ from typing import Any
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256
 from draftsmith.modules.pretrained.reading import read_object
+from draftsmith.modules.targets.readout import Readout, behind_norm
 from draftsmith.modules.types import InputError
 
 SCHEMA_VERSION = 1
@@ -37,6 +38,7 @@ MANIFEST_SHAPE: dict[str, Any] = {
     "command": str,
     "packages": {"*": str},
     "git_commit": (str, None),
+    "teacher": (dict, None),
 }
 
 
@@ -68,6 +70,7 @@ class Manifest:
     sampling: temperature (a list for labels of several), top_k and top_p that labels or tokens were drawn with; None if
         nothing was drawn.
     counts: rows, tokens and whatever else the stage counts. command: the command line that makes it again.
+    teacher: how states were proved against the target's own logits (`targets.proof.Proof.as_json`); None if not.
     """
 
     kind: str
@@ -82,15 +85,22 @@ class Manifest:
     command: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
+    teacher: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
     def digest(self) -> str:
         """Hash of the content and the inputs, but not of the place, commit or release that made it."""
         content = dataclasses.asdict(self)
-        for incidental in ("config", "command", "packages", "git_commit"):
+        for incidental in ("config", "command", "packages", "git_commit", "teacher"):
             del content[incidental]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def readout(self) -> Readout | None:
+        """How logits follow from the states, if these were proved."""
+        names = [field.name for field in dataclasses.fields(Readout)]
+        return None if self.teacher is None else behind_norm(Readout(**{name: self.teacher[name] for name in names}))
 
     @property
     def field_names(self) -> set[str]:

@@ -97,6 +97,7 @@ class StagePlan:
     identity: dict[str, Any]
     sampling: dict[str, Any] | None = None
     seed: int | None = None
+    teacher: dict[str, Any] | None = None
 
     @property
     def directory(self) -> Path:
@@ -255,6 +256,7 @@ def _finish(plan: StagePlan) -> Manifest:
         command=plan.command,
         packages=package_versions(),
         git_commit=git_commit(),
+        teacher=plan.teacher,
     )
     manifest.write(plan.directory)
 

@@ -23,7 +23,7 @@ class StoredLM(OuterLM):
 
     def __init__(self, outer: OuterLM, directory: Path, manifest: Manifest):
         """manifest: of the artifact, with the target's identity."""
-        super().__init__(outer.weights, outer.info, outer.readout)
+        super().__init__(outer.weights, outer.info, manifest.readout or outer.readout)
         self.directory = directory
         layers = manifest.identity["target"]["layers"]
         # () stands for the state behind the final norm.

@@ -72,6 +72,16 @@ def outer_names(directory: Path, hidden_size: int) -> OuterNames:
     return OuterNames({field: name for field, name in found.items() if name is not None}, files)
 
 
+def read_norm(directory: Path, hidden_size: int) -> tuple[Tensor | None, Tensor | None]:
+    """Read the weight and the bias [H] of a target's final norm, None where the files have none.
+
+    Raises:
+        InputError: there is no embedding of this width, or the norm is quantized.
+    """
+    tensors = read_tensors_of(directory, outer_names(directory, hidden_size), ("norm", "norm_bias"))
+    return tensors.get("norm"), tensors.get("norm_bias")
+
+
 def read_outer(directory: Path, sizes: tuple[int, int], device: str, dtype: torch.dtype) -> OuterWeights:
     """Read a target's embedding, output embedding and final norm. sizes: its vocabulary and width.
 
@@ -80,14 +90,8 @@ def read_outer(directory: Path, sizes: tuple[int, int], device: str, dtype: torc
     Raises:
         InputError: they are missing, quantized, or of different sizes.
     """
-    found, tensors = outer_names(directory, sizes[1]), dict[str, Tensor]()
-    for field, name in found.names.items():
-        with open_tensors(found.files[name], REMEDY) as opened:
-            tensor = opened.get_tensor(name)
-        if tensor.dtype not in FLOATS:
-            what = f"{directory} with {name} in {tensor.dtype}"
-            raise InputError("model", what, "weights in bfloat16, float16 or float32", UNQUANTIZED)
-        tensors[field] = tensor
+    found = outer_names(directory, sizes[1])
+    tensors = read_tensors_of(directory, found, tuple(found.names))
     embeddings = tensors["embeddings"]
     if "output" in tensors and same_values(embeddings, tensors["output"]):
         del tensors["output"]
@@ -97,3 +101,16 @@ def read_outer(directory: Path, sizes: tuple[int, int], device: str, dtype: torc
             raise InputError("model", what, f"{sizes[0]} x {sizes[1]}, as config.json says", REMEDY)
     moved = {field: tensor.to(device, dtype) for field, tensor in tensors.items()}
     return OuterWeights(**{"output": moved["embeddings"], **moved})
+
+
+def read_tensors_of(directory: Path, found: OuterNames, fields: tuple[str, ...]) -> dict[str, Tensor]:
+    """Read the tensors of these fields that there are; raise InputError if one is quantized."""
+    tensors = {}
+    for field, name in found.names.items():
+        if field in fields:
+            with open_tensors(found.files[name], REMEDY) as opened:
+                tensors[field] = opened.get_tensor(name)
+            if tensors[field].dtype not in FLOATS:
+                what = f"{directory} with {name} in {tensors[field].dtype}"
+                raise InputError("model", what, "weights in bfloat16, float16 or float32", UNQUANTIZED)
+    return tensors

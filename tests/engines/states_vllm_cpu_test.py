@@ -41,6 +41,7 @@ from draftsmith.modules.types import InputError
 torch.set_num_threads(1)
 TARGET, ROWS = "embedded:target", 120
 ARGS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 1024}
+TARGETED = ["--target", TARGET, "--drafter", "eagle3", "--dtype", "float32"]
 SERVE = ["--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "1024"]
 TRAIN = [
     "--config",
@@ -137,17 +138,17 @@ def test_arguments_that_the_stage_needs_are_one_line(responses: Path, tmp_path: 
 
 
 class Server:
-    """`draftsmith launch vllm` in a process group of its own."""
+    """`draftsmith launch vllm` in a process group of its own. words: its options."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, words: list[str]):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.url, self.directory = f"http://127.0.0.1:{self.port}", directory
+        self.url, self.directory, self.words = f"http://127.0.0.1:{self.port}", directory, words
 
     def start(self) -> None:
-        words = [sys.executable, "-m", "draftsmith", "launch", "vllm", "--target", TARGET, "--drafter", "eagle3"]
-        words += ["--dtype", "float32", "--states", str(self.directory), "--engine-path", sys.executable]
+        words = [sys.executable, "-m", "draftsmith", "launch", "vllm", *self.words]
+        words += ["--states", str(self.directory), "--engine-path", sys.executable]
         words += ["--", *SERVE, "--port", str(self.port)]
         log = self.directory.with_suffix(".log").open("ab")
         self.process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
@@ -166,8 +167,8 @@ class Server:
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[Server]:
-    server = Server(directory)
+def serving(directory: Path, words: list[str]) -> Iterator[Server]:
+    server = Server(directory, words)
     server.start()
     try:
         yield server
@@ -191,7 +192,7 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
     base = [sys.executable, "-m", "draftsmith", "train", "eagle3", *TRAIN]
     subprocess.run([*base, "--data", str(own), "--output", str(expected)], check=True)
     output = tmp_path / "streamed"
-    with serving(tmp_path / "states") as server:
+    with serving(tmp_path / "states", TARGETED) as server:
         # The layers of this server are not those of another drafter, or of other options.
         for wrong in ({"layers": (3, 6, 9)}, {"layers": (2, 6)}, {"layers": (1, 6, 9)}):
             with pytest.raises(InputError, match="server: found"):

@@ -6,3 +6,5 @@ mkdir -p "$site/vllm-0.32.0+cpu.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$site/vllm-0.32.0+cpu.dist-info/METADATA"
 # vLLM's processes load our connector from this checkout.
 ln -sfn "$PWD" "$site/draftsmith"
+# vLLM imports Qwen3.5's image code, which imports torchvision; its operators are built for another torch and not used.
+sed -i '/^    _autograd_registrations,$/d; /^    _meta_registrations,$/d' "$site/torchvision/__init__.py"

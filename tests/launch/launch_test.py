@@ -309,7 +309,7 @@ def test_a_server_of_states_is_started_with_the_layers_of_the_drafter_and_what_f
     words += ["--states", str(tmp_path), "--feature-dtype", "fp8", "--dry-run", "--", "--port", "8001", "--x", "a b"]
     assert cli.main(words) == 0
     python, *rest = shlex.split(capsys.readouterr().out)
-    assert python == sys.executable and rest[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert python == sys.executable and rest[:2] == ["-m", "draftsmith.data.engines.vllm_serve"]
     assert rest[-4:] == ["--port", "8001", "--x", "a b"]
     options = dict(zip(rest[2:-4:2], rest[3:-4:2], strict=True))
     assert Path(options["--model"], "config.json").is_file() and options["--served-model-name"] == "embedded:target"

@@ -266,7 +266,7 @@ def test_a_row_whose_file_never_comes_is_asked_for_again_and_then_given_up(
 @pytest.mark.parametrize(
     "served, message",
     [
-        ({"layers": (1,)}, "states of layer 2 off by .* nearest to layer 1"),
+        ({"layers": (1,)}, "teacher: found"),
         ({"layers": (1, 2)}, "states of width 64, expected 1 layers of 32"),
         ({"layers": FINAL, "connector": False}, "without our connector"),
     ],
@@ -281,9 +281,16 @@ def test_states_of_another_numbering_are_refused_before_the_first_step(artifacts
     assert not list((tmp_path / "features").glob("shard*"))
 
 
+def test_states_of_another_layer_beside_a_proved_last_one_are_refused(artifacts, target, tmp_path):
+    with StatesServer(target, (0, 2), tmp_path / "spool") as server:
+        settings = features_config(artifacts, server, tmp_path / "features", drafter="eagle3", layers=(1,))
+        with pytest.raises(InputError, match=r"states of layer 1 off by .* nearest to layer 0"):
+            make_features(settings)
+
+
 def test_another_model_at_the_server_is_refused(artifacts, tmp_path):
     other = load_lm(str(artifacts.draft))
-    with StatesServer(other, (1,), tmp_path / "spool") as server, pytest.raises(InputError, match="off by"):
+    with StatesServer(other, (1,), tmp_path / "spool") as server, pytest.raises(InputError, match="teacher: found"):
         streamed(artifacts, server, tmp_path / "run")
 
 
@@ -292,7 +299,7 @@ def test_no_server_is_one_line(artifacts, tmp_path):
         run(config(artifacts, tmp_path, data=artifacts.responses, features="vllm", feature_server="http://127.0.0.1:9"))
 
 
-def features_config(artifacts, server, output):
+def features_config(artifacts, server, output, **changes):
     return FeaturesConfig(
         responses=artifacts.responses,
         target=str(artifacts.target),
@@ -301,6 +308,7 @@ def features_config(artifacts, server, output):
         server=server.url,
         rows_per_shard=20,
         num_threads=1,
+        **changes,
     )
 
 
@@ -318,6 +326,7 @@ def test_stored_features_of_a_server_are_our_own_and_resume(artifacts, target, s
         make_features(settings)
         made = open_dataset(settings.output, "features", {"target": target.info.identity})
         assert made.manifest.identity["read_by"] == {"vllm": "0.32.0"}
+        assert made.manifest.teacher["norm"] == "rms" and made.manifest.teacher["median"] < 0.1
         for item, own in zip(made, open_dataset(artifacts.features), strict=True):
             assert all(torch.equal(item[name], own[name]) for name in own)
         # One shard is made again, and nothing if nothing is missing.

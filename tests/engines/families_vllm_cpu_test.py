@@ -1,0 +1,96 @@
+"""Hidden states of other families from the whole vLLM engine on a CPU: they are transformers', the way from them to the
+logits is found, and a wrong one is refused. Run by `make test-engines`.
+
+vLLM's processes are forks of this one, so that the families share its import.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from exported import FIGURES
+from states_vllm_cpu_test import ARGS, serving
+from torch import Tensor
+
+# Shared with the tests that need no engine.
+sys.path.append(str(Path(__file__).parents[1]))
+from twins import LAYERS, TWINS, save_twin, states_of
+
+from draftsmith.data.engines import vllm_states
+from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, prove_teacher
+from draftsmith.data.store.feature_codec import decode
+from draftsmith.modules.pretrained.models import load_outer
+from draftsmith.modules.targets.readout import candidates
+from draftsmith.modules.types import InputError
+
+torch.set_num_threads(1)
+READ = (1, 2, LAYERS)
+GENERATOR = torch.Generator().manual_seed(3)
+ROW = torch.randint(2, 512, (128,), generator=GENERATOR).tolist()
+# vLLM has a gated delta rule for CPUs in bfloat16 only. Its layers differ from float32's by a few in a hundred.
+BF16 = ("qwen3_5", "qwen3_next")
+
+
+def compare(source: VllmStates | ServedStates, model: torch.nn.Module) -> list[float]:
+    """Distance of the stored states of each layer to transformers', median over tokens, as a share of their length."""
+    ((_, stored),) = source.read([ROW])
+    states = decode(stored).float().unflatten(-1, (len(READ), -1))
+    expected = states_of(model, ROW)[0]
+
+    def away(column: int, layer: int) -> Tensor:
+        return (states[:, column] - expected[layer]).norm(dim=-1) / expected[layer].norm(dim=-1)
+
+    return [away(column, layer).median().item() for column, layer in enumerate(READ)]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str, tmp_path: Path, monkeypatch):
+    model = save_twin(name, tmp_path / "target")
+    args = tmp_path / "args.json"
+    args.write_text(json.dumps(ARGS))
+    outer = load_outer(str(tmp_path / "target"))
+    with VllmStates(str(tmp_path / "target"), READ, "float32", "bf16", tmp_path / "out", args) as source:
+        proof = prove_teacher(source, outer, [ROW])
+        distances = compare(source, model)
+        FIGURES.append(f"{name}: {proof}; states off by {', '.join(f'{own:.2%}' for own in distances)}")
+        right = proof.readout
+        assert right.norm == ("rms+1" if name in ("gemma3", *BF16) else "rms")
+        assert (right.scale, right.softcap) == {"granite": (1 / 8, None), "gemma4": (1.0, 30.0)}.get(name, (1.0, None))
+        # Stored in bf16, which is 2^-9 off.
+        assert max(distances) < (0.1 if name in BF16 else 0.004)
+
+        def others(config: dict[str, object]) -> Iterator[object]:
+            return (readout for readout in candidates(config) if readout.norm != right.norm)
+
+        source.readout = None
+        monkeypatch.setattr(vllm_states, "candidates", others)
+        with pytest.raises(InputError, match="teacher: found"):
+            prove_teacher(source, outer, [ROW])
+
+
+def test_a_server_of_a_family_without_states_of_its_own(tmp_path: Path):
+    """vLLM's Gemma 3 has none: the server runs transformers' class in its place."""
+    model = save_twin("gemma3", tmp_path / "target")
+    words = ["--target", str(tmp_path / "target"), "--drafter", "eagle3", "--layers", "1", "2", "--dtype", "float32"]
+    with serving(tmp_path / "states", words) as server, ServedStates(server.url, tmp_path / "owner") as source:
+        outer = load_outer(str(tmp_path / "target"))
+        proof = prove_teacher(source, outer, [ROW])
+        assert proof.readout.norm == "rms+1"
+        assert max(compare(source, model)) < 0.004
+        source.readout = replace(proof.readout, norm="rms")
+        assert compare(source, model)[-1] > 0.1
