@@ -216,7 +216,7 @@ def _load_hf(
     )
     lm = HFLM(model, info)
     fit_readout(lm, candidates(text.to_dict(), ("none",)))
-    lm.refusals = self_test(model, lm)
+    lm.refusals = self_test(model, lm, lm.mixers)
     return lm
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,9 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 from draftsmith.modules.engine.cache import tree_mask
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
+from draftsmith.modules.targets.hybrid import LinearStates, Mixers, is_linear
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.self_test import Refusals
 from draftsmith.modules.types import InputError
@@ -36,6 +45,10 @@ class HFLM:
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         self.refusals, self.readout = Refusals(), Readout()
+        self.mixers = Mixers(hybrid=any(map(is_linear, DynamicCache(config=model.config).layers)))
+        # Mamba has another name for the cache.
+        names = inspect.signature(self.decoder.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in names else "past_key_values"
         self._missing = 0  # tokens of the target's vocabulary
 
     def session(
@@ -117,7 +130,7 @@ class HFLM:
 
 
 class HFSession:
-    """A `Session` over an `HFLM`. Layers without plain key/value caches cannot drop tokens: transformers refuses them.
+    """A `Session` over an `HFLM`. One row drops tokens: keys are cropped, states of linear layers are rolled back.
 
     transformers' caches do not tell rows' lengths apart. So several rows are padded at the left, begin and continue
     together, and drop nothing: enough to answer prompts, but not for drafts.
@@ -130,10 +143,10 @@ class HFSession:
         self.reset(rows)
 
     def reset(self, rows: int) -> None:
-        # No config: sliding-window layers then keep all keys, and the mask does the windowing; drafted tokens could not
-        # be dropped from a rolling buffer.
-        self._cache, self.lengths = DynamicCache(), [0] * rows
-        self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=self._lm.device) if rows > 1 else None
+        lm = self._lm
+        self._cache, self.lengths = new_cache(lm.model.config) if lm.mixers.hybrid else DynamicCache(), [0] * rows
+        self._states = LinearStates(lm.model, self._cache, lm.mixers) if lm.mixers.hybrid and rows == 1 else None
+        self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=lm.device) if rows > 1 else None
 
     def begin(self, row: int) -> None:
         assert row == 0 and self._mask is None
@@ -168,7 +181,8 @@ class HFSession:
         """Read prompts of any lengths, then equally many tokens of each row. mask [B, length]: slots with tokens."""
         lm, counts = self._lm, [len(own) for own in tokens]
         width, fewest = max(counts), min(counts)
-        if parents is not None or (fewest < width and any(self.lengths)) or logits_to_keep > fewest:
+        uneven = fewest < width or (lm.mixers.stepwise and width > 1)
+        if parents is not None or (uneven and any(self.lengths)) or logits_to_keep > fewest:
             raise _no_drafts()
         padded = [[0] * (width - len(own)) + [int(token) for token in own] for own in tokens]
         padding = torch.tensor([width - count for count in counts], device=lm.device)
@@ -179,8 +193,8 @@ class HFSession:
             input_ids=torch.tensor(padded, device=lm.device),
             attention_mask=mask,
             position_ids=(mask.cumsum(-1)[:, -width:] - 1).clamp_min(0),
-            past_key_values=self._cache,
             use_cache=True,
+            **{lm.cache_name: self._cache},
         )
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         # A row's own entries come first.
@@ -198,15 +212,15 @@ class HFSession:
 
     def _read(self, ids: Tensor, positions: Tensor, **masked: Any) -> tuple[Tensor, Tensor]:
         """Return hidden states and features [1, T, ..] of ids [T]; positions of all slots, those of `ids` last."""
-        own = positions[None, -len(ids) :]
-        output = self._lm.read(
-            self.aux_layers,
-            input_ids=ids[None],
-            position_ids=own,
-            past_key_values=self._cache,
-            use_cache=True,
-            **masked,
-        )
+        with self._states.reading(ids) if self._states else nullcontext():
+            output = self._lm.read(
+                self.aux_layers,
+                input_ids=ids[None],
+                position_ids=positions[None, -len(ids) :],
+                use_cache=True,
+                **{self._lm.cache_name: self._cache},
+                **masked,
+            )
         self.lengths = [self.lengths[0] + len(ids)]
         return output
 
@@ -217,12 +231,12 @@ class HFSession:
                 raise _no_drafts()
             return
         length, path = lengths[0], list(slots[0]) if slots else []
-        cached = self._cache.get_seq_length()
         end = length + len(path)
         if path == list(range(length, end)):
-            if end < cached:
-                # transformers 5 takes minus the number of tokens to drop.
-                self._cache.crop(end - cached)
+            if end < self.lengths[0]:
+                self._drop_after(end)
+            if self._states:
+                self._states.commit()
         else:
             kept = torch.tensor([*range(length), *path], device=self._lm.device)
             for layer in self._cache.layers:
@@ -230,13 +244,45 @@ class HFSession:
                 layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
         self.lengths = [end]
 
+    def _drop_after(self, end: int) -> None:
+        """Drop all tokens but the first `end`. Those that neither cropping nor a replay keeps are read again."""
+        unread = None if self._states is None else self._states.rewind(end)
+        kept = end if unread is None else end - len(unread)
+        if kept == 0:
+            self.reset(1)
+        for layer in self._cache.layers if kept else ():
+            # transformers 5 takes minus the number of tokens to drop.
+            if not is_linear(layer):
+                layer.crop(kept - self.lengths[0])
+            elif isinstance(layer, DynamicLayer):
+                DynamicLayer.crop(layer, kept - self.lengths[0])
+        self.lengths = [kept]
+        if unread is not None and kept < end:
+            self._read(unread, torch.arange(end, device=self._lm.device))
+
     def select(self, rows: Sequence[int]) -> None:
         if self._mask is None:
             assert list(rows) in ([], [0])
             return
         index = torch.tensor(rows, device=self._lm.device)
         self._mask, self.lengths = self._mask[index], [self.lengths[row] for row in rows]
-        self._cache.batch_select_indices(index)
+        # Unlike batch_select_indices, linear layers have it.
+        self._cache.reorder_cache(index)
+
+
+def new_cache(config: Any) -> DynamicCache:
+    """Make an empty cache for a hybrid of this config.
+
+    Its sliding-window layers keep all keys, as those of a cache without a config do, and the mask does the windowing:
+    drafted tokens could not be dropped from a rolling buffer.
+    """
+    cache = DynamicCache(config=config)
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionAndSlidingWindowAttentionLayer):
+            cache.layers[number] = LinearAttentionAndFullAttentionLayer(layer.number_of_states)
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            cache.layers[number] = DynamicLayer()
+    return cache
 
 
 def _no_drafts() -> InputError:

@@ -1,4 +1,5 @@
-"""Check at load that a transformers model gives the same logits in parts, as a tree and in rows as in one forward.
+"""Check at load that a transformers model gives the same logits in parts, after dropped tokens, as a tree and in rows
+as in one forward.
 
 transformers' architectures treat a cache, position ids and attention masks differently. Some ignore one of these
 without an error, so that decoding would be wrong and look right.
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, Session
+from draftsmith.modules.targets.hybrid import Mixers
 from draftsmith.modules.types import InputError
 
 PREFIX, TAIL = 5, 3
@@ -31,14 +33,15 @@ class Refusals:
     rows: str = ""
 
 
-def self_test(model: Any, lm: CausalLM) -> Refusals:
+def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
     """Compare each way a session reads with one whole forward, and return the reasons against trees and rows.
 
-    Costs seven forwards of at most 22 tokens.
+    mixers: of `lm`; the test sets how those of a hybrid continue and are rolled back. Costs nine forwards of at most 22
+    tokens, a hybrid's up to four times as many.
 
     Raises:
         InputError: the model cannot be decoded at all: its logits are not those of its output embedding, or reading
-            after a cached prefix gives other ones.
+            after a cached prefix, or after dropped tokens, gives other ones.
     """
     name = type(model).__name__
     count, vocab_size = PREFIX + len(TREE) + TAIL, lm.info.vocab_size
@@ -54,29 +57,24 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
         if not whole.isfinite().all():
             remedy = "Check the checkpoint, or load it in another dtype."
             raise InputError("model", f"{name} with NaN or infinite logits in {lm.dtype}", "finite logits", remedy)
-        session.extend([prefix])
-        rest = texts[0][PREFIX:]
-        in_parts = session.extend([rest], logits_to_keep=len(rest)).logits[0]
-        reason = _differs(name, "reading in two parts", in_parts, whole[0, PREFIX:], lm)
+        # Some recurrences continue by single tokens only; what the mixers cannot replay, the whole model reads again.
+        for stepwise, replay in ((False, True), (True, True), (False, False), (True, False)):
+            mixers.stepwise, mixers.replay = stepwise, replay
+            reason = _chain_differs(name, session, texts[0], whole[0], lm)
+            if not reason or not mixers.hybrid:
+                break
         if reason and (at_once := _differs(name, "its output embedding", lm.lm_head(lm.features(batch)), whole, lm)):
             reason = at_once
         session.keep([PREFIX], [()])
     except (InputError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each architecture fails in its own way
-        reason = f"{name}, which fails when a cache of keys and values is extended ({_describe(error)})"
+        reason = f"{name}, which fails when its cache is extended ({_describe(error)})"
     if reason:
-        raise InputError("model", reason, "an architecture that decodes from a cache of keys and values", REMEDY)
-    try:
-        # Each path's last two nodes, which a chain would not have, then what follows once one path is kept.
-        logits = session.extend([nodes], [TREE], logits_to_keep=len(nodes)).logits[0]
-        in_tree = torch.stack([logits[list(path[1:])] for path in PATHS])  # [2, 2, V]
-        trees = _differs(name, "a tree", in_tree, whole[:, PREFIX + 1 : PREFIX + 3], lm)
-        session.keep([PREFIX], [[PREFIX + node for node in PATHS[1]]])
-        after = session.extend([tail], logits_to_keep=TAIL).logits[0]
-        trees = trees or _differs(name, "what follows a kept branch", after, whole[1, -TAIL:], lm)
-    except Exception as error:
-        trees = f"{name}, which cannot read a tree ({_describe(error)})"
+        raise InputError("model", reason, "an architecture that decodes from a cache", REMEDY)
+    trees = f"{name}, which keeps one state for all branches of a tree"
+    if not mixers.hybrid:
+        trees = _trees_differ(name, session, nodes, tail, whole, lm)
     kinds = (getattr(model.config, field, None) or () for field in ("attention_layers", "layer_types"))
     if {"local", "chunked_attention"} & {kind for own in kinds for kind in own}:
         # GPT-Neo and Llama 4: the window is longer than this test, and in slots.
@@ -86,12 +84,46 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
         shorter, longer = texts[0][:-1], texts[1]
         session = lm.session(2, len(longer))
         session.extend([shorter[:-TAIL], longer[:-TAIL]])
-        in_rows = session.extend([shorter[-TAIL:], longer[-TAIL:]], logits_to_keep=TAIL).logits  # [2, TAIL, V]
+        ends = [shorter[-TAIL:], longer[-TAIL:]]
+        if mixers.stepwise:
+            in_rows = torch.cat([session.extend([[a], [b]]).logits for a, b in zip(*ends, strict=True)], 1)
+        else:
+            in_rows = session.extend(ends, logits_to_keep=TAIL).logits  # [2, TAIL, V]
         expected = torch.stack([whole[0, -TAIL - 1 : -1], whole[1, -TAIL:]])
         rows = _differs(name, "rows of different lengths", in_rows, expected, lm)
     except Exception as error:
         rows = f"{name}, which cannot read rows of different lengths ({_describe(error)})"
     return Refusals(trees, rows)
+
+
+def _chain_differs(name: str, session: Session, text: list[int], whole: Tensor, lm: CausalLM) -> str:
+    """Describe a difference of what follows a prefix, all of which is then dropped, and then half of it."""
+    session.reset(1)
+    session.extend([text[:PREFIX]])
+    reason = ""
+    for way, kept in (
+        ("reading in two parts", PREFIX),
+        ("what follows dropped tokens", PREFIX),
+        ("what follows dropped tokens", PREFIX + TAIL),
+    ):
+        session.keep([kept])
+        logits = session.extend([text[kept:]], logits_to_keep=len(text) - kept).logits[0]
+        reason = reason or _differs(name, way, logits, whole[kept:], lm)
+    return reason
+
+
+def _trees_differ(name: str, session: Session, nodes: list[int], tail: list[int], whole: Tensor, lm: CausalLM) -> str:
+    """Say why the model cannot read trees; empty if it can. The session has read the prefix."""
+    try:
+        # Each path's last two nodes, which a chain would not have, then what follows once one path is kept.
+        logits = session.extend([nodes], [TREE], logits_to_keep=len(nodes)).logits[0]
+        in_tree = torch.stack([logits[list(path[1:])] for path in PATHS])  # [2, 2, V]
+        reason = _differs(name, "a tree", in_tree, whole[:, PREFIX + 1 : PREFIX + 3], lm)
+        session.keep([PREFIX], [[PREFIX + node for node in PATHS[1]]])
+        after = session.extend([tail], logits_to_keep=TAIL).logits[0]
+        return reason or _differs(name, "what follows a kept branch", after, whole[1, -TAIL:], lm)
+    except Exception as error:
+        return f"{name}, which cannot read a tree ({_describe(error)})"
 
 
 def _differs(name: str, way: str, found: Tensor, expected: Tensor, lm: CausalLM) -> str:

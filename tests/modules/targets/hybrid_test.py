@@ -1,0 +1,266 @@
+"""Models with recurrent or convolution states drop drafted tokens: what they then say is what whole forwards say."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hybrid_models import CONTEXT, HYBRIDS, VOCAB, hybrid_model, language_model
+from oracles.tables import V, decoded_distribution, target_distribution, total_variation
+from worlds import tiny_tokenizer
+
+from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.drafter import EachRow, Outcome
+from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.decoding.tree import DraftTree, chain_parents
+from draftsmith.modules.drafters.draft_model import DraftModelNet
+from draftsmith.modules.drafters.net import ChainDrafter
+from draftsmith.modules.sampling import Sampler, TorchSource
+from draftsmith.modules.targets import hybrid
+from draftsmith.modules.targets.hf import HFLM, DynamicLayer
+from draftsmith.modules.targets.self_test import self_test
+from draftsmith.modules.types import InputError, SamplingParams
+
+GREEDY, ANSWER, DRAFTED = SamplingParams(), 24, 5
+# One of each kind of state: delta rule, convolution alone, state space, and both kinds of layers in one.
+KINDS = ("Qwen3.5", "LFM2", "Granite hybrid", "Falcon-H1")
+
+
+def checked(name: str, vocab: int = VOCAB, dtype: torch.dtype = torch.float32) -> HFLM:
+    model = hybrid_model(name, vocab, dtype)
+    lm = language_model(model)
+    lm.refusals = self_test(model, lm, lm.mixers)
+    return lm
+
+
+def prompt_of(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(2, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def next_tokens(lm: HFLM, text: Sequence[int]) -> list[int]:
+    """What follows each token of a text, of one whole forward."""
+    return lm.model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0].argmax(-1).tolist()
+
+
+def plain(lm: HFLM, prompt: list[int], count: int) -> list[int]:
+    """The answer without drafts, which one whole forward has to confirm."""
+    answer = generate_one(lm, None, prompt, GREEDY, count, TorchSource(0), ()).tokens
+    assert next_tokens(lm, prompt + answer)[len(prompt) - 1 : -1] == answer
+    return answer
+
+
+class Foreseen:
+    """A `SequenceDrafter` that knows the answer, and errs in 3 of 10 tokens. Keeps the target's features."""
+
+    def __init__(self, answer: list[int]):
+        self._answer, self._rng = answer, random.Random(2)
+        self.features = list[torch.Tensor]()
+        self.counts = list[int]()  # accepted tokens of each round
+
+    def start(self, prompt: Sequence[int], features: torch.Tensor, first_token: int) -> None:
+        self._emitted = 1
+        self.features.append(features)
+
+    def propose(self, max_drafted: int, sampler: Sampler) -> DraftTree:
+        known = self._answer[self._emitted : self._emitted + min(DRAFTED, max_drafted)]
+        drafted = [token if self._rng.random() < 0.7 else self._rng.randrange(VOCAB) for token in known]
+        return DraftTree(tuple(drafted), chain_parents(len(drafted)))
+
+    def advance(self, outcome: Outcome) -> None:
+        self._emitted += len(outcome.emitted)
+        self.features.append(outcome.features)
+        self.counts.append(outcome.num_accepted)
+
+
+class Calls:
+    """Counts the forwards of a model."""
+
+    def __init__(self, lm: HFLM):
+        self.count = 0
+        lm.decoder.register_forward_pre_hook(self._called)
+
+    def _called(self, *_: Any) -> None:
+        self.count += 1
+
+
+def decode(lm: HFLM, prompt: list[int], answer: list[int], aux_layers: tuple[int, ...] = ()) -> tuple[Any, Foreseen]:
+    foreseen = Foreseen(answer)
+    drafter = EachRow([foreseen])
+    drafter.aux_layers = aux_layers
+    return generate_one(lm, drafter, prompt, GREEDY, len(answer), TorchSource(0), ()), foreseen
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_chains_give_the_answer_and_the_features_of_whole_forwards_in_one_call_a_round(name):
+    lm, prompt, layers = checked(name), prompt_of(11), (1, 2)
+    answer, calls = plain(lm, prompt, ANSWER), Calls(lm)
+    found, foreseen = decode(lm, prompt, answer, layers)
+    assert found.tokens == answer
+    assert calls.count == 1 + len(found.trace.steps)
+    # Drafts of which all, some and none were accepted.
+    assert {0, DRAFTED} < set(foreseen.counts) and lm.mixers.replay
+    features = torch.cat(foreseen.features)
+    whole = lm.features(torch.tensor([prompt + answer]), aux_layers=layers)[0, : len(features)]
+    torch.testing.assert_close(features, whole, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_bfloat16_differs_by_rounding_only(name):
+    lm, exact, prompt = checked(name, dtype=torch.bfloat16), checked(name), prompt_of(11)
+    session, text = lm.session(1, CONTEXT), prompt + prompt_of(17, 2)
+    session.extend([prompt])
+    read, found = len(prompt), []
+    for count in (3, 1, 5, 2, 6):
+        logits = session.extend([text[read : read + count] + [7] * 3], logits_to_keep=count + 3).logits[0, :count]
+        read, found = read + count, [*found, logits]
+        session.keep([read])
+    with torch.no_grad():
+        ids = torch.tensor([text[:read]])
+        rounded, expected = (
+            each.model(input_ids=ids, use_cache=False).logits[0, len(prompt) :] for each in (lm, exact)
+        )
+    differences = [(each - expected).norm(dim=-1).median() for each in (torch.cat(found), rounded)]
+    assert differences[0] < 2 * differences[1] < expected.norm(dim=-1).median()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3.5", "Jamba"])
+def test_sampled_text_follows_the_target(name):
+    """Every branch of the draws is followed; the target's own distribution is of whole forwards."""
+    target, params = checked(name, V), SamplingParams(1.0, top_k=2)
+    rows = {}
+
+    @torch.no_grad()
+    def row(prefix: tuple[int, ...]) -> tuple[torch.Tensor]:
+        if prefix not in rows:
+            rows[prefix] = target.model(input_ids=torch.tensor([prefix]), use_cache=False).logits[0, -1].double()
+        return (rows[prefix],)
+
+    target.row = row
+    draft = checked("LFM2", V)
+    found = decoded_distribution(
+        target, lambda: ChainDrafter(DraftModelNet(draft), [FixedLengthStop(2)], CONTEXT), params, 3, 5
+    )
+    expected = target_distribution(target, params, 3)
+    assert len(expected) == 8 and total_variation(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", [*KINDS, "Mamba"])
+def test_a_hybrid_drafts_for_itself(name):
+    """Single tokens are read and dropped; both sessions are of one model. All drafts are accepted."""
+    lm, prompt = checked(name), prompt_of(9)
+    drafter = ChainDrafter(DraftModelNet(lm), [FixedLengthStop(4)], CONTEXT)
+    found = generate_one(lm, drafter, prompt, GREEDY, ANSWER, TorchSource(0), ())
+    assert found.tokens == plain(lm, prompt, ANSWER)
+    assert all(step.num_accepted == step.num_drafted for step in found.trace.steps)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_before_the_last_round_are_dropped_too(name, monkeypatch):
+    monkeypatch.setattr(hybrid, "MOST_RECORDED", 6)
+    lm, text = checked(name), prompt_of(40)
+    expected, session, calls = next_tokens(lm, text), lm.session(1, CONTEXT), Calls(lm)
+    session.extend([text[:9]])
+    for token in text[9:30]:
+        session.extend([[token]])
+    # Within the recorded tokens, before them, at the start; the second and third are read again.
+    for kept, count in ((28, 22), (20, 24), (2, 26), (0, 27)):
+        session.keep([kept])
+        logits = session.extend([text[kept:]], logits_to_keep=len(text) - kept).logits[0]
+        assert logits.argmax(-1).tolist() == expected[kept:] and calls.count == 1 + count
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_prompts_answer_as_each_alone(name):
+    """Padded at the left; one row ends before the other."""
+    lm, prompts = checked(name), [prompt_of(11, 3), prompt_of(4, 4), prompt_of(7, 5)]
+    answers = [plain(lm, prompt, 12) for prompt in prompts]
+    end = answers[0][5]
+    cut = [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]
+    found = generate(lm, None, prompts, GREEDY, 12, [TorchSource(0)] * 3, (end,))
+    assert [row.tokens for row in found] == cut and len(set(map(len, cut))) > 1
+
+
+def test_trees_and_drafts_in_several_rows_are_one_line():
+    lm = checked("Qwen3.5")
+    assert not lm.refusals.rows
+    session = lm.session(1, CONTEXT)
+    session.extend([[3, 4, 5]])
+    with pytest.raises(InputError, match=r"one state for all branches of a tree.* drafts chains"):
+        session.extend([[6, 7]], [[-1, -1]])
+    mamba = checked("Mamba")
+    with pytest.raises(InputError, match=r"other logits for rows of different lengths.* --batch-size 1"):
+        mamba.session(2, CONTEXT)
+
+
+def no_replay(monkeypatch) -> None:
+    monkeypatch.setattr(hybrid.LinearStates, "_replay", lambda self, length: length)
+
+
+def one_token_too_many(monkeypatch) -> None:
+    replay = hybrid.LinearStates._replay
+    monkeypatch.setattr(hybrid.LinearStates, "_replay", lambda self, length: replay(self, length + 1) - 1)
+
+
+def one_mixer_less(monkeypatch) -> None:
+    replay = hybrid.LinearStates._replay
+
+    def forgetful(self, length: int) -> int:
+        self._reads = [(count, calls[1:]) for count, calls in self._reads]
+        return replay(self, length)
+
+    monkeypatch.setattr(hybrid.LinearStates, "_replay", forgetful)
+
+
+@pytest.mark.parametrize("name", KINDS[:2])
+@pytest.mark.parametrize("mistake", [no_replay, one_token_too_many, one_mixer_less])
+def test_a_wrong_replay_is_found_at_load_and_the_model_reads_again(name, mistake, monkeypatch):
+    mistake(monkeypatch)
+    lm, prompt = checked(name), prompt_of(11)
+    assert not lm.mixers.replay
+    answer, calls = plain(lm, prompt, ANSWER), Calls(lm)
+    found, foreseen = decode(lm, prompt, answer)
+    dropped = sum(count < step.num_drafted for count, step in zip(foreseen.counts, found.trace.steps, strict=False))
+    assert found.tokens == answer and 0 < dropped <= calls.count - 1 - len(found.trace.steps) <= dropped + 1
+
+
+def not_cloned(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: tensor)
+
+
+def keys_stay(monkeypatch) -> None:
+    monkeypatch.setattr(DynamicLayer, "crop", lambda layer, count: None)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("mistake", [not_cloned, keys_stay])
+def test_states_that_do_not_come_back_are_refused_by_name(name, mistake, monkeypatch):
+    mistake(monkeypatch)
+    model = hybrid_model(name)
+    with pytest.raises(InputError, match=rf"{type(model).__name__}, which gives other logits for what follows dropped"):
+        self_test(model, lm := language_model(model), lm.mixers)
+
+
+@pytest.mark.slow
+def test_bench_measures_a_hybrid_with_a_hybrid_draft(tmp_path):
+    tokenizer = tiny_tokenizer()
+    model = hybrid_model("Qwen3.5", len(tokenizer))
+    model.config.eos_token_id = tokenizer.eos_token_id
+    for name, noise in (("target", 0.0), ("draft", 0.01)):
+        for weight in model.parameters():
+            weight.data += noise * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(str(tmp_path / name))
+    asked = [{"messages": [{"role": "user", "content": f"What does function {number} do?"}]} for number in range(2)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    words = ["--target", tmp_path / "target", "--draft", tmp_path / "draft", "--prompts", tmp_path / "prompts.jsonl",
+             "--methods", "ar,spec:k=3", "--max-new-tokens", 16, "--repeats", 1, "--output", tmp_path]  # fmt: skip
+    assert main(["eval", "bench", *map(str, words), "--ignore-eos"]) == 0
+    _, spec = json.loads((tmp_path / "results.json").read_text())["methods"]
+    assert spec["matches_ar"] is True and 1.2 < spec["tau"] < 4
