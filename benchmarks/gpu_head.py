@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftsmith.data.console import Column, Table, format_interval, log_note, print_table
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.store.manifest import Manifest
@@ -28,8 +26,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.tables import results_tables
 from draftsmith.launch.cli import main, main_of
-from draftsmith.modules.pretrained.files import make_directory, write_json, write_tensors, write_text
-from draftsmith.modules.pretrained.heads import load_head
+from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, SamplingParams, check_range
@@ -39,7 +36,6 @@ ANSWERS_SHARE, BENCH_SHARE = 0.35, 0.14
 PILOT = 1024  # prompts whose answers are timed first
 MOST_REPEATS = 4  # answers to a prompt, sampled, where one answer leaves time
 WORKERS = 4  # that read training data
-FILE_BYTES = 15 * 2**20  # of the heads' files
 METHODS = {"eagle3": "eagle3:k=3,eagle3:k=5", "dspark": "dspark"}
 IMPORTED = (  # by the stages
     "transformers", "lightning.pytorch", "draftsmith.data.prompts", "draftsmith.data.responses",
@@ -58,7 +54,7 @@ class GpuHeadConfig:
 
     Attributes:
         target: Model directory, GGUF file or hub id.
-        output: Directory that receives everything: log.txt, gpu_head.json, the heads in files below 16 MiB.
+        output: Directory that receives everything: log.txt, gpu_head.json, the heads.
         minutes: Time in all.
         source: JSONL files of chats, separated by commas, or self: the target writes its own prompts.
         tasks: Directory of task files to measure on, as of eval bench --tasks; default: prompts that were held out.
@@ -142,7 +138,7 @@ def run(config: GpuHeadConfig) -> Path:
     answers = answer(config, stages)
     heads = []
     for number, kind in enumerate(RECIPES) if answers else ():
-        seconds = (stages.left - BENCH_SHARE * stages.limit_s) / (len(RECIPES) - number)
+        seconds = max(1.0, (stages.left - BENCH_SHARE * stages.limit_s) / (len(RECIPES) - number))
         words = (
             f"train {kind} --data {answers} --target {config.target} --output {out / kind} {RECIPES[kind]} "
             f"--minutes {seconds / 60:.3f} --tokens-per-batch {config.tokens_per_batch} --max-length 512 "
@@ -154,8 +150,6 @@ def run(config: GpuHeadConfig) -> Path:
         if (out / kind / "training.json").exists():
             heads.append(kind)
     measured = heads and stages.run("bench", bench_words(config, heads), max(stages.left, 60.0) + 30)
-    if heads:
-        stages.run("pack", lambda: pack(out, heads), 60)
 
     results = read_object(out / "bench" / "results.json", {}) if measured else {}
     for table in results_tables(results) if results else ():
@@ -257,31 +251,6 @@ def bench_words(config: GpuHeadConfig, heads: Sequence[str]) -> str:
         f"--limit {config.limit} --max-new-tokens 128 --repeats 1 --dtype {config.dtype} --device {config.device} "
         f"--output {out / 'bench'}"
     )
-
-
-def pack(out: Path, heads: Sequence[str]) -> int:
-    """Write each head's own weights in bfloat16 into files below 16 MiB: lm_head rows are the target's, by d2t."""
-    for kind in heads:
-        head, parts, size = load_head(out / kind / "best"), list[dict[str, torch.Tensor]](), FILE_BYTES
-        frozen = {name for name, weight in head.named_parameters() if not weight.requires_grad}
-        for name, tensor in head.state_dict().items():
-            if name in frozen and name.endswith("lm_head.weight"):
-                continue
-            own = tensor.bfloat16().contiguous() if tensor.is_floating_point() else tensor
-            # A table larger than a file is cut into rows.
-            for i, piece in enumerate(
-                own.split(max(1, len(own) * FILE_BYTES // max(own.nbytes, 1))) if own.dim() else [own]
-            ):
-                if size + piece.nbytes > FILE_BYTES:
-                    parts.append({})
-                    size = 0
-                parts[-1][f"{name}.{i}" if i else name] = piece.clone()
-                size += piece.nbytes
-        folder = make_directory(out / "packed")
-        for number, part in enumerate(parts):
-            write_tensors(folder / f"{kind}-{number}.safetensors", part)
-        write_text(folder / f"{kind}.json", (out / kind / "best" / "config.json").read_text())
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,29 +13,26 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from draftsmith.benchmarks.measured import Measured, describe_run, report
 from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
-from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
-from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.clock import clock_of
-from draftsmith.eval.meta import hardware
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method
-from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.models import check_device
-from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 from draftsmith.train.config import drafter_config
@@ -46,7 +43,6 @@ from draftsmith.train.plan import measured_peak, plan_of
 from draftsmith.train.strategies import resolve_precision
 from draftsmith.train.tracking import Telemetry
 
-HEADINGS = ("what", "value", "aim")
 METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5")
 WARM_UP, TIMED = 3, 5  # training steps
 LOSS_FROM = 0.3  # of a made-up document: what follows is answer
@@ -98,20 +94,6 @@ class GpuReportConfig:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if torch.device(self.device).type == "cpu" else torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A measured number with its aim."""
-
-    what: str
-    value: float
-    unit: str = ""
-    aim: str = ""
-
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        return self.what, f"{self.value:,.4g} {self.unit}".strip(), self.aim
 
 
 @dataclass(frozen=True)
@@ -336,21 +318,7 @@ def run(config: GpuReportConfig) -> Path:
     """Measure, print every row as it comes, write gpu.json and gpu.md; return the directory."""
     if torch.device(config.device).type == "cpu":
         torch.set_num_threads(1)
-    rows = []
-    for row in measure_all(config):
-        rows.append(row)
-        log_note(" | ".join(row.cells))
-    print_table(table_from_cells("gpu", HEADINGS, [row.cells for row in rows], right=HEADINGS[1:]))
-    make_directory(config.output)
-    meta = {
-        "settings": resolved(config),
-        "hardware": hardware(config.device),
-        "versions": package_versions(),
-        "git_commit": git_commit(),
-    }
-    write_text(config.output / "gpu.md", "\n".join(markdown_lines(HEADINGS, [row.cells for row in rows])) + "\n")
-    write_json(config.output / "gpu.json", {"meta": meta, "rows": [asdict(row) for row in rows]})
-    return config.output
+    return report(config, "gpu", measure_all(config), describe_run(config, config.device))
 
 
 if __name__ == "__main__":

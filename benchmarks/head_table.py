@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.benchmarks import recipes
-from draftsmith.benchmarks.recipes import TEMPERATURES, RecipesConfig, python
+from draftsmith.benchmarks.recipes import TEMPERATURES, RecipesConfig, bench
 from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
@@ -85,18 +85,13 @@ def run(config: HeadTableConfig) -> Path:
 
 def measured(config: HeadTableConfig, seed: int) -> list[Row]:
     """Return the rows of a bench with the heads of one seed; measure them if settings differ."""
-    own, directory = config.training.source, config.output / "bench" / str(seed)
-    heads = [str(config.output / "heads" / "runs" / f"{name}-{seed}" / "last") for name in HEADS]
+    directory = config.output / "bench" / str(seed)
+    heads = [str(config.training.run_directory(name, seed) / "last") for name in HEADS]
     methods = f"{BASELINE},{config.methods}"
     decided = {"draft": heads, "methods": methods, "limit": config.limit, "max_new_tokens": config.max_new_tokens}
     if settings_of(directory / RESULTS, decided) != decided:
-        words = ["--target", own.target, "--prompts", own.prompts, "--split", "test", "--draft", ",".join(heads)]
-        words += ["--keep-tasks", own.tasks] if own.tasks else []
-        words += ["--methods", methods, "--limit", str(config.limit), "--seed", str(seed)]
-        words += ["--temperatures", ",".join(map(str, TEMPERATURES.values())), "--repeats", "1", "--num-threads", "1"]
-        words += ["--max-new-tokens", str(config.max_new_tokens), "--output", str(directory)]
         print_text(f"bench, seed {seed}")
-        python("-m", "draftsmith", "eval", "bench", *words)
+        bench(config.training.source, directory, **(decided | {"draft": ",".join(heads), "seed": seed}))
     return read_rows(directory)
 
 

@@ -11,22 +11,20 @@ import copy
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from draftsmith.benchmarks.measured import Measured, describe_run, report
 from draftsmith.benchmarks.synthetic import random_eagle_head, random_pair
-from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
-from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.clock import Clock, Stopwatch, clock_of, interleaved, medians
-from draftsmith.eval.meta import hardware
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLengthStop
@@ -37,14 +35,11 @@ from draftsmith.modules.drafters.feature_heads import PairNetwork
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.engine.lean import can_pack
 from draftsmith.modules.engine.rows import OneRow
-from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.models import DTYPES, check_device, load_lm
-from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
-HEADINGS = ("what", "models", "value", "aim")
 K = 5
 TREE = DynamicTree(nodes=60, depth=6, topk=10)
 GREEDY = SamplingParams()
@@ -83,22 +78,6 @@ class LatencyConfig:
             if dtype not in DTYPES:
                 raise InputError("dtypes", dtype, "float32, bfloat16 or both", "Correct it.")
         check_device(self.device)
-
-
-@dataclass(frozen=True)
-class Number:
-    """A measured number in `unit` (x, % or nothing) with its aim."""
-
-    what: str
-    models: str
-    value: float
-    unit: str
-    aim: str = ""
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        digits = {"x": 2, "%": 1}.get(self.unit, 3)
-        return self.what, self.models, f"{self.value:.{digits}f}{self.unit}", self.aim
 
 
 def paired_ratio(slower: list[float], faster: list[float]) -> float:
@@ -280,7 +259,7 @@ class ForwardCosts:
         return read
 
 
-def end_to_end(pair: Pair, repeats: int) -> Iterator[Number]:
+def end_to_end(pair: Pair, repeats: int) -> Iterator[Measured]:
     """Compare tokens per second with transformers' `generate`: same weights, prompts and number of tokens."""
     hf_target, hf_draft = pair.load_hf()
     runners: dict[str, Runner] = {
@@ -298,10 +277,10 @@ def end_to_end(pair: Pair, repeats: int) -> Iterator[Number]:
         (f"{assisted} / its generate", "hf", "hf-assisted", ""),
     ]
     for what, slower, faster, aim in rows:
-        yield Number(what, pair.name, paired_ratio(seconds[slower], seconds[faster]), "x", aim)
+        yield Measured(what, paired_ratio(seconds[slower], seconds[faster]), "x", aim, pair.name)
 
 
-def overheads(pair: Pair, repeats: int) -> Iterator[Number]:
+def overheads(pair: Pair, repeats: int) -> Iterator[Measured]:
     """Measure the time of a greedy round beyond its forwards."""
     shares: dict[str, list[float]] = {"chain": [], "tree": []}
     for _ in range(repeats):
@@ -313,11 +292,11 @@ def overheads(pair: Pair, repeats: int) -> Iterator[Number]:
             whole = len(rounds) * one_token if name == "chain" else sum(done.forward_s for done in rounds)
             shares[name].append(100 * extra / whole)
     chain, tree = (statistics.median(shares[name]) for name in ("chain", "tree"))
-    yield Number(f"a spec:k={K} round beyond its forwards, of a target forward", pair.name, chain, "%", "<= 6")
-    yield Number("an eagle-tree round, 60 nodes, beyond its forwards, of these", pair.name, tree, "%", "<= 5")
+    yield Measured(f"a spec:k={K} round beyond its forwards, of a target forward", chain, "%", "<= 6", models=pair.name)
+    yield Measured("an eagle-tree round, 60 nodes, beyond its forwards, of these", tree, "%", "<= 5", models=pair.name)
 
 
-def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
+def ideals(pair: Pair, repeats: int) -> Iterator[Measured]:
     """Compare tokens per second with what the forwards alone allow, by their cost at the same context."""
     shares: dict[str, list[float]] = {"chain": [], "tree": []}
     for _ in range(repeats):
@@ -337,14 +316,14 @@ def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
             shares[name].append(ideal / taken)
     for name, label in (("chain", f"spec:k={K}"), ("tree", "eagle-tree, 60 nodes")):
         share = statistics.median(shares[name])
-        yield Number(f"achieved / ideal tokens per second, {label}", pair.name, share, "", ">= 0.95")
+        yield Measured(f"achieved / ideal tokens per second, {label}", share, "", ">= 0.95", models=pair.name)
     one = costs("target", 1)
     for size in (K + 1, TREE.nodes + 1):
-        yield Number(f"reading {size} tokens / reading one", pair.name, costs("target", size) / one, "x")
-    yield Number("a draft step / reading one token", pair.name, costs("draft", 1) / one, "x")
+        yield Measured(f"reading {size} tokens / reading one", costs("target", size) / one, "x", models=pair.name)
+    yield Measured("a draft step / reading one token", costs("draft", 1) / one, "x", models=pair.name)
 
 
-def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
+def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Measured]:
     """Compare the time of a round beyond its forwards after a long prompt with that after a short one."""
     length = min(tokens, pair.packed[0].info.max_position - pair.new_tokens - 1)
     prompt = (pair.prompts[0] * (length // len(pair.prompts[0]) + 1))[:length]
@@ -359,10 +338,10 @@ def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
                 extra[len(own.prompts[0])].append(statistics.median(done.seconds - done.forward_s for done in rounds))
         short_s, long_s = (statistics.median(values) for values in extra.values())
         what = f"{label}: a round beyond its forwards, {length} tokens of context / {len(pair.prompts[0])}"
-        yield Number(what, pair.name, long_s / short_s, "x", "1")
+        yield Measured(what, long_s / short_s, "x", "1", models=pair.name)
 
 
-def measure_all(config: LatencyConfig) -> Iterator[Number]:
+def measure_all(config: LatencyConfig) -> Iterator[Measured]:
     clock = clock_of(config.device, 1)
     on_cpu = torch.device(config.device).type == "cpu"
     if config.embedded and on_cpu:
@@ -381,22 +360,8 @@ def measure_all(config: LatencyConfig) -> Iterator[Number]:
 def run(config: LatencyConfig) -> Path:
     """Measure, print every row as it comes, write latency.json and latency.md; return the directory."""
     torch.set_num_threads(1)
-    rows = []
-    for row in measure_all(config):
-        rows.append(row)
-        log_note(" | ".join(row.cells))
-    print_table(table_from_cells("latency", HEADINGS, [row.cells for row in rows], right=HEADINGS[2:]))
-    make_directory(config.output)
-    meta = {
-        "settings": resolved(config),
-        "hardware": hardware(config.device),
-        "packed": {dtype: can_pack(DTYPES[dtype]) for dtype in config.dtypes.split(",")},
-        "versions": package_versions(),
-        "git_commit": git_commit(),
-    }
-    write_text(config.output / "latency.md", "\n".join(markdown_lines(HEADINGS, [row.cells for row in rows])) + "\n")
-    write_json(config.output / "latency.json", {"meta": meta, "rows": [asdict(row) for row in rows]})
-    return config.output
+    packed = {dtype: can_pack(DTYPES[dtype]) for dtype in config.dtypes.split(",")}
+    return report(config, "latency", measure_all(config), describe_run(config, config.device) | {"packed": packed})
 
 
 if __name__ == "__main__":

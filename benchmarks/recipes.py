@@ -2,65 +2,48 @@
 
 One setting is changed at a time (README.md). All heads learn from the same answers of the target for the same CPU
 seconds: the cost of a step is measured first and steps are counted by it, so that the load of the machine decides
-nothing and a run can be repeated. Heads are measured by decoding held-out prompts in chains.
+nothing and a run can be repeated. Heads are measured by `draftsmith eval bench`, with held-out prompts and chains.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 
 from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.prompts import longest_sequence, read_questions
-from draftsmith.eval.bench.results import (
-    PER_PROMPT,
-    MeasuredResamples,
-    Row,
-    of_methods,
-    read_rows,
-    row_of,
-    totals_of,
-    write_rows,
-)
-from draftsmith.eval.bench.runner import load_models, make_runners
+from draftsmith.eval.bench.results import BASELINE, MeasuredResamples, Row, of_methods, read_rows, totals_of
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
-from draftsmith.eval.clock import Clock, medians
 from draftsmith.eval.meta import hardware
 from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
-from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.methods import parse_methods
-from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.files import write_json, write_text
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.types import InputError, SamplingParams, check_range
-from draftsmith.train.data import SampleKey
+from draftsmith.modules.types import InputError, check_range
+from draftsmith.train.fit import fit
 from draftsmith.train.prepare import prepare
 
 RESULT, STEPS = "result.json", "steps.json"
 K, TEMPERATURES = 5, {"greedy": 0.0, "T=1": 1.0}
-PHASES = {"early": 0, "late": 1}  # before and after a training adds its further passes
-TOTAL = 1000  # steps that a measured training is configured for
+WARM_UP, TIMED = 2, 12  # steps of a training whose costs are measured
 SeedRows = Sequence[Sequence[Row]]  # a row per test prompt for every seed, in one order
 BASE = "base"
 # The settings that a recipe changes, by the size of the target.
@@ -174,21 +157,14 @@ class RecipesConfig:
         configs: What the recipes change: configs/train/KIND-embedded.yaml or configs/recipes/smollm2-135m-KIND.yaml.
         dtype: Of the target, when it reads answers and when it decodes.
         cpu_seconds: That a head is trained for: its steps alone, from stored features; not start and validation.
-        rungs: Of successive halving: the better half of the recipes by greedy tau, and base, train anew for twice as
-            long in the next one, below output/rung-N. Choose on other prompts than are reported.
         recipes: Which ones, separated by commas; all of EAGLE-3 and EAGLE-1 where it is not given.
         seeds: Trainings of each: 0, 1, ...
-        jobs: Trainings at a time, each on one thread.
         data: Directory of the target's answers and features, which several outputs may share. Default: output/data.
-        steps_of: The steps.json of another output, whose measured costs are taken.
         answers: Of the target, that heads are trained on.
         other_answers: The same of the recipes with other data: more or fewer, as far as there are so many prompts.
         answer_temperature: At which the target answers the prompts that are trained on.
         limit: Test prompts.
         max_new_tokens: Longest answer, in training and test.
-        batches: Batches that are measured for the cost of steps.
-        rounds: Runs of each of them.
-        report: Only write the tables of what is there.
     """
 
     output: Path
@@ -200,33 +176,17 @@ class RecipesConfig:
     configs: Literal["embedded", "smollm2-135m"] = "embedded"
     dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_seconds: float = 80.0
-    rungs: int = 1
     recipes: str = ",".join(name for name, recipe in RECIPES.items() if recipe.kind in ("eagle", "eagle3"))
     seeds: int = 3
-    jobs: int = 1
     data: Path | None = None
-    steps_of: Path | None = None
     answers: int = 960
     other_answers: int = 3000
     answer_temperature: float = 0.0
     limit: int = 48
     max_new_tokens: int = 256
-    batches: int = 8
-    rounds: int = 3
-    report: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "seeds",
-            "jobs",
-            "rungs",
-            "answers",
-            "other_answers",
-            "limit",
-            "max_new_tokens",
-            "batches",
-            "rounds",
-        ):
+        for name in ("seeds", "answers", "other_answers", "limit", "max_new_tokens"):
             check_range(name, getattr(self, name), 1)
         if not 0 < self.cpu_seconds < float("inf"):
             raise InputError("cpu_seconds", self.cpu_seconds, "a positive number", "Change it.")
@@ -251,6 +211,9 @@ class RecipesConfig:
     def data_directory(self) -> Path:
         return self.data or self.output / "data"
 
+    def run_directory(self, name: str, seed: int) -> Path:
+        return self.output / "runs" / f"{name}-{seed}"
+
     def answers_of(self, recipe: Recipe) -> int:
         return self.other_answers if recipe.other_data else self.answers
 
@@ -273,122 +236,16 @@ class RecipesConfig:
         return ["--config", config, *data, *self.layers(recipe), *rest, *recipe.words]
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """CPU seconds of a step before and after the share `after` of the steps, which have one pass only."""
-
-    early: float
-    late: float
-    after: float
-
-    def steps(self, seconds: float) -> int:
-        """Return how many steps take so many seconds, at least one."""
-        return max(1, round(seconds / (self.after * self.early + (1 - self.after) * self.late)))
-
-
-class MeasuredTraining:
-    """A training of `draftsmith train KIND` that can run any of its steps."""
-
-    def __init__(self, kind: str, words: Sequence[str]):
-        _, config = configure(f"train {kind}", words)
-        assert config is not None  # only of a command whose words ask for help
-        self.config: Any = config
-        self.module, self.data = prepare(config)
-        # At the first step of a warm-up: the weights stay the same however often it is repeated.
-        self.optimizer = self.module.configure_optimizers()
-        self.after: float = getattr(config, "ttt_steps_after", 0.0) or getattr(config, "unroll_after", 0.0)
-
-    def step(self, share: float, phase: str) -> None:
-        """Run the step of the batch at this share of an epoch: read, forward, backward, clip and update."""
-        order, module = self.data.order, self.module
-        epoch, chosen = order.step(int(share * order.steps_per_epoch))
-        batch = self.data.train[tuple(SampleKey(epoch, i) for i in chosen)]
-        # As most steps, without what only the log reads.
-        seeds = list(range(len(chosen)))
-        with module.autocast():
-            inputs, _ = module.read(batch)
-            std = 1.0 if module.feature_std is None else module.feature_std
-            now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, seeds, std, logged=False)
-            loss = module.loss(inputs, now).loss
-        loss.backward()
-        params = [p for p in module.head.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-class Steps(Protocol):
-    """A training that runs single steps. after: see `StepCost`."""
-
-    after: float
-
-    def step(self, share: float, phase: str) -> None:
-        """Run the batch at this share of an epoch as a step of this phase."""
-
-
-def measured_costs(
-    trainings: Mapping[str, Steps], batches: int, rounds: int, clock: Clock = time.process_time
-) -> dict[str, StepCost]:
-    """Return the cost of each training's steps: the mean over batches of an epoch of the median over `rounds`.
-
-    All trainings run a batch before the next one: a machine that slows down favors none.
-    """
-    sums = dict.fromkeys(((name, phase) for name in trainings for phase in PHASES), 0.0)
-    for number in range(batches):
-        share = number / batches
-        calls = {f"{name} {phase}": functools.partial(trainings[name].step, share, phase) for name, phase in sums}
-        taken = medians(calls, rounds, clock)
-        for name, phase in sums:
-            sums[name, phase] += taken[f"{name} {phase}"] / batches
-    return {name: StepCost(sums[name, "early"], sums[name, "late"], own.after) for name, own in trainings.items()}
-
-
-def read_costs(path: Path, names: Sequence[str]) -> dict[str, StepCost]:
-    """Read the costs of an earlier calibration.
-
-    Raises:
-        InputError: it is damaged, or has none of a recipe that is asked for.
-    """
-    one = {"early": float, "late": float, "after": float}
-    costs = read_object(path, {"costs": dict}, "Delete it, and they are measured again.")["costs"]
-    if missing := [name for name in names if not one.keys() <= costs.get(name, {}).keys()]:
-        found = f"{path} without {', '.join(missing)}"
-        raise InputError("steps_of", found, "the cost of every recipe", "Measure anew, into another output.")
-    return {name: StepCost(**costs[name]) for name in names}
-
-
 @sole_writer()
 def run(config: RecipesConfig) -> Path:
-    """Compare the recipes, on every rung of a search those that are left; return the last recipes.json."""
-    if config.rungs == 1:
-        return compare(config)
-    names, path = config.names, config.output
-    for rung in range(config.rungs):
-        own = dataclasses.replace(
-            config,
-            output=make_directory(config.output / f"rung-{rung}"),
-            data=config.data_directory,
-            recipes=",".join(names),
-            cpu_seconds=config.cpu_seconds * 2**rung,
-            steps_of=config.output / "rung-0" / STEPS if rung else config.steps_of,
-        )
-        path = compare(own)
-        found = read_object(path, {"recipes": list}, "Delete it, and it is written again.")["recipes"]
-        ranked = sorted(found, key=lambda row: -row["greedy"]["tau"])
-        kept = {row["recipe"] for row in ranked[: -(-len(names) // 2)]} | {BASE}
-        names = [name for name in names if name in kept]
-    return path
-
-
-def compare(config: RecipesConfig) -> Path:
     """Make the data, measure the steps, train and decode what is missing, write the tables; return recipes.json."""
-    if not config.report:
-        make_data(config)
+    make_data(config)
     costs = step_costs(config)
-    steps = {name: costs[costs_like(name)].steps(config.cpu_seconds) for name in config.names}
-    if not config.report:
-        train_all(config, steps)
+    steps = {name: max(1, round(config.cpu_seconds / costs[costs_like(name)])) for name in config.names}
+    # Seed by seed, so that every recipe has a result soon.
+    todo = [(name, seed) for seed in range(config.seeds) for name in steps]
+    for number, (name, seed) in enumerate(todo, start=1):
+        print_text(f"{number}/{len(todo)} {trained(config, name, seed, steps[name])}")
     return write_report(config, steps)
 
 
@@ -430,31 +287,38 @@ def make_data(config: RecipesConfig) -> None:
         print_text(f"data: {directory}")
 
 
-def step_costs(config: RecipesConfig) -> dict[str, StepCost]:
-    """Measure the cost of the first recipe of each cost once; read it later."""
-    path = config.steps_of or config.output / STEPS
-    names = list(dict.fromkeys(map(costs_like, config.names)))
-    if config.steps_of or config.report or path.exists():
-        return read_costs(path, names)
+def step_costs(config: RecipesConfig) -> dict[str, float]:
+    """Return the CPU seconds of a step of the first recipe of each cost; they are measured once."""
+    path, costs = config.output / STEPS, dict[str, float]()
+    if path.exists():
+        costs = read_object(path, {"costs": {"*": float}}, "Delete it, and they are measured again.")["costs"]
     torch.set_num_threads(1)
-    rest = ["--max-steps", "1000", "--output", str(config.output / "none")]  # nothing is written there
-    trainings = {name: MeasuredTraining(RECIPES[name].kind, [*config.training(name), *rest]) for name in names}
-    costs = measured_costs(trainings, config.batches, config.rounds)
-    measured = {name: dataclasses.asdict(cost) for name, cost in costs.items()}
-    write_json(path, {"costs": measured, "hardware": hardware("cpu"), "packages": package_versions()})
+    for name in map(costs_like, config.names):
+        if name not in costs:
+            costs[name] = step_cost(config, name)
+            write_json(path, {"costs": costs, "hardware": hardware("cpu"), "packages": package_versions()})
     return costs
 
 
-def train_all(config: RecipesConfig, steps: Mapping[str, int]) -> None:
-    """Train seed by seed, so that every recipe has a result soon."""
-    with ThreadPoolExecutor(config.jobs) as pool:
-        todo = [(name, seed) for seed in range(config.seeds) for name in steps]
-        waiting = [pool.submit(trained, config, name, seed, steps[name]) for name, seed in todo]
-        try:
-            for number, done in enumerate(as_completed(waiting), start=1):
-                print_text(f"{number}/{len(waiting)} {done.result()}")
-        finally:
-            pool.shutdown(cancel_futures=True)
+class StepStarts(pl.Callback):
+    """CPU seconds at which the steps of a training begin."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.seconds.append(time.process_time())
+
+
+def step_cost(config: RecipesConfig, name: str) -> float:
+    """Return the mean CPU seconds of a step, in a training of a few steps that has all of its phases."""
+    starts = StepStarts()
+    with tempfile.TemporaryDirectory(prefix="draftsmith-recipes-") as folder:
+        words = [*config.training(name), "--max-steps", str(WARM_UP + TIMED + 1), "--output", f"{folder}/run"]
+        _, training = configure(f"train {RECIPES[name].kind}", words)
+        assert training is not None  # only of a command whose words ask for help
+        fit(*prepare(training), (starts,), limit_val_batches=0)
+    return (starts.seconds[-1] - starts.seconds[WARM_UP]) / TIMED
 
 
 def decided_by(config: RecipesConfig, name: str, steps: int) -> dict[str, Any]:
@@ -465,83 +329,65 @@ def decided_by(config: RecipesConfig, name: str, steps: int) -> dict[str, Any]:
     return {**dataclasses.asdict(own), **dataclasses.asdict(recipe), **named}
 
 
-def finished(directory: Path, decided: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the result of a complete run, or None. Raises InputError if the run has other settings."""
+def is_finished(directory: Path, decided: Mapping[str, Any]) -> bool:
+    """Check for a complete run. Raises InputError if it has other settings."""
     if not (directory / RESULT).exists():
-        return None
-    found = read_object(directory / RESULT, {"decided_by": dict, "cpu_s": float}, "Delete it, and it is run again.")
-    if found["decided_by"] != json.loads(json.dumps(decided)):
-        there = f"{directory} with {json.dumps(found['decided_by'])}"
+        return False
+    found = read_object(directory / RESULT, {"decided_by": dict}, "Delete it, and it is run again.")["decided_by"]
+    if found != json.loads(json.dumps(decided)):
+        there = f"{directory} with {json.dumps(found)}"
         raise InputError("output", there, json.dumps(decided), "Choose another output, or delete that run.")
-    return found
+    return True
 
 
 def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
     """Train and decode one run if it is missing; keep the head, its rows and, last, the result."""
-    directory, decided = config.output / "runs" / f"{name}-{seed}", decided_by(config, name, steps)
-    if finished(directory, decided) is None:
+    directory, decided = config.run_directory(name, seed), decided_by(config, name, steps)
+    if not is_finished(directory, decided):
         shutil.rmtree(directory, ignore_errors=True)
-        rhythm = ["--max-steps", str(steps), "--val-every", str(steps), "--seed", str(seed)]
-        kind = RECIPES[name].kind
+        kind, rhythm = RECIPES[name].kind, ["--max-steps", str(steps), "--val-every", str(steps), "--seed", str(seed)]
         words = ["train", kind, *config.training(name), *rhythm, "--output", str(directory)]
         cpu_s = python("-m", "draftsmith", *words)
-        own = dataclasses.asdict(config.source)
-        options = [own, config.limit, config.max_new_tokens, kind, config.dtype, str(directory)]
-        python(__file__, "--decode", json.dumps(options))
+        named = {key: getattr(config, key) for key in ("limit", "max_new_tokens", "dtype")}
+        bench(config.source, directory / "bench", draft=directory / "last", methods=CHAINS[kind], **named)
         for path in directory.iterdir():
-            if path.is_dir() and path.name != "last":
+            if path.is_dir() and path.name not in ("last", "bench"):
                 shutil.rmtree(path)
         write_json(directory / RESULT, {"decided_by": decided, "cpu_s": cpu_s})
     taus = [f"{totals_of(rows).tau:.2f} {mode}" for mode, rows in by_mode(directory).items()]
     return f"{name}, seed {seed}: {steps} steps, tau {', '.join(taus)}"
 
 
-def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, dtype: str, directory: Path) -> None:
-    """Decode the test prompts with the head and write the rows."""
-    torch.set_num_threads(1)
-    named = parse_methods(CHAINS[kind])
-    (prompts,) = read_questions([("", own.prompts)], own.target, "test", own.tasks, limit, "last")
-    modes = [SamplingParams(temperature) for temperature in TEMPERATURES.values()]
-    target = load_lm(own.target, dtype=dtype, packed=True)
-    longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)
-    models = load_models(named, {kind: str(directory / "last")}, longest, modes[0], target)
-    rows = []
-    for temperature, runners in make_runners(named, models, modes).items():
-        for prompt, (label, runner) in itertools.product(prompts, runners.items()):
-            (made,) = runner([prompt.prompt_ids], max_new_tokens, [prompt.number])
-            row = row_of(prompt, prompt.number, label, temperature, made)
-            rows.append({**row, "prompt_ids": prompt.prompt_ids})  # with which a copy can be told
-    write_rows(directory / PER_PROMPT, rows)
+def bench(own: Domain, output: Path, **options: Any) -> None:
+    """Measure methods on the test prompts, greedy and at T=1, on one thread."""
+    options |= {"target": own.target, "prompts": own.prompts, "split": "test", "keep-tasks": own.tasks, "turns": "last"}
+    options |= {"temperatures": ",".join(map(str, TEMPERATURES.values())), "repeats": 1, "output": output}
+    named = [(name.replace("_", "-"), value) for name, value in options.items() if value is not None]
+    python("-m", "draftsmith", "eval", "bench", *(word for name, value in named for word in (f"--{name}", str(value))))
 
 
 def by_mode(directory: Path) -> dict[str, list[Row]]:
-    """Return the rows of the test prompts by mode."""
-    rows = read_rows(directory)
+    """Return the rows of a head's chains by mode."""
+    rows = [row for row in read_rows(directory / "bench") if row["method"] != BASELINE]
     return {mode: next(iter(of_methods(rows, value).values())) for mode, value in TEMPERATURES.items()}
 
 
 def results(config: RecipesConfig, steps: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return the numbers by mode of each recipe whose seeds are complete, compared to the base."""
-    places = {name: [config.output / "runs" / f"{name}-{seed}" for seed in range(config.seeds)] for name in steps}
-    done = {
-        name: [finished(path, decided_by(config, name, steps[name])) for path in own] for name, own in places.items()
-    }
-    whole = {name: [run["cpu_s"] for run in own if run] for name, own in done.items() if all(own)}
-    if BASE not in whole:
-        expected = f"{config.seeds} runs of {BASE}, which the others are compared with"
-        raise InputError("output", f"{config.output} without them", expected, "Run it without --report.")
-    modes = {name: [by_mode(path) for path in places[name]] for name in whole}
-    runs = {name: {mode: [own[mode] for own in seeds] for mode in TEMPERATURES} for name, seeds in modes.items()}
-    return [
-        {
+    """Return the numbers by mode of each recipe, compared to the base."""
+    runs = {name: [config.run_directory(name, seed) for seed in range(config.seeds)] for name in steps}
+    modes = {name: [by_mode(path) for path in paths] for name, paths in runs.items()}
+    rows = []
+    for name, seeds in modes.items():
+        cpu_s = [read_object(path / RESULT, {"cpu_s": float})["cpu_s"] for path in runs[name]]
+        row: dict[str, Any] = {
             "recipe": name,
             "settings": RECIPES[name].text(config.other_answers, config.source.late_layers),
-            "steps": steps[name],
-            "cpu_s": statistics.fmean(cpu_s),
-            **{mode: compared(runs[name][mode], runs[BASE][mode]) for mode in TEMPERATURES},
         }
-        for name, cpu_s in whole.items()
-    ]
+        row |= {"steps": steps[name], "cpu_s": statistics.fmean(cpu_s)}
+        for mode in TEMPERATURES:
+            row[mode] = compared([own[mode] for own in seeds], [own[mode] for own in modes[BASE]])
+        rows.append(row)
+    return rows
 
 
 class SeedResamples:
@@ -571,7 +417,7 @@ def compared(runs: SeedRows, base: SeedRows) -> dict[str, Any]:
     found: dict[str, Any] = {"tau": float(tau), "difference": float(tau - other), "ratio": float(tau / other)}
     resampled = {"tau": own_drawn, "difference": own_drawn - base_drawn, "ratio": own_drawn / base_drawn}
     for name, values in resampled.items():
-        found[f"{name}_ci95"] = drawn.prompts.interval(functools.partial(np.asarray, values))
+        found[f"{name}_ci95"] = drawn.prompts.interval(values)
     return {**found, "seeds": taus[0], "acceptance": acceptance(runs)}
 
 
@@ -611,8 +457,4 @@ def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--decode"]:
-        own, limit, max_new_tokens, kind, dtype, directory = json.loads(sys.argv[2])
-        decode(Domain(**own), limit, max_new_tokens, kind, dtype, Path(directory))
-    else:
-        sys.exit(main_of(RecipesConfig, run))
+    sys.exit(main_of(RecipesConfig, run))

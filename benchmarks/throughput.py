@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import platform
 import random
 import statistics
 import sys
@@ -25,24 +24,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from draftsmith.benchmarks.gpu_report import measured_peak
+from draftsmith.benchmarks.measured import Measured, describe_run, report
 from draftsmith.benchmarks.synthetic import Weights, random_weights
-from draftsmith.data.console import markdown_lines, print_table, print_text, table_from_cells
 from draftsmith.data.store.datasets import Item, pack_features
-from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleConfig, EagleHead, eagle_loss, eagle_training, shift
-from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.types import LossOutput, check_range
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples
 from draftsmith.train.fit import fit
 from draftsmith.train.module import LitDrafter
 from draftsmith.train.optimizers import lr_share
+from draftsmith.train.plan import measured_peak
 
-HEADINGS = ("what", "value", "aim")
 WARM_UP = 2  # steps that are not counted
 PEAK_FOR_S = 3.0
 # Lengths of conversations in tokens: log-normal, with the median and spread of shared chats, cut at both ends.
@@ -276,50 +271,36 @@ def slowdown(ours: Sequence[TimedStep], theirs: Sequence[TimedStep]) -> float:
     return 100 * (statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)) - 1)
 
 
-def measure(config: ThroughputConfig) -> Iterator[tuple[str, float, str, str]]:
-    """Yield name, value, unit and aim of every number."""
+def measure(config: ThroughputConfig) -> Iterator[Measured]:
+    """Yield every number."""
     work = Workload(config)
     lengths = work.samples.lengths
     steps = config.steps or -(-int(sum(lengths)) // config.tokens)
     ours, bare = paired_steps(work, steps)
-    yield "bare: tokens per CPU second", tokens_per_s(bare), "tokens/s", ""
-    yield "ours: tokens per CPU second", tokens_per_s(ours), "tokens/s", ""
-    yield "ours is slower than the bare loop by", slowdown(ours, bare), "%", "<= 3"
+    yield Measured("bare: tokens per CPU second", tokens_per_s(bare), "tokens/s")
+    yield Measured("ours: tokens per CPU second", tokens_per_s(ours), "tokens/s")
+    yield Measured("ours is slower than the bare loop by", slowdown(ours, bare), "%", "<= 3")
 
     if config.compile_head:
         again, compiled = paired_steps(work, steps, compiled=True)
         # Each is compared to ours of its own run: the machine may have changed its speed between them.
         ratio = (1 + slowdown(again, compiled) / 100) / (1 + slowdown(ours, bare) / 100)
-        yield "bare with torch.compile for the head / without", ratio, "x", ""
+        yield Measured("bare with torch.compile for the head / without", ratio, "x")
 
     rows = [max(0, length - LOOKAHEAD) for length in lengths]
     counted = sum(int(work.samples.dataset[i]["loss_mask"][LOOKAHEAD:].sum()) for i in range(len(lengths)))
     flops = eagle_training(work.head.config.llama, rows, counted) / sum(lengths)  # per token
     peak = measured_peak(torch.device("cpu"), DTYPES[config.dtype], time.process_time, PEAK_FOR_S)
-    yield "ours: model FLOPs / FLOPs of large matrix products here", 100 * flops * tokens_per_s(ours) / peak, "%", ""
+    yield Measured(
+        "ours: model FLOPs / FLOPs of large matrix products here", 100 * flops * tokens_per_s(ours) / peak, "%"
+    )
 
 
 @sole_writer()
 def run(config: ThroughputConfig) -> Path:
     """Measure, print every row as it comes, write throughput.json and throughput.md; return the directory."""
     torch.set_num_threads(1)
-    rows, cells = [], []
-    for what, value, unit, aim in measure(config):
-        rows.append({"what": what, "value": value, "unit": unit, "aim": aim})
-        digits = {"x": 2, "%": 1, "tokens/s": 0}[unit]
-        cells.append((what, f"{value:,.{digits}f}{'' if unit in 'x%' else ' '}{unit}", aim))
-        print_text(" | ".join(cells[-1]))
-    print_table(table_from_cells("throughput", HEADINGS, cells, right=HEADINGS[1:]))
-    make_directory(config.output)
-    write_text(config.output / "throughput.md", "\n".join(markdown_lines(HEADINGS, cells)) + "\n")
-    meta = {
-        "settings": resolved(config),
-        "machine": platform.processor() or platform.machine(),
-        "versions": package_versions(),
-        "git_commit": git_commit(),
-    }
-    write_json(config.output / "throughput.json", {"meta": meta, "rows": rows})
-    return config.output
+    return report(config, "throughput", measure(config), describe_run(config))
 
 
 if __name__ == "__main__":

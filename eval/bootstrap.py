@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,9 @@ class Resamples:
         """Sum values [N] over each resample: [NUM_RESAMPLES]."""
         return np.bincount(self._owner, np.asarray(values, np.float64), self._count)[self._picks].sum(1)
 
-    def interval(self, statistic: Callable[[], Floats]) -> list[float] | None:
-        """Return the 95 % interval of a statistic of `sums`; None for fewer than two owners."""
+    def interval(self, statistic: Floats) -> list[float] | None:
+        """Return the 95 % interval of a statistic of `sums`, [NUM_RESAMPLES]; None for fewer than two owners."""
         if self._count < 2:
             return None
-        low, high = np.percentile(statistic(), [2.5, 97.5])
+        low, high = np.percentile(statistic, [2.5, 97.5])
         return [float(low), float(high)]

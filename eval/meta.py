@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ import torch
 from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
+from draftsmith.modules.pretrained.reading import read_object
+from draftsmith.modules.types import InputError
 
 RESULTS = "results.json"  # written last
 SCHEMA_VERSION = 3
+MEASURE = "Measure it again."
 
 
 def describe(
@@ -45,6 +48,20 @@ def describe(
         "hardware": hardware(device or "cpu"),
         **more,
     }
+
+
+def read_results(directory: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Read results.json of a finished run.
+
+    Raises:
+        InputError: no such directory, no results in it, or damaged ones.
+    """
+    if not (directory / RESULTS).exists():
+        found, remedy = f"no directory {directory}", "Check the path."
+        if directory.is_dir():
+            found, remedy = f"no {RESULTS} in {directory}", "Run its command again: it continues with what is left."
+        raise InputError("runs", found, "a finished run, which ends by writing it", remedy)
+    return read_object(directory / RESULTS, shape, MEASURE)
 
 
 def hardware(device: str) -> dict[str, Any]:

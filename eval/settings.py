@@ -40,7 +40,6 @@ class Running(Loading):
     """Loading of models that decode, with their threads and seed.
 
     Attributes:
-        packed: Hold weights in the layout of the CPU's kernels (lean engine).
         draft_precision: Precision of the drafts' weights on a CPU, with the head's copy of lm_head; dtype leaves them
             as --dtype says. Answers stay the target's.
         target_precision: Precision of the target's weights on a CPU with the lean engine. Fewer bits are another model.
@@ -49,9 +48,8 @@ class Running(Loading):
     """
 
     help_group: ClassVar[str] = "Models"
-    help_rarely: ClassVar[tuple[str, ...]] = ("packed", "draft_precision", "target_precision")
+    help_rarely: ClassVar[tuple[str, ...]] = ("draft_precision", "target_precision")
 
-    packed: bool = True
     draft_precision: Literal["dtype", "int8", "int4"] = "dtype"
     target_precision: Literal["dtype", "int8", "int4"] = "dtype"
     num_threads: int = 1
@@ -60,7 +58,7 @@ class Running(Loading):
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_lm` for the target."""
-        return super().loading | {"packed": self.packed, "precision": self.target_precision}
+        return super().loading | {"packed": True, "precision": self.target_precision}
 
     @property
     def clock(self) -> ClockName:
@@ -210,9 +208,7 @@ class ReportConfig:
 
     Attributes:
         runs: directories with results.json (of `eval bench`, `served` and `certify`), and of trainings, which may
-            still run.
-            Benchmarks with the same target, prompts, sampling and machine share their tables; others get sections of
-            their own.
+            still run. Each gets a section of its own.
         output: the HTML file; by default report.html in the first run's directory.
     """
 

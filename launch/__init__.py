@@ -1,10 +1,7 @@
 """Command line, and launchers for one machine or many."""
 
-# Options of every command that control its output.
-OUTPUT_OPTIONS = {
-    "json": "print the result as one JSON document",
-    "quiet": "print the result and errors only",
-    "verbose": "print what libraries log",
-    "debug": "print the traceback of an error",
-}
+# Options of every command that control its output; `draftsmith --help` explains them.
+OUTPUT_OPTIONS = ("json", "quiet", "verbose", "debug")
+# Values of a flag.
+TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 MAX_WIDTH = 120  # of help; longer lines are hard to read, however wide the terminal

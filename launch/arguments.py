@@ -22,30 +22,15 @@ from cyclopts.config import Dict
 from cyclopts.field_info import get_field_infos
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, HelpEntry, NameRenderer
 
-from draftsmith.launch import MAX_WIDTH
+from draftsmith.launch import MAX_WIDTH, TRUTH
 from draftsmith.launch.errors import UsageError, explain_error, one_line
-from draftsmith.launch.values import TRUTH, members, number_limits, plain_tokens
+from draftsmith.launch.names import SAME, dashed
+from draftsmith.launch.values import members, number_limits, plain_tokens
 from draftsmith.launch.yaml_files import PlainLoader, as_yaml, config_file, read_yaml, shipped_configs
 
 NAME_WIDTH = 30  # of an option's name in help; longer ones are folded
 REQUIRED, SETTINGS = "Required", "Settings"
-# Names in transformers, SpecForge, speculators and vLLM that mean what ours mean: they are accepted.
-SAME = {
-    "lr": "learning_rate",
-    "epochs": "num_epochs num_train_epochs",
-    "clip": "max_grad_norm grad_clip",
-    "max_length": "max_seq_len max_seq_length seq_length max_model_len",
-    "warmup_share": "warmup_ratio",
-    "output": "output_dir save_path out",
-    "target": "model model_name_or_path target_model target_model_path verifier",
-    "draft": "draft_model draft_model_path speculative_model",
-    "data": "data_path train_data_path dataset",
-    "ttt_steps": "ttt_length",
-    "draft_vocab": "draft_vocab_size",
-    "num_drafted": "num_speculative_tokens speculative_num_steps",
-    "max_new_tokens": "max_tokens n_predict",
-    "loggers": "report_to log_with",
-}
+
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 Hidden = Annotated[bool, Parameter(negative=(), show=False)]
 
@@ -85,7 +70,7 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
         app.help_print([], console=Console(width=min(Console().width, MAX_WIDTH)))
         return None
     try:
-        return app(app.plain_words(args), exit_on_error=False, print_error=False, verbose=False)
+        return app(app.plain_words(args))
     except CycloptsError as error:
         raise UsageError(f"{explain_error(error)} Run `{prog} --help`.") from error
 
@@ -99,7 +84,7 @@ def from_values(prog: str, config_class: type, values: Mapping[str, Any]) -> Any
     plain = yaml.load(as_yaml({name: value for name, value in values.items() if name != "config"}), PlainLoader)
     words = ["--config", str(values["config"])] if values.get("config") is not None else []
     try:
-        return CommandApp(prog, config_class, values=plain)(words, exit_on_error=False, print_error=False)
+        return CommandApp(prog, config_class, values=plain)(words)
     except CycloptsError as error:
         raise UsageError(explain_error(error)) from error
 
@@ -169,12 +154,16 @@ class CommandApp(App):
             help_flags=(),
             version_flags=(),
             result_action="return_value",
+            exit_on_error=False,
+            print_error=False,
+            verbose=False,
             default_parameter=Parameter(allow_repeating=True, negative_iterable=()),
         )
 
     def assemble_argument_collection(self, **options: Any) -> ArgumentCollection:
         """Give the options that cyclopts has read our order, groups, limits, and the names of other projects."""
         arguments = super().assemble_argument_collection(**options)
+        arguments[0].field_info.annotation = Any  # else pydantic, where it is loaded, checks the config once more
         for argument in self.settings(arguments):
             self.complete(argument)
         place = {name: number for number, name in enumerate(self.group_of)}
@@ -257,7 +246,3 @@ def shown_names(entry: HelpEntry) -> Any:
 def shown_meaning(entry: HelpEntry) -> Any:
     """Render the meaning of an option, whose group says already that it is required."""
     return DescriptionRenderer()(entry.copy(required=False))
-
-
-def dashed(name: str) -> str:
-    return name.replace("_", "-")

@@ -16,7 +16,7 @@ from os import PathLike
 from typing import Any
 
 import draftsmith
-from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
+from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS, TRUTH
 from draftsmith.launch.commands import (
     COMMANDS,
     SECTIONS,
@@ -127,10 +127,10 @@ def take_output_options(words: list[str], options: set[str]) -> list[str]:
         name, equals, value = word.partition("=")
         if not word.startswith("--") or name[2:] not in OUTPUT_OPTIONS:
             others.append(word)
-        elif value.lower() in {"true", "yes", "on"} or not equals:
-            options.add(name[2:])
-        elif value.lower() not in {"false", "no", "off"}:
+        elif equals and value.lower() not in TRUTH:
             raise UsageError(f"{name}: found {value!r}, expected true or false. Leave it out, or correct it.")
+        elif not equals or TRUTH[value.lower()]:
+            options.add(name[2:])
     return others
 
 

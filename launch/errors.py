@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from draftsmith.launch.names import DIFFERENT
 from draftsmith.modules.types import InputError, without_passwords
 
 if TYPE_CHECKING:
@@ -24,13 +25,6 @@ PATH_ERRORS = {
 }
 # A library below may meet these too; modules/pretrained/files.py handles them for our own writes.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-
-# Names of settings that count differently here: the error explains ours.
-DIFFERENT = {
-    "per_device_train_batch_size train_batch_size": "--batch-size, of all devices and accumulated parts together",
-    "gradient_accumulation_steps accumulation_steps": "--accumulate, which divides --batch-size",
-    "num_speculative_tokens speculative_num_steps": "it in a method: --methods eagle3:k=5",
-}
 
 
 class UsageError(Exception):

@@ -64,10 +64,13 @@ class Stage:
     def command(self) -> str:
         return shlex.join(self.argv if self.is_program else ("draftsmith", *self.argv))
 
+    @property
+    def output(self) -> Path | None:
+        return Path(self.argv[self.argv.index("--output") + 1]) if "--output" in self.argv else None
+
     def is_done(self, finished: Mapping[str, Any], output: Path) -> bool:
         """Return whether the stage finished with this command, and what it wrote is still there."""
-        made = self.argv[self.argv.index("--output") + 1] if "--output" in self.argv else output
-        return self.command in finished and Path(made).exists()
+        return self.command in finished and (self.output or output).exists()
 
 
 def run(config: RunConfig) -> Path:
@@ -135,7 +138,7 @@ def run_stages(plan: Mapping[str, Any], values: Mapping[str, Any], output: Path,
         log_note(Text(f"  {stage.command}", "cyan"))
         if done:
             continue
-        resumed, started = has_begun(stage), time.monotonic()
+        resumed, started = stage.output is not None and stage.output.exists(), time.monotonic()
         if code := execute(stage):  # the command has printed why
             raise SystemExit(code)
         seconds = time.monotonic() - started
@@ -146,10 +149,6 @@ def run_stages(plan: Mapping[str, Any], values: Mapping[str, Any], output: Path,
     for stage in plan["stages"]:
         if "otherwise" in stage and not holds(stage["when"], values):
             log_note(fill(stage["otherwise"], values))
-
-
-def has_begun(stage: Stage) -> bool:
-    return "--output" in stage.argv and Path(stage.argv[stage.argv.index("--output") + 1]).exists()
 
 
 def execute(stage: Stage) -> int:

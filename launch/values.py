@@ -10,10 +10,9 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from cyclopts import Argument, CoercionError, Token
 
+from draftsmith.launch import TRUTH
 from draftsmith.launch.yaml_files import PlainLoader
 
-# Values of a flag; cyclopts does not know the last two.
-TRUTH = {"true": "true", "false": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
 MAX_INTEGER = 2**63 - 1  # the largest that torch, Arrow and NumPy hold
 MAX_THREADS = 1024  # with more, the threads' library ends the process without a message
 
@@ -33,7 +32,7 @@ def plain_tokens(argument: Argument) -> list[Token]:
     if [token.value for token in tokens] == ["null"] and NoneType in members(argument.field_info.annotation):
         return [tokens[0].evolve(value="", implicit_value=None)]
     if bool in kinds:
-        return [token.evolve(value=TRUTH.get(token.value.lower(), token.value)) for token in tokens]
+        return [token.evolve(value=str(TRUTH.get(token.value.lower(), token.value))) for token in tokens]
     if get_origin(argument.hint) in {list, tuple} and argument.keys != ("command",):  # whose words stay as they are
         items = []
         for token in tokens:

@@ -1,6 +1,5 @@
 """`python benchmarks/embedded/build.py --output data/embedded`: the models that ship, with their prompts and card;
-`--domain prose --output data/embedded/prose` makes the pair for text that does not copy, and `--text FILE --output DIR`
-one of your own conversations.
+`--domain prose --output data/embedded/prose` makes the pair for text that does not copy.
 
 Hours rather than minutes on two cores. Stages write into a work folder and are skipped when their file is there, so a
 killed build goes on where it was. Steps and seeds are fixed; the installed versions of the source packages are the only
@@ -26,7 +25,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.benchmarks.embedded import card
-from draftsmith.benchmarks.embedded.domains import DOMAINS, MAX_POSITION, Domain, own_domain
+from draftsmith.benchmarks.embedded.domains import DOMAINS, MAX_POSITION, Domain
 from draftsmith.benchmarks.embedded.language_model import TokenRow, evaluate
 from draftsmith.benchmarks.embedded.models import Builder
 from draftsmith.benchmarks.embedded.tasks import Turn
@@ -64,9 +63,7 @@ class BuildConfig:
     Attributes:
         output: Directory that receives target/, draft/, draft-small/, prompts.jsonl, MODEL_CARD.md and NOTICE.md.
         domain: edits or prose: which pair.
-        text: JSON lines of conversations, as ShareGPT has them, to make a pair of instead; one file or more.
-        work: Scratch folder; finished stages in it are not repeated. runs/embedded/DOMAIN where none is named, and
-            work/ in the output for a pair of your own text.
+        work: Scratch folder; finished stages in it are not repeated. runs/embedded/DOMAIN where none is named.
         seed: Of the corpus' random parts, the weights and the order of batches.
         num_threads: CPU threads.
         packages: Learn from these source packages only. All of the domain's where none is named.
@@ -74,7 +71,6 @@ class BuildConfig:
 
     output: Path
     domain: Literal["edits", "prose"] = "edits"
-    text: list[Path] | None = None
     work: Path | None = None
     seed: int = 0
     num_threads: int = 2
@@ -85,8 +81,8 @@ class BuildConfig:
 def run(config: BuildConfig) -> Path:
     """Build whatever is missing."""
     set_threads(config.num_threads)
-    domain = own_domain(config.text) if config.text else DOMAINS[config.domain]
-    work = config.work or (config.output / "work" if config.text else Path("runs/embedded") / config.domain)
+    domain = DOMAINS[config.domain]
+    work = config.work or Path("runs/embedded") / config.domain
     make_directory(work)
     started = time.time()
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from draftsmith.benchmarks.embedded.corpus import SOURCES
 from draftsmith.benchmarks.embedded.language_model import Recipe
-from draftsmith.benchmarks.embedded.own_text import own_turns
 from draftsmith.benchmarks.embedded.prose import PROSE_SOURCES, PROSE_TASKS, prose_turns
 from draftsmith.benchmarks.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS, Turn, edit_turns
 from draftsmith.modules.layers import LlamaConfig
@@ -134,22 +132,3 @@ PROSE = Domain(
     card="MODEL_CARD_PROSE.md",
 )
 DOMAINS = {"edits": EDITS, "prose": PROSE}
-
-
-def own_domain(files: Sequence[Path]) -> Domain:
-    """A pair of one's own text. The target does not know it by heart: at T=1 it writes like it, and its draft nearly as
-    well."""
-    tasks = tuple(path.stem for path in files)
-    distil = Recipe(steps=600, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5, bf16=True)
-    return Domain(
-        turns=lambda seed, packages: own_turns(files, seed),
-        sources={},
-        shape=Shape(vocab_size=2048, hidden_size=192, intermediate_size=512, num_heads=6),
-        target_stages={
-            "seedling": (2, Recipe(steps=1200, min_lr_fraction=0.2, seed=1, bf16=True)),
-            "target": (8, Recipe(steps=1000, decay_from=0.3, lr=3e-3, min_lr_fraction=0.03, seed=3, bf16=True)),
-        },
-        drafts={"draft": DraftRecipe(1, start=None, distil=distil)},
-        sums={"all": tasks},
-        card="MODEL_CARD_OWN.md",
-    )

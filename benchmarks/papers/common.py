@@ -20,7 +20,7 @@ from draftsmith.benchmarks.papers.rollouts import (
     TargetAnswers,
     join,
 )
-from draftsmith.data.console import Table, format_interval, json_values, log_note, print_table, progress_bar
+from draftsmith.data.console import Table, format_interval, log_note, print_table, progress_bar
 from draftsmith.data.settings import DraftSettings, comma_numbers
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.bench.command import BenchConfig, bench
@@ -60,8 +60,7 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
         limit: Number of prompts; 0 takes all.
         temperatures: Separated by commas; 0 is greedy.
         repeats: Runs of every measured method on every prompt; the median counts.
-        quick: A first look in under two minutes: fewer prompts, repeats and settings.
-        output: Directory that receives results.json, report.html and the runs of `eval bench`.
+        output: Directory that receives results.json and the runs of `eval bench`.
     """
 
     target: str = "embedded:target"
@@ -73,7 +72,6 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
     max_new_tokens: int = 256
     temperatures: str = "0,1"
     repeats: int = 1
-    quick: bool = False
     output: Path = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -219,7 +217,6 @@ def write_results(
     config: Any,
     loaded: Loaded,
     tables: Sequence[Table],
-    summary: Mapping[str, Any],
 ) -> Path:
     """Write results.json last, and print the tables."""
     models = loaded.models
@@ -228,7 +225,7 @@ def write_results(
     meta = describe(kind, config, loaded.prompts, config.prompts, target=models.target.info.identity, models=identities)
     meta["command"] = shlex.join(["python", *sys.argv])
     make_directory(config.output)
-    write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "summary": json_values(summary)})
+    write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables)})
     for table in tables:
         if table.columns:
             print_table(table)
@@ -240,22 +237,11 @@ def mode_name(params: SamplingParams) -> str:
     return f"T={params.temperature:g}"
 
 
-def slug(*parts: str) -> str:
-    """Return a key of the summary: `pre+self-verify`, `T=1` -> `pre_self_verify_t1`."""
-    text = "_".join(parts).lower().replace("=", "").replace(",", "")
-    return "".join(char if char.isalnum() or char == "." else "_" for char in text)
-
-
 def speed_columns(row: Row) -> dict[str, Any]:
     """Return mode, speed-up with its interval, and tau of a measured method."""
     low, high = row["speedup_ci95"] or (None, None)
     ends = {"low": low, "high": high, "ci": format_interval(row["speedup_ci95"])}
     return {"mode": row["mode"], "speedup": row["speedup"], **ends, "tau": row["tau"]}
-
-
-def summarize(rows: Iterable[Row], keys: Sequence[str], by: Sequence[str]) -> dict[str, Any]:
-    """Return flat numbers of a table: each key of every row, named by the row's values of `by`."""
-    return {f"{key}_{slug(*(str(row[name]) for name in by))}": row[key] for row in rows for key in keys}
 
 
 def ratio_interval(pairs: Floats, base: Floats, seed: int) -> list[float] | None:
@@ -268,7 +254,7 @@ def ratio_interval(pairs: Floats, base: Floats, seed: int) -> list[float] | None
     def speed(values: Floats) -> Floats:
         return drawn.sums(values[:, 0]) / drawn.sums(values[:, 1])
 
-    return drawn.interval(lambda: speed(pairs) / speed(base) - 1)
+    return drawn.interval(speed(pairs) / speed(base) - 1)
 
 
 def rate(pairs: Floats) -> float:
@@ -288,19 +274,8 @@ def bench_gain(rows: Sequence[Row], method: str, base: str, clock: str, seed: in
     return rate(own) / rate(other) - 1, ratio_interval(own, other, seed)
 
 
-def quick(config: Any, changes: Mapping[str, Any]) -> Any:
-    """Apply the settings of --quick, which never raise a number."""
-    if not config.quick:
-        return config
-    lowered = {
-        name: min(getattr(config, name) or value, value) if isinstance(value, int) else value
-        for name, value in changes.items()
-    }
-    return dataclasses.replace(config, **lowered)
-
-
 def mean_interval(values: Sequence[float], owners: Sequence[Any], seed: int) -> tuple[float, float] | tuple[None, None]:
     """Return the ends of the 95 % interval of the mean of values [N]; None for fewer than two owners."""
     resamples = Resamples(owners, seed)
-    interval = resamples.interval(lambda: resamples.sums(values) / resamples.sums(np.ones(len(values))))
+    interval = resamples.interval(resamples.sums(values) / resamples.sums(np.ones(len(values))))
     return (interval[0], interval[1]) if interval else (None, None)

@@ -43,10 +43,6 @@ COUNTS = ["num_target_calls", "num_draft_tokens", "draft_calls"]  # the counts t
 NODE_COLUMNS = ["mode", "prompt", "task", "node", "confidence", "accepted"]
 NUM_BINS = 10
 MIN_REACHED = 5  # nodes of a cell: fewer say nothing
-QUICK: dict[str, Any] = {
-    "limit": 6, "repeats": 1, "nodes": "4,8,16,32,60", "depths": "2,4,6",
-    "measured_nodes": "8,60", "measured_depths": "2,6",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,12 +91,11 @@ class Eagle2Config(common.PaperConfig):
 
 @sole_writer()
 def run(config: Eagle2Config) -> Path:
-    """Decode, replay and measure; write OUTPUT/results.json and report.html."""
+    """Decode, replay and measure; write OUTPUT/results.json."""
     if "eagle" not in config.drafters:
         given = ", ".join(config.drafters.values()) or "nothing"
         raise InputError("draft", given, "an EAGLE head", "Pass --draft: a head of `draftsmith train eagle`.")
     check_range("topk", config.topk, 1)
-    config = common.quick(config, QUICK)
     replayed, timed = config.sizes("nodes", "depths"), config.sizes("measured_nodes", "measured_depths")
     if missing := [size for size in timed if size not in replayed]:
         expected = "nodes and depths that are also replayed"
@@ -120,7 +115,7 @@ def run(config: Eagle2Config) -> Path:
         *node_tables(nodes[static], nodes[largest], read_tree(config.tree), config.seed),
         *size_tables(timed, counts, speeds),
     ]
-    return common.write_results("eagle2", config, loaded, tables, summary_of(tables))
+    return common.write_results("eagle2", config, loaded, tables)
 
 
 def watch_nodes(config: Eagle2Config, loaded: common.Loaded, label: str) -> pd.DataFrame:
@@ -260,19 +255,6 @@ def predict_speedup(counts: Any, fitted: pd.DataFrame, runs: pd.DataFrame) -> An
     weights = np.linalg.lstsq(x / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
     total = weights[-1] + sum(weight * counts[name] for weight, name in zip(weights, COUNTS, strict=False))
     return counts["tokens"] / total / runs.loc[BASELINE, "tokens_per_s"]
-
-
-def summary_of(tables: Sequence[Table]) -> dict[str, Any]:
-    """Return flat numbers for texts to quote."""
-    rows = {table.name: table.rows for table in tables}
-    flat = common.summarize(rows["eagle2-confidence"], ("correlation",), ("mode",))
-    for how, name in (("measured", "eagle2-speed-by-size"), ("predicted", "eagle2-predicted-speed")):
-        for mode in dict.fromkeys(row["mode"] for row in rows[name]):
-            best = max((row for row in rows[name] if row["mode"] == mode), key=lambda row: row["speedup"])
-            flat[f"best_{how}_{common.slug(mode)}"] = best["size"]
-            flat[f"best_{how}_speedup_{common.slug(mode)}"] = best["speedup"]
-    errors = [abs(row["error"]) for row in rows["eagle2-prediction"] if row["error"] is not None]
-    return {**flat, "mean_prediction_error": np.mean(errors) if errors else None}
 
 
 if __name__ == "__main__":

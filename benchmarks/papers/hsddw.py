@@ -3,7 +3,7 @@
     python benchmarks/papers/hsddw.py --output runs/hsddw
 
 What each part adds (table 2), what is drafted in vain (table 4), entropies of accepted and rejected tokens (figure 6),
-sensitivity to the window (figure 7), and windows along a response (figure 8).
+and sensitivity to the window (figure 7).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
 from draftsmith.benchmarks.papers import common
-from draftsmith.benchmarks.papers.common import Row, mean_interval
+from draftsmith.benchmarks.papers.common import Row
 from draftsmith.data.console import Column, Table, json_values
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
@@ -30,7 +29,7 @@ from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.metrics import soft_label_auc
 from draftsmith.modules.decoding.drafter import Drafter, EachRow
 from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.decoding.stop import DraftView, RunningEntropy, StopPolicy
+from draftsmith.modules.decoding.stop import DraftView, StopPolicy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.methods import parse_methods
@@ -48,12 +47,8 @@ PAPER = {"SD": 2.40, "pre-verify": 2.53, "self-verify": 2.63, "pre+self-verify":
 # M2 alone beside the target: what the hierarchy has to beat.
 M2_METHODS = {"SD, M2 drafts": METHODS["SD"], "self-verify, M2 drafts": METHODS["self-verify"]}
 FIXED = ("SD", "pre-verify")  # no rule chose their tokens by entropy: only their verdicts are counted
-DYNAMIC = ("self-verify", "HSDDW")  # entropy ends their windows
-ENTROPY_STEP, ENTROPY_END = 0.25, 6.0  # nats; the last bin holds everything above
-NUM_TENTHS = 10
 NAMED = ["mode", "method"]
 VERIFIED = ["prompt", "by", "entropy", "accepted"]
-WINDOWS = ["prompt", "round", "start", "drafted", "accepted", "threshold", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +60,6 @@ class HsddwConfig(common.PaperConfig):
         k: Longest draft of M1, in the tables and wherever one window is shown.
         windows: Values of k for the sensitivity, separated by commas.
         max: Most tokens that HSDDW hands to the target at once.
-        examples: Responses whose windows are shown.
     """
 
     draft: tuple[str, ...] = ("embedded:draft-small",)
@@ -74,45 +68,33 @@ class HsddwConfig(common.PaperConfig):
     k: int = 10
     windows: str = "2,4,6,8,10,15"
     max: int = 20
-    examples: int = 2
 
 
 @sole_writer()
 def run(config: HsddwConfig) -> Path:
-    """Decode and measure; write OUTPUT/results.json and report.html."""
+    """Decode and measure; write OUTPUT/results.json."""
     for role in ("draft", "mid"):
         if not getattr(config, role):
             raise InputError(role, "nothing", f"--{role} DIR", f"Pass --{role}: M{1 if role == 'draft' else 2}.")
-    for name in ("k", "max", "examples"):
+    for name in ("k", "max"):
         check_range(name, getattr(config, name), 1)
-    around = f"{max(2, config.k // 2)},{2 * config.k}"
-    config = common.quick(config, {"limit": 5, "repeats": 1, "windows": around})
     windows = sorted({config.k, *comma_numbers("windows", config.windows, int)})
     loaded = common.load(config, [m.format(k=k, max=config.max) for m in METHODS.values() for k in windows])
 
-    drafted, verified, rounds = [], [], []
+    drafted, verified = [], []
     for params in config.modes:
         for method in METHODS:
             named = dict(zip(NAMED, (common.mode_name(params), method), strict=True))
             row, watcher = watch(config, loaded, method, params)
             drafted.append({**named, **row})
             verified += [{**named, **one} for one in watcher.verified]
-            rounds += [{**named, **one} for one in watcher.windows]
     speeds = pd.DataFrame([row for params in config.modes for row in measure_windows(config, windows, params)])
     tables = [
         *speed_tables(config.k, speeds),
-        *entropy_tables(pd.DataFrame(verified, columns=[*NAMED, *VERIFIED])),
+        entropy_table(pd.DataFrame(verified, columns=[*NAMED, *VERIFIED])),
         redundancy_table(config.k, drafted),
-        *window_tables(pd.DataFrame(rounds, columns=[*NAMED, *WINDOWS]), config.examples, config.seed),
     ]
-    rows = {table.name: table.rows for table in tables}
-    entropies = common.summarize(rows["hsddw-entropy"], ("mean_accepted", "mean_rejected", "auc"), ("by", "mode"))
-    summary = {
-        **common.summarize(rows["hsddw-ablation"], ("speedup", "tau", "best", "best_k"), ("method", "mode")),
-        **{f"entropy_{key}": value for key, value in entropies.items()},
-        **common.summarize(rows["hsddw-redundancy"], ("redundancy", "utilization"), ("method", "mode")),
-    }
-    return common.write_results("hsddw", config, loaded, tables, summary)
+    return common.write_results("hsddw", config, loaded, tables)
 
 
 def measure_windows(config: HsddwConfig, windows: Sequence[int], params: SamplingParams) -> Iterator[Row]:
@@ -155,8 +137,6 @@ class Watcher:
     Attributes:
         verified: a row of VERIFIED for every token up to the first rejected one. by: drafter and verifier, "M1 by
             target". entropy: of the distribution that the token was drawn from [nats].
-        windows: a row of WINDOWS for every round. start: tokens of the response before it. threshold: the running mean
-            that entropies are compared to; None where there is none. length: set by the caller.
         inner: M1's drafts as rounds whose target is M2.
         origin: tokens of the rounds by the model that produced them.
     """
@@ -168,54 +148,46 @@ class Watcher:
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
         self._stop = WatchedStop(chain.policies[0])
         chain.policies = [self._stop]
-        self._prompt, self._emitted, self._number = "", 0, 0
         self.verified: list[dict[str, Any]] = []
-        self.windows: list[dict[str, Any]] = []
         self.inner, self.origin = DecodeTrace(), Counter[str]()
 
     def on_round(self, prompt: str, done: Round) -> None:
         """Take a round in before the drafter observes its verdict, as `generate` reports it. prompt: its id."""
-        if done.tree is None:  # the prefill: a new response
-            self._prompt, self._emitted, self._number = prompt, 0, 0
-        elif done.tree.tokens:
-            self._take_round(done)
-        else:
+        if done.tree is not None and done.tree.tokens:
+            self._take_round(prompt, done)
+        elif done.tree is not None:
             self.origin["target"] += len(done.tokens)
         self._stop.drafts = []
-        self._emitted += len(done.tokens)
 
-    def _take_round(self, done: Round) -> None:
+    def _take_round(self, prompt: str, done: Round) -> None:
         assert done.tree is not None and done.verdict is not None
         tokens, hierarchy = done.tree.tokens, self._hierarchy
         end = next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens))
-        rule: Any
         if hierarchy is None:
-            by, entropies, rule = "M1 by target", self._stop.entropies, self._stop.policy
+            by, entropies = "M1 by target", self._stop.entropies
             from_m1 = set(range(len(tokens)))
         else:
-            by, entropies, rule = "M2 by target", hierarchy.rule.entropies, hierarchy.rule
+            by, entropies = "M2 by target", hierarchy.rule.entropies
             # M1's drafts of this round, each followed by a token of M2's own.
             from_m1, start = set[int](), 0
             for inner_entropies, accepted in self._stop.drafts:
-                self._add_verified("M1 by M2", inner_entropies, accepted, start, end)
+                self._add_verified(prompt, "M1 by M2", inner_entropies, accepted, start, end)
                 emitted = min(accepted + 1, max(0, end + 1 - start))
                 count = len(inner_entropies)
                 self.inner.steps.append(DecodeStep(count, accepted, emitted, count))
                 from_m1 |= set(range(start, start + accepted))
                 start += accepted + 1
-        self._add_verified(by, entropies[: len(tokens)], len(done.verdict.path), 0, end)
+        self._add_verified(prompt, by, entropies[: len(tokens)], len(done.verdict.path), 0, end)
         kept = set(range(done.num_accepted))
         self.origin += Counter(M1=len(kept & from_m1), M2=len(kept - from_m1), target=len(done.tokens) - len(kept))
-        window = {"prompt": self._prompt, "round": self._number, "start": self._emitted, "drafted": len(tokens)}
-        threshold = rule.threshold if isinstance(rule, RunningEntropy) else None
-        self.windows.append({**window, "accepted": done.num_accepted, "threshold": threshold})
-        self._number += 1
 
-    def _add_verified(self, by: str, entropies: Sequence[float], accepted: int, start: int, end: int) -> None:
+    def _add_verified(
+        self, prompt: str, by: str, entropies: Sequence[float], accepted: int, start: int, end: int
+    ) -> None:
         """start: place of the draft in the round. end: place of the end token."""
         for i, value in enumerate(entropies[: accepted + 1]):
             if start + i <= end:
-                self.verified.append({"prompt": self._prompt, "by": by, "entropy": value, "accepted": i < accepted})
+                self.verified.append({"prompt": prompt, "by": by, "entropy": value, "accepted": i < accepted})
 
 
 def watch(config: HsddwConfig, loaded: common.Loaded, name: str, params: SamplingParams) -> tuple[Row, Watcher]:
@@ -227,9 +199,6 @@ def watch(config: HsddwConfig, loaded: common.Loaded, name: str, params: Samplin
     generations = common.decode_prompts(
         config, loaded, label, params, lambda prompt, done: watcher.on_round(prompt.id, done), drafter
     )
-    lengths = {prompt.id: len(answer.tokens) for prompt, answer in zip(loaded.prompts, generations, strict=True)}
-    for window in watcher.windows:
-        window["length"] = lengths[window["prompt"]]
     totals, inner = pool(answer.trace for answer in generations), pool([watcher.inner])
     count = max(watcher.origin.total(), 1)
     # sigma = 1 - accepted / drafted.
@@ -272,14 +241,12 @@ def speed_tables(k: int, speeds: pd.DataFrame) -> list[Table]:
     return [
         Table("hsddw-ablation", "HSDDW: what each part adds", columns, json_values(rows), note),
         drawn_data("hsddw-window-sensitivity", gains),
-        drawn_data("hsddw-tau-by-window", speeds[["mode", "method", "k", "tau"]].to_dict("records")),
     ]
 
 
-def entropy_tables(verified: pd.DataFrame) -> list[Table]:
+def entropy_table(verified: pd.DataFrame) -> Table:
     """Build figure 6, and the AUC of entropy as a predictor of rejection, from methods with fixed windows."""
-    edges = np.arange(0, ENTROPY_END + ENTROPY_STEP, ENTROPY_STEP)
-    rows, densities = [], list[Row]()
+    rows = []
     for (mode, by), group in verified[verified["method"].isin(FIXED)].groupby(["mode", "by"], sort=False):
         accepted, rejected = (group["entropy"][group["accepted"] == verdict] for verdict in (True, False))
         label = torch.tensor([not verdict for verdict in group["accepted"]], dtype=torch.float64)
@@ -287,23 +254,13 @@ def entropy_tables(verified: pd.DataFrame) -> list[Table]:
         counts = {"accepted": len(accepted), "rejected": len(rejected)}
         means = {"mean_accepted": accepted.mean(), "mean_rejected": rejected.mean()}
         rows.append({"mode": mode, "by": by, **counts, **means, "auc": float(auc)})
-        for verdict, values in (("accepted", accepted), ("rejected", rejected)):
-            histogram, _ = np.histogram(values.clip(upper=ENTROPY_END), edges)
-            densities += [
-                {"panel": f"{by}, {mode}", "verdict": verdict, "entropy": low + ENTROPY_STEP / 2,
-                 "share": count / max(len(values), 1), "tokens": count}
-                for low, count in zip(edges, histogram, strict=False)
-            ]  # fmt: skip
     columns = [
         Column("mode", "mode"), Column("by", "drafted, verified"), Column("accepted", "accepted", ",d"),
         Column("rejected", "rejected", ",d"), Column("mean_accepted", "mean entropy, accepted", ".2f"),
         Column("mean_rejected", "rejected", ".2f"), Column("auc", "AUC", ".3f"),
     ]  # fmt: skip
     note = "Nats, of the distribution that a token was drawn from, up to the first rejected token; fixed windows."
-    return [
-        Table("hsddw-entropy", "Entropy of accepted and rejected tokens", columns, json_values(rows), note),
-        drawn_data("hsddw-entropy-density", densities),
-    ]
+    return Table("hsddw-entropy", "Entropy of accepted and rejected tokens", columns, json_values(rows), note)
 
 
 def redundancy_table(k: int, rows: Sequence[Row]) -> Table:
@@ -319,32 +276,6 @@ def redundancy_table(k: int, rows: Sequence[Row]) -> Table:
         "calls per token. From: the model that produced the tokens of the responses."
     )
     return Table("hsddw-redundancy", "Tokens drafted in vain", columns, json_values(rows), note)
-
-
-def window_tables(windows: pd.DataFrame, examples: int, seed: int) -> list[Table]:
-    """Build figure 8: windows of the longest responses of the first method, and means over all responses."""
-    dynamic = windows[windows["method"].isin(DYNAMIC)]
-    first = dynamic.groupby(NAMED, sort=False).ngroup() == 0
-    lengths = dynamic[first].groupby("prompt", sort=False)["length"].first()
-    longest = lengths.sort_values(ascending=False, kind="stable").index[:examples]
-    columns = ["method", "round", "start", "drafted", "accepted", "threshold"]
-    shown = [
-        {"panel": f"{prompt}, {mode}", **row}
-        for (mode, _), group in dynamic.groupby(NAMED, sort=False)
-        for prompt in longest
-        for row in group.loc[group["prompt"] == prompt, columns].to_dict("records")
-    ]
-    tables = [drawn_data("hsddw-windows", shown)]
-    tenth = (NUM_TENTHS * dynamic["start"] // dynamic["length"]).clip(upper=NUM_TENTHS - 1)
-    for key, name in (("drafted", "window"), ("threshold", "threshold")):
-        rows = []
-        for (mode, method), group in dynamic.groupby(NAMED, sort=False):
-            for number, part in group.groupby(tenth):
-                low, high = mean_interval(part[key], part["prompt"], seed)
-                place = {"mode": mode, "method": method, "position": (number + 0.5) / NUM_TENTHS}
-                rows.append({**place, key: part[key].mean(), "low": low, "high": high, "rounds": len(part)})
-        tables.append(drawn_data(f"hsddw-{name}-by-position", rows))
-    return tables
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ with the best settings (tables 1 and 3). Run again, it continues with what is th
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,18 +26,13 @@ from draftsmith.benchmarks.papers.replay import RAW, TRUE_PROBS, Policy, PolicyR
 from draftsmith.benchmarks.papers.rollouts import Floats, Recording
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
-from draftsmith.data.store.manifest import decisive
-from draftsmith.data.store.writer import writing_alone
+from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.report.tables import drawn_data
-from draftsmith.launch.cli import main_of
-from draftsmith.launch.pipeline import Stage, execute
+from draftsmith.launch.cli import dispatch, main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
 from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.pretrained.files import make_directory, write_json
-from draftsmith.modules.pretrained.provenance import differences
-from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, check_range
 
 # The head and threshold of the paper's headline numbers (section 4).
@@ -48,10 +44,6 @@ MIX = 0.15  # share of tokens that the draft reads from the target's text instea
 BEST_K, BEST_T, BEST_HEAD = "best fixed K", "best threshold on q", "best head and h"
 PUBLISHED = "published: w_rej 6, D 3, h 0.7"
 BOUND, KNOWN, ORACLE = "best calibrated head, h by theorem 3.1", "true p/q, h by theorem 3.1", "oracle (lemma 2.1)"
-QUICK: dict[str, Any] = {
-    "depths": (0, 3), "weights": (1.0, 6.0), "train_prompts": 56, "label_prompts": 21, "dev_prompts": 7, "limit": 7,
-    "epochs": 2, "batch_size": 4, "max_new_tokens": 64, "max_drafted": 14,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,33 +137,28 @@ class ForwardTimes:
         return h if 0 < h < 1 else None
 
 
+@sole_writer()
 def run(config: SpecDecPPConfig) -> Path:
-    """Make whatever is missing, then measure; write OUTPUT/results.json and report.html."""
-    with writing_alone(config.output):
-        config = common.quick(config, QUICK)
-        remember_settings(config)
-        for done, stage in pipeline(config):
-            if not done.exists():
-                log_note(f"\n{stage.title}\n  {stage.command}")
-                if code := execute(stage):  # the command has printed why
-                    raise SystemExit(code)
-        return Study(config).measure()
+    """Make whatever is missing, then measure; write OUTPUT/results.json."""
+    # Each command continues what is there, and refuses what was begun with other settings.
+    for words in commands(config):
+        log_note(f"\ndraftsmith {shlex.join(words)}")
+        if code := dispatch(words):  # the command has printed why
+            raise SystemExit(code)
+    return Study(config).measure()
 
 
-def step(title: str, command: str, done: Path, /, **settings: object) -> tuple[Path, Stage]:
-    """Return the file that a step writes last, and the step: `draftsmith COMMAND --name value ...`.
-
-    Settings that are None are left out, True becomes a flag, and several values are joined by commas.
-    """
-    argv = command.split()
+def command_words(command: str, **settings: object) -> list[str]:
+    """Return `COMMAND --name value ...`; several values are joined by commas, and settings that are None left out."""
+    words = command.split()
     for name, value in settings.items():
         if value is not None:
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
-    return done, Stage(title, tuple(argv))
+            words += [f"--{name.replace('_', '-')}", text]
+    return words
 
 
-def pipeline(config: SpecDecPPConfig) -> Iterator[tuple[Path, Stage]]:
+def commands(config: SpecDecPPConfig) -> Iterator[list[str]]:
     """Yield the commands that make labels and train heads; with --heads, only the labels that they are compared on."""
     (params,) = config.modes
     sampling = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
@@ -193,11 +180,7 @@ def pipeline(config: SpecDecPPConfig) -> Iterator[tuple[Path, Stage]]:
             "acceptance": {"responses": data / name / "responses", "draft": draft, **common_options},
         }  # fmt: skip
         for kind, settings in options.items():
-            output = data / name / kind
-            yield step(
-                f"{kind} ({name})", f"data {kind}", output / "manifest.json", target=config.target, **settings,
-                output=output,
-            )  # fmt: skip
+            yield command_words(f"data {kind}", target=config.target, **settings, output=data / name / kind)
     if config.heads is not None:
         return
     training: dict[str, Any] = {
@@ -208,10 +191,7 @@ def pipeline(config: SpecDecPPConfig) -> Iterator[tuple[Path, Stage]]:
     for weight in config.weights:
         for depth in config.depths:
             output = config.output / "heads" / f"w{weight:g}-d{depth}"
-            yield step(
-                f"Acceptance head: w_rej {weight:g}, D {depth}", "train acceptance", output / "training.json",
-                w_rej=weight, num_blocks=depth, **training, output=output,
-            )  # fmt: skip
+            yield command_words("train acceptance", w_rej=weight, num_blocks=depth, **training, output=output)
 
 
 class Study:
@@ -273,7 +253,7 @@ class Study:
         config, split = self.config, self.config.split
         assert split is not None
         # Lengths over the whole range and the published rule, for the times of the cost model.
-        ks, count = sorted(config.ks), 3 if config.quick else 5
+        ks, count = sorted(config.ks), 5
         spread = sorted({ks[round(i * (len(ks) - 1) / (count - 1))] for i in range(count)})
         timing = self.published or next(iter(self.heads))
         timed = [*(Policy("k", k) for k in spread), self.threshold(timing, PUBLISHED_H, False)]
@@ -300,23 +280,10 @@ class Study:
         tables = [
             throughput_table(throughput),
             self.rate_table(chosen[BEST_HEAD], times),
-            *kl_tables(self.kl_rows()),
+            kl_table(self.kl_rows()),
             *regression_tables(fits, theory),
         ]
-        summary = {
-            "t_draft_ms": times.t_draft * 1e3,
-            "t_target_ms": times.t_target * 1e3,
-            "c": times.t_draft / times.t_target,
-            "theorem_h": times.bound,
-            "r2": times.r2,
-            "largest_theory_error": max(abs(row["difference"]) for row in theory if row["method"] != "ar"),
-            **{
-                f"{row['role']}: {key}": row[key]
-                for row in throughput
-                for key in ("rule", "head", "gain_theory", "gain_measured")
-            },
-        }
-        return common.write_results("specdecpp", config, self.loaded, tables, summary)
+        return common.write_results("specdecpp", config, self.loaded, tables)
 
     def choose(self, times: ForwardTimes) -> dict[str, Policy]:
         """Return the fastest settings on the dev prompts by the cost model, the first among equals."""
@@ -438,24 +405,6 @@ class Study:
         return sorted(rows, key=lambda row: (row["w_rej"], row["depth"]))
 
 
-def remember_settings(config: Any) -> None:
-    """Record the settings in the output directory, so that steps of other settings are never mixed.
-
-    Raises:
-        InputError: the directory was started with other settings.
-    """
-    path = config.output / "settings.json"
-    if path.exists():
-        differing = differences(decisive(config), read_object(path, {}, "Restore it, or choose another output."))
-        if differing:
-            found = f"{config.output}, started with " + "; ".join(f"{key} {was}" for key, _, was in differing)
-            expected = "; ".join(f"{key} {now}" for key, now, _ in differing)
-            raise InputError("output", found, expected, "Choose another output, or restore the settings.")
-        return
-    make_directory(config.output)
-    write_json(path, decisive(config))
-
-
 def is_published(head: AcceptanceHead) -> bool:
     config = head.config
     shape = (config.w_rej / config.w_acc, config.num_blocks)
@@ -514,8 +463,8 @@ def throughput_table(rows: Sequence[Row]) -> Table:
     return Table("specdecpp-throughput", "Best throughput (SpecDec++, tables 1 and 3)", columns, rows, note)
 
 
-def kl_tables(rows: Sequence[Row]) -> list[Table]:
-    """Build the paper's table of KL, and its eval column by depth."""
+def kl_table(rows: Sequence[Row]) -> Table:
+    """Build the paper's table of KL."""
     columns = [
         Column("w_rej", "w_rej", "g"), Column("depth", "D"), Column("train_kl", "train KL, raw", ".4f"),
         Column("eval_kl", "eval KL, raw", ".4f"), Column("paper", "eval KL, paper", ".3f"),
@@ -525,17 +474,8 @@ def kl_tables(rows: Sequence[Row]) -> list[Table]:
     table = [
         {**row, "paper": PAPER_EVAL_KL.get(row["depth"]) if row["w_rej"] == PUBLISHED_W_REJ else None} for row in rows
     ]
-    lines = [
-        {"series": f"w_rej {row['w_rej']:g}, {name}", "depth": row["depth"], "kl": row[key]}
-        for row in rows
-        for key, name in (("eval_kl", "raw"), ("eval_kl_corrected", "corrected"))
-    ]
-    lines += [{"series": "paper, w_rej 6, raw", "depth": depth, "kl": kl} for depth, kl in PAPER_EVAL_KL.items()]
     note = "Mean binary KL in nats over drafted tokens. The paper's pair is another: compare directions, not sizes."
-    return [
-        Table("specdecpp-kl", "KL of the heads by w_rej and depth", columns, json_values(table), note),
-        drawn_data("specdecpp-kl-depth", lines),
-    ]
+    return Table("specdecpp-kl", "KL of the heads by w_rej and depth", columns, json_values(table), note)
 
 
 def regression_tables(fits: Mapping[str, ForwardTimes], theory: Sequence[Row]) -> list[Table]:

@@ -33,7 +33,6 @@ from draftsmith.eval.bench.results import (
 )
 from draftsmith.eval.bench.runner import DRAFT_ROOM, check_methods, load_run, make_runners
 from draftsmith.eval.bench.tables import results_tables
-from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
@@ -122,6 +121,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         methods += summarize(measured, config.clock, config.seed, compare, params.temperature)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
+        from draftsmith.eval.bench.trace import write_traces
+
         lengths = config.max_new_tokens, config.seed
         write_traces(config.output, rows, config.traces, named, models, config.modes, *lengths)
     # A results.json always belongs to the rows beside it.

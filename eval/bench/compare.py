@@ -21,17 +21,16 @@ from draftsmith.eval.bench.results import (
 )
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.clock import ClockName
-from draftsmith.eval.meta import RESULTS
+from draftsmith.eval.meta import MEASURE, RESULTS, read_results
 from draftsmith.eval.settings import CompareConfig
 from draftsmith.modules.pretrained.provenance import differences, flatten
-from draftsmith.modules.pretrained.reading import check_shape, read_object
+from draftsmith.modules.pretrained.reading import check_shape
 from draftsmith.modules.types import InputError
 
 # Settings without which two runs did not do the same work.
 SAME_SETTINGS = ("top_k", "top_p", "dtype", "target_precision", "max_new_tokens", "ignore_eos", "turns", "batch_size")
 # Settings that change how fast the same work is done.
-SAME_SPEED = ("device", "num_threads", "engine", "packed", "draft_precision")
-AGAIN = "Measure it again."
+SAME_SPEED = ("device", "num_threads", "engine", "draft_precision")
 SEED = 0  # of the bootstrap
 META = {
     "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},
@@ -90,14 +89,11 @@ def open_bench(path: str) -> Bench:
         InputError: no finished run of the bench.
     """
     directory = Path(path)
-    if not (directory / RESULTS).exists():
-        remedy = "Give the command of the run again: it resumes it." if directory.is_dir() else "Check the path."
-        raise InputError(path, f"no {RESULTS}", "a finished run of `draftsmith eval bench`", remedy)
-    meta = read_object(directory / RESULTS, {"meta": dict}, AGAIN)["meta"]
+    meta = read_results(directory, {"meta": dict})["meta"]
     if meta.get("kind") != "bench":
         found = f"results of kind {meta.get('kind', 'unknown')}"
         raise InputError(path, found, "a run of `draftsmith eval bench`", "Measure it (again).")
-    check_shape(directory / RESULTS, meta, META, AGAIN, "meta")
+    check_shape(directory / RESULTS, meta, META, MEASURE, "meta")
     return Bench(path, meta, read_rows(directory))
 
 
@@ -219,11 +215,11 @@ def compare_method(
 
     if same_machine:
         faster = tokens_per_s(second, clock) / tokens_per_s(first, clock)
-        add("speed", faster, resamples.interval(lambda: speeds(second) / speeds(first)))
+        add("speed", faster, resamples.interval(speeds(second) / speeds(first)))
     row["gain_a"], row["gain_b"] = (speedup(pairs[run], base[run], clock) for run in (0, 1))
-    gains = resamples.interval(lambda: speeds(second) / speeds(base[1]) / (speeds(first) / speeds(base[0])))
+    gains = resamples.interval(speeds(second) / speeds(base[1]) / (speeds(first) / speeds(base[0])))
     add("gain", row["gain_b"] / row["gain_a"], gains)
     row["tau_a"], row["tau_b"] = (totals_of(own).tau for own in pairs)
-    taus = resamples.interval(lambda: resamples.tau(second) - resamples.tau(first))
+    taus = resamples.interval(resamples.tau(second) - resamples.tau(first))
     add("tau", row["tau_b"] - row["tau_a"], taus)
     return row

@@ -230,34 +230,23 @@ def next_turn(tokenizer: Any, prompt: BenchPrompt, answer: Sequence[int]) -> Ben
     return dataclasses.replace(prompt, prompt_ids=ids, messages=now, later=later, turn=prompt.turn + 1)
 
 
-def longest_conversation(tokenizer: Any, prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
-    """Estimate the tokens of the longest conversation with all its turns and answers, at most `context`.
+def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int, tokenizer: Any = None) -> int:
+    """Return the tokens of the longest prompt with its answer, at most `context`.
 
-    Prompts that do not fit into the context are left out. The length of an answer that is read again depends on its
-    text, so this is an estimate.
+    tokenizer: count later turns and their answers too, and leave out prompts that do not fit. The length of an answer
+    that is read again depends on its text, so this is an estimate.
 
     Raises:
-        InputError: no prompt fits.
+        InputError: a prompt that leaves no room in the context; with a tokenizer, all of them.
     """
     fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) < context]
-    if not fitting:
-        longest_sequence(prompts, max_new_tokens, context)  # raises
+    if not fitting or (tokenizer is None and len(fitting) < len(prompts)):
+        longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
+        found = f"{len(longest.prompt_ids)} tokens in prompt {longest.id}"
+        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten or remove it.")
     lengths = []
     for prompt in fitting:
-        later = sum(len(tokenizer(text)["input_ids"]) + TEMPLATE_TOKENS + max_new_tokens for text in prompt.later)
-        lengths.append(len(prompt.prompt_ids) + max_new_tokens + later)
+        later = prompt.later if tokenizer is not None else ()
+        turns = (len(tokenizer(text)["input_ids"]) + TEMPLATE_TOKENS + max_new_tokens for text in later)
+        lengths.append(len(prompt.prompt_ids) + max_new_tokens + sum(turns))
     return min(max(lengths), context)
-
-
-def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
-    """Return the tokens of the longest prompt with its answer.
-
-    Raises:
-        InputError: a prompt that leaves no room in the context.
-    """
-    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
-    length = len(longest.prompt_ids)
-    if length >= context:
-        found = f"{length} tokens in prompt {longest.id}"
-        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten or remove it.")
-    return min(length + max_new_tokens, context)

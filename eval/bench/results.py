@@ -242,10 +242,10 @@ def summary_row(
         "tokens_per_s": tokens_per_s(rows, clock),
         "speedup": speedup(rows, baseline, clock),
         "speedup_ci95": resamples.interval(
-            lambda: resamples.tokens_per_s(rows, clock) / resamples.tokens_per_s(baseline, clock)
+            resamples.tokens_per_s(rows, clock) / resamples.tokens_per_s(baseline, clock)
         ),
         "tau": totals.tau,
-        "tau_ci95": resamples.interval(lambda: resamples.tau(rows)),
+        "tau_ci95": resamples.interval(resamples.tau(rows)),
         **{name: getattr(totals, name) for name in COUNTS},
         "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
         "discard_rate": totals.discard_rate,
@@ -261,50 +261,43 @@ def summary_row(
     }
 
 
-def rounds_of(row: Row) -> Iterator[tuple[int, Row]]:
-    """Yield each round of an answer with the tokens of prompt and answer before it."""
-    context = row["prompt_tokens"] + row["prefill_emitted"]
-    for step in row["rounds"]:
-        yield context, step
-        context += step["num_emitted"]
-
-
 def acceptance(rows: Sequence[Row], resamples: Resamples) -> dict[str, Any]:
     """Return what results.json holds of one method's drafts; empty for a method without any.
 
     accepted_by_place: of the rounds that drafted n tokens or more, the share in which n or more were accepted (servers'
     acceptance rate per position). by_context, by_turn: acceptance length of the rounds, with its interval.
     """
-    drafted, accepted = [0] * PLACES, [0] * PLACES
-    by_context: dict[int, list[tuple[int, int]]] = {}
-    by_turn: dict[int, list[tuple[int, int]]] = {}
-    for number, row in enumerate(rows):
-        for context, step in rounds_of(row):
-            for place in range(min(PLACES, step["num_drafted"])):
-                drafted[place] += 1
-                accepted[place] += step["num_accepted"] > place
-            begin = 0 if context < SHORTEST else 1 << (context.bit_length() - 1)
-            for classes, key in ((by_context, begin), (by_turn, row["turn"])):
-                classes.setdefault(key, []).append((number, step["num_emitted"]))
-    if not any(drafted):
+    import pandas  # takes most of a second, and only finished runs need it
+
+    rounds = pandas.DataFrame(round_of for number, row in enumerate(rows) for round_of in rounds_of(number, row))
+    if not len(rounds) or not rounds["num_drafted"].any():
         return {}
+    drafted, accepted = rounds["num_drafted"], rounds["num_accepted"]
 
-    def length(key: str, value: int, found: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        emitted, rounds = [0] * len(rows), [0] * len(rows)
-        for number, count in found:
-            emitted[number] += count
-            rounds[number] += 1
-        interval = None
-        # Of fewer prompts, some resamples would hold none.
-        if sum(count > 0 for count in rounds) >= FEWEST_PROMPTS:
-            interval = resamples.interval(lambda: resamples.sums(emitted) / resamples.sums(rounds).clip(min=1))
-        return {key: value, "rounds": len(found), "tau": sum(emitted) / len(found), "tau_ci95": interval}
+    def lengths(key: str) -> list[dict[str, Any]]:
+        classes = []
+        for value, own in rounds.groupby(key):
+            sums = own.groupby("answer")["num_emitted"].agg(["sum", "count"]).reindex(range(len(rows)), fill_value=0)
+            emitted, counts = resamples.sums(sums["sum"]), resamples.sums(sums["count"]).clip(min=1)
+            # Of fewer prompts, some resamples would hold none.
+            enough = sums["count"].astype(bool).sum() >= FEWEST_PROMPTS
+            interval = resamples.interval(emitted / counts) if enough else None
+            tau = float(own["num_emitted"].mean())
+            classes.append({key: int(value), "rounds": len(own), "tau": tau, "tau_ci95": interval})
+        return classes
 
-    return {
-        "accepted_by_place": [right / count for right, count in zip(accepted, drafted, strict=True) if count],
-        "by_context": [length("from", begin, found) for begin, found in sorted(by_context.items())],
-        "by_turn": [length("turn", turn, found) for turn, found in sorted(by_turn.items())],
-    }
+    places = range(1, min(PLACES, int(drafted.max())) + 1)
+    by_place = [float((accepted[drafted >= n] >= n).mean()) for n in places]
+    return {"accepted_by_place": by_place, "by_context": lengths("from"), "by_turn": lengths("turn")}
+
+
+def rounds_of(number: int, row: Row) -> Iterator[dict[str, Any]]:
+    """Yield each round of an answer with the class of the tokens before it: `from`, a first number of tokens."""
+    context = row["prompt_tokens"] + row["prefill_emitted"]
+    for step in row["rounds"]:
+        begin = 0 if context < SHORTEST else 1 << (context.bit_length() - 1)
+        yield {"answer": number, "turn": row["turn"], "from": begin, **step}
+        context += step["num_emitted"]
 
 
 def with_ends(row: Row, names: Sequence[str]) -> dict[str, Any]:

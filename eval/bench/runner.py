@@ -16,7 +16,7 @@ from draftsmith.data.console import log_note
 from draftsmith.data.settings import MODEL, ROLES
 from draftsmith.data.text.template import load_chat_tokenizer
 from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
-from draftsmith.eval.bench.prompts import BenchPrompt, longest_conversation, longest_sequence
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
@@ -134,12 +134,8 @@ def load_run(
     check_methods(named, config.paths)
     torch.set_num_threads(config.num_threads)
     target = load_lm(config.target, **config.loading)
-    lengths = prompts, config.max_new_tokens, target.info.max_position
-    longest = (
-        longest_conversation(load_chat_tokenizer(config.target), *lengths)
-        if later_turns
-        else longest_sequence(*lengths)
-    )
+    tokenizer = load_chat_tokenizer(config.target) if later_turns else None
+    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position, tokenizer)
     models = load_models(named, config.paths, longest, modes[0], target, config.draft_precision, **config.loading)
     if models.acceptance is not None:
         for params in modes[1:]:

@@ -27,11 +27,8 @@ POOLED, MACRO = "all, pooled", "mean of tasks"
 
 
 def results_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Build the tables of a run: methods at each temperature; by task, where there are several; where drafts hold.
-
-    Rows with a `label`, as of several runs, are shown by it.
-    """
-    rows = [{**row, "name": row["method"], "method": row.get("label", row["method"])} for row in results["methods"]]
+    """Build the tables of a run: methods at each temperature; by task, where there are several; where drafts hold."""
+    rows = results["methods"]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     methods, tasks, drafts = list[Table](), list[Table](), list[Table]()
     for temperature in temperatures:
@@ -100,7 +97,7 @@ def task_table(rows: Sequence[Row]) -> list[Table]:
 
     Columns are what there is less of, methods or tasks, so that the table fits.
     """
-    baseline, others = rows[0], [row for row in rows if row["name"] != BASELINE]
+    baseline, others = rows[0], [row for row in rows if row["method"] != BASELINE]
     if not others or len(baseline.get("by_task", ())) < 2:
         return []
     numbers: dict[str, dict[str, Row]] = {}
@@ -139,7 +136,8 @@ def acceptance_tables(rows: Sequence[Row], about: str, mode: str) -> list[Table]
     rows = [row for row in rows if row.get("accepted_by_place")]
     if not rows:
         return []
-    tables = [places_table(rows, f"places{about}", f"Accepted by place in the draft, {mode}")]
+    note = "Of the drafts of n tokens or more, the share whose first n were accepted (acceptance rate per position)."
+    tables = [places_table(rows, f"places{about}", f"Accepted by place in the draft, {mode}", note)]
     for key, value, title in (("by_context", "from", "tokens before the round"), ("by_turn", "turn", "turn")):
         parts = [{part[value]: part for part in row[key] if part["rounds"] >= FEWEST_ROUNDS} for row in rows]
         if len(classes := sorted(set().union(*parts))) > 1:
@@ -147,14 +145,13 @@ def acceptance_tables(rows: Sequence[Row], about: str, mode: str) -> list[Table]
     return tables
 
 
-def places_table(rows: Sequence[Row], name: str, title: str) -> Table:
+def places_table(rows: Sequence[Row], name: str, title: str, note: str, first: str = "method") -> Table:
+    """Build the table of acceptance by place. first: key and heading of what drafted."""
     places = min(SHOWN_PLACES, max(len(row["accepted_by_place"]) for row in rows))
-    columns = [Column("method", "method"), *(Column(str(n), str(n), ".2f") for n in range(1, places + 1))]
-    cells = []
-    for row in rows:
-        shares = {str(n): share for n, share in enumerate(row["accepted_by_place"], 1)}
-        cells.append({"method": row["method"], **shares})
-    note = "Of the drafts of n tokens or more, the share whose first n were accepted (acceptance rate per position)."
+    columns = [Column(first, first), *(Column(str(n), str(n), ".2f") for n in range(1, places + 1))]
+    cells = [
+        {first: row[first], **{str(n): share for n, share in enumerate(row["accepted_by_place"], 1)}} for row in rows
+    ]
     return Table(name, title, columns, cells, note)
 
 

@@ -75,11 +75,6 @@ class TracedRound:
             line["entropy"] = [view.entropy for view in self.views]
             if tree.draft_prob is None:
                 line["q"] = [view.prob for view in self.views]
-                # As llama.cpp's --spec-draft-p-min reads them: the greedy token's share of the ten most probable.
-                line["q_top10"] = [
-                    view.prob / float(view.distribution.topk(min(10, len(view.logits))).values.sum())
-                    for view in self.views
-                ]
         if self.predicted:
             line["head"] = list(self.predicted)
         return line

@@ -14,7 +14,6 @@ from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
-# Value of --engine that serves a directory -> the engine's name. The values are those of its format, too.
 # Counts of chains of K tokens: rounds with a draft, then for each place the drafts accepted at least up to it.
 Counts = tuple[int, ...]  # [1 + K]
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
@@ -28,6 +27,7 @@ from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
+from draftsmith.eval.bench.tables import places_table
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.clock import rotated
 from draftsmith.eval.engines.chain import Counts, EngineAnswer
@@ -44,11 +44,10 @@ from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect
 from draftsmith.modules.formats.systems import vllm_command
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json
-from draftsmith.modules.pretrained.gguf import is_gguf_model, open_gguf
+from draftsmith.modules.pretrained.gguf import is_gguf_model
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 
-SHOWN_PLACES = 8
 SCHEDULES = {"vllm": "vllm-schedule.json", "sglang": "sglang-schedule.json"}
 Client = LlamaCppClient | VllmClient
 
@@ -103,15 +102,13 @@ def run(config: ServedConfig) -> int:
         raise InputError("draft", found, "a drafter", "Read the server's log.")
 
     title = f"{Path(config.target).name} in {SYSTEMS.get(config.engine, 'SGLang')}, {len(prompts)} prompts"
-    tables = [load_table(rows, f"{title}, threads: {config.threads}"), *places_table(rows), *tasks_table(rows)]
+    tables = [load_table(rows, f"{title}, threads: {config.threads}"), *drafts_table(rows), *tasks_table(rows)]
     if len(config.loads) > 1:
         names = {"requests": "at_step", "tokens_per_s": "value"}
         lines = [{**{new: row[old] for old, new in names.items()}, "series": label_of(row)} for row in rows]
         tables.append(drawn_data("served-load", lines))
     schedules = write_schedules(config, rows) if config.engine == "vllm" and drafting else {}
     meta = describe("served", config, prompts, str(config.prompts or config.tasks))
-    if config.engine == "llamacpp" and config.server is None:
-        meta["tensor_types"] = tensor_types(Path(config.target))
     results = {"meta": meta, "tables": to_json(tables), "rows": rows, "schedules": schedules}
     write_json(config.output / RESULTS, json_values(results))
     for table in tables:
@@ -272,7 +269,7 @@ def summary(
     # Prompts that were timed together are drawn together.
     resamples = Resamples([number % len(prompts) // load for number in range(len(answers))], seed=0)
     interval = resamples.interval(
-        lambda: resamples.sums(tokens) / resamples.sums(seconds) * resamples.sums(base_s) / resamples.sums(base_tokens)
+        resamples.sums(tokens) / resamples.sums(seconds) * resamples.sums(base_s) / resamples.sums(base_tokens)
     )
     differing = sum(one.tokens != other.tokens for one, other in zip(answers, plain.answers, strict=True))
     return {
@@ -332,17 +329,12 @@ def load_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     return Table("served", title, columns, cells, note)
 
 
-def places_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+def drafts_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return the table of acceptance by place at the smallest load, if drafts were counted."""
     rows = [row for row in rows if row["accepted_by_place"] and row["requests"] == rows[0]["requests"]]
-    if not rows:
-        return []
-    places = min(SHOWN_PLACES, max(len(row["accepted_by_place"]) for row in rows))
-    columns = [Column("setting", "drafts"), *(Column(str(n), str(n), ".2f") for n in range(1, places + 1))]
-    shares = ({str(n): share for n, share in enumerate(row["accepted_by_place"], 1)} for row in rows)
-    cells = [{"setting": label_of(row), **own} for row, own in zip(rows, shares, strict=True)]
+    named = [{**row, "drafts": label_of(row)} for row in rows]
     note = "Share of the rounds with a draft whose first n tokens were accepted."
-    return [Table("served-places", "Accepted by place in the draft", columns, cells, note)]
+    return [places_table(named, "served-places", "Accepted by place in the draft", note, "drafts")] if rows else []
 
 
 def tasks_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
@@ -382,9 +374,3 @@ def write_schedules(config: ServedConfig, rows: Sequence[Mapping[str, Any]]) -> 
     for name, schedule in content.items():
         write_json(config.output / name, schedule, indent=None)
     return content
-
-
-def tensor_types(file: Path) -> dict[str, int]:
-    """Return how many tensors of a GGUF file have each type."""
-    names, counts = np.unique([tensor.tensor_type.name for tensor in open_gguf(file)[1].values()], return_counts=True)
-    return {str(name): int(count) for name, count in zip(names, counts, strict=True)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,22 +30,22 @@ Row = dict[str, Any]
 RATES = ("speedup", "tau")
 
 
-def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
-    """Return tables and charts of comparable runs at the same temperatures."""
-    rows = labeled(runs)
-    failures = [failure for run in runs for failure in run.results.get("failures") or ()]
-    return [*results_tables({**runs[0].results, "methods": rows, "failures": failures}), *charts(rows), counts(rows)]
+def bench_figures(run: Run) -> list[Table | Chart]:
+    """Return tables and charts of a benchmark."""
+    rows = run.results["methods"]
+    return [*results_tables({"failures": (), **run.results}), *charts(rows), counts(rows)]
 
 
-def verdicts(runs: Sequence[Run]) -> list[str]:
+def verdicts(run: Run) -> list[str]:
     """Return sentences for each temperature: what is faster than the target alone, and whether answers are its own.
 
     A method whose interval holds 1 is not called faster. Heads that were trained are named, also where they lose.
     """
-    rows, found = labeled(runs), list[str]()
-    for temperature in temperatures(runs[0]):
-        shown = [row for row in rows if row["temperature"] == temperature and not row["method"].endswith(LOSSY)]
-        others = [row for row in shown if row["method"] != BASELINE]
+    lines = list[str]()
+    for temperature in temperatures(run):
+        rows = [row for row in run.results["methods"] if row["temperature"] == temperature]
+        rows = [row for row in rows if not row["method"].endswith(LOSSY)]
+        others = [row for row in rows if row["method"] != BASELINE]
         best = max(others, key=lambda row: row["speedup"], default=None)
         if best is None:
             continue
@@ -54,13 +53,12 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
         text = f"{mode(temperature).capitalize()}: {speed_text(best)}"
         if heads and best not in heads:
             text += f"; of the heads, {speed_text(max(heads, key=lambda row: row['speedup']))}"
-        unequal = [row["label"] for row in shown if row["matches_ar"] is False]
-        if unequal:
+        if unequal := [row["method"] for row in rows if row["matches_ar"] is False]:
             text += f". Answers of {', '.join(unequal)} differ from the target's"
         elif best["matches_ar"]:
             text += "; every answer of every method is the target's own"
-        found.append(f"{text}.")
-    return found
+        lines.append(f"{text}.")
+    return lines
 
 
 def speed_text(row: Row) -> str:
@@ -69,24 +67,14 @@ def speed_text(row: Row) -> str:
     interval = format_interval(row["speedup_ci95"], between=" to ") or "one prompt, no interval"
     claim = "is faster" if low > 1 else "is slower" if high < 1 else "is neither faster nor slower for certain"
     return (
-        f"{row['label']} {claim} than the target alone: {row['speedup']:.2f} times ({interval}), "
+        f"{row['method']} {claim} than the target alone: {row['speedup']:.2f} times ({interval}), "
         f"{row['tokens_per_s']:,.1f} tokens/s, acceptance length {row['tau']:.2f}"
     )
 
 
-def labeled(runs: Sequence[Run]) -> list[Row]:
-    """Return the rows of all methods with `run` and `label`: the method, with its run if several have it."""
-    rows = [{**row, "run": run.name} for run in runs for row in run.results["methods"]]
-    seen = Counter((row["method"], row["temperature"]) for row in rows)
-    for row in rows:
-        several = seen[row["method"], row["temperature"]] > 1
-        row["label"] = row["method"] + (f" ({row['run']})" if several else "")
-    return rows
-
-
 def counts(rows: Sequence[Row]) -> Table:
     """Return the table of what was counted."""
-    columns = [Column("temperature", "T", "g"), Column("label", "method"), Column("prompts", "prompts", ",")]
+    columns = [Column("temperature", "T", "g"), Column("method", "method"), Column("prompts", "prompts", ",")]
     columns += [Column("tokens", "tokens", ","), Column("num_target_calls", "target calls", ",")]
     columns += [Column("num_draft_tokens", "drafted", ","), Column("num_accepted", "accepted", ",")]
     columns += [Column("copied_prompt", "of the prompt", ".0%", "copied")]
@@ -104,7 +92,7 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     for row in rows:
         low, high = row.get("speedup_ci95") or (None, None)
         cells = {key: row.get(key) for key in (*RATES, "tokens_per_s")}
-        named = {"method": row["label"], "temperature": mode(row["temperature"])}
+        named = {"method": row["method"], "temperature": mode(row["temperature"])}
         data.append(json_values({**named, **cells, "low": low, "high": high}))
     return [chart(name, drawing, data) for name, drawing in DRAWINGS.items()]
 

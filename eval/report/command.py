@@ -25,10 +25,10 @@ def run(config: ReportConfig) -> Path:
         found = f"{', '.join(missing)} not installed"
         raise InputError("report", found, "the packages of reports", "Run: pip install 'draftsmith[report]'")
     from draftsmith.eval.report.page import render
-    from draftsmith.eval.report.runs import comparable, read_runs
+    from draftsmith.eval.report.runs import read_runs
     from draftsmith.eval.report.sections import make_sections
 
-    sections = make_sections(comparable(read_runs(config.runs)), TRACE_BYTES)
+    sections = make_sections(read_runs(config.runs), TRACE_BYTES)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     output = config.output or config.runs[0] / "report.html"
     make_directory(output.parent)

@@ -20,7 +20,7 @@ import jinja2
 import vl_convert
 from markupsafe import Markup
 
-from draftsmith.data.console import Table
+from draftsmith.data.console import Table, merged
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.themes import css_variables, page_themes
@@ -31,14 +31,14 @@ VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 
 @dataclass(frozen=True)
 class Section:
-    """A run, or benchmarks that share their tables.
+    """A run on the page.
 
     Attributes:
         name: for anchors and files.
         about: one sentence on what was measured.
         verdicts: what came out, a sentence each.
         facts: details as (heading, [(key, value)]).
-        commands: they measure it again.
+        command: it measures again; empty if unknown.
         viewer: result of `viewer_data`.
     """
 
@@ -47,7 +47,7 @@ class Section:
     about: str
     figures: Sequence[Table | Chart]
     facts: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
-    commands: Sequence[str] = ()
+    command: str = ""
     viewer: Mapping[str, Any] | None = None
     warnings: Sequence[str] = ()
     verdicts: Sequence[str] = ()
@@ -81,6 +81,7 @@ def render(title: str, date: str, sections: Sequence[Section]) -> str:
         themes=json_text(page_themes()),
         tree=Markup(asset("tree.vega.json")),
         tables=tables,
+        merged=merged,
         json_text=json_text,
         breakable=breakable,
     )

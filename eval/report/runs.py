@@ -1,22 +1,18 @@
-"""Reading of runs for the report, and grouping of those that may share a table."""
+"""Reading of runs for the report."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
-from draftsmith.eval.meta import RESULTS, SCHEMA_VERSION
+from draftsmith.eval.meta import MEASURE, RESULTS, SCHEMA_VERSION, read_results
 from draftsmith.eval.report.training import is_training, read_training
 from draftsmith.modules.drafters import HEADS
-from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
-MEASURE = "Measure it again."
 SHAPE: dict[str, Any] = {
     "meta": {f"{name}?": (dict, None) for name in ("settings", "hardware", "prompts", "versions", "models")},
     "methods?": [{"method": str, "temperature": float, "by_task?": {"*": dict}}],
@@ -57,19 +53,14 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise InputError("runs", f"{twice[0]} twice", "each run once", "Name it once.")
     seen = Counter(path.name for path in resolved)
     names = [path.name if seen[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in resolved]
-    return [Run(path, name, read_results(path)) for path, name in zip(directories, names, strict=True)]
+    return [Run(path, name, checked_results(path)) for path, name in zip(directories, names, strict=True)]
 
 
-def read_results(directory: Path) -> Mapping[str, Any]:
+def checked_results(directory: Path) -> Mapping[str, Any]:
     """Read and check results.json, or a training's metrics in the same form."""
     if is_training(directory):
         return read_training(directory)
-    if not directory.is_dir():
-        raise InputError("runs", f"no directory {directory}", "directories of finished runs", "Check the path.")
-    if not (directory / RESULTS).exists():
-        remedy = "Run its command again: it continues with what is left."
-        raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
-    results = read_object(directory / RESULTS, SHAPE, MEASURE)
+    results = read_results(directory, SHAPE)
     meta = results["meta"]
     if results.get("methods") and meta.get("schema_version") != SCHEMA_VERSION:
         found = f"version {meta.get('schema_version')} of its form"
@@ -77,24 +68,6 @@ def read_results(directory: Path) -> Mapping[str, Any]:
     if not results.get("methods") and not results.get("tables"):
         raise InputError(str(directory / RESULTS), "nothing measured", "rows of a method or a table", MEASURE)
     return results
-
-
-def comparable(runs: Iterable[Run]) -> list[list[Run]]:
-    """Group benchmarks that may share a table, in the order given; other runs stay alone.
-
-    They share models, prompts, sampling and machine.
-    """
-    groups: dict[str, list[Run]] = {}
-    for number, run in enumerate(runs):
-        key = str(number)
-        if run.kind == "bench":
-            meta, hardware = run.meta, run.meta.get("hardware", {})
-            basis = [meta.get("target"), meta.get("prompts", {}).get("sha256"), meta.get("clock"), temperatures(run)]
-            basis += [hardware.get("cpu"), hardware.get("gpu")]
-            basis += [run.settings.get(name) for name in (*SAME_SETTINGS, *SAME_SPEED)]
-            key = json.dumps(basis, sort_keys=True)
-        groups.setdefault(key, []).append(run)
-    return list(groups.values())
 
 
 def temperatures(run: Run) -> list[float]:

@@ -34,20 +34,18 @@ TABLE_RUNS: dict[str, tuple[str, Mapping[str, Drawing]]] = {
 MAX_FAILURES = 6  # listed one by one
 
 
-def make_sections(groups: Sequence[Sequence[Run]], trace_bytes: int) -> list[Section]:
-    """Return a section for each group of `comparable`; all traces together take at most `trace_bytes`."""
-    traced = [run for runs in groups for run in runs if run.kind == "bench" and (run.path / TRACE).exists()]
-    max_bytes = trace_bytes // max(1, len(traced))
+def make_sections(runs: Sequence[Run], trace_bytes: int) -> list[Section]:
+    """Return a section for each run; all traces together take at most `trace_bytes`."""
+    traced = [run for run in runs if run.kind == "bench" and (run.path / TRACE).exists()]
     sections: list[Section] = []
-    for runs in groups:
-        if runs[0].kind == "bench":
-            traces = [viewer_data(run.path, max_bytes) for run in runs]
-            viewer = next((trace for trace in traces if trace is not None), None)
-            details = {"viewer": viewer, "warnings": failures(runs), "verdicts": verdicts(runs)}
-            section = make_section("Benchmark", runs, bench_figures(runs), **details)
+    for run in runs:
+        if run.kind == "bench":
+            viewer = viewer_data(run.path, trace_bytes // max(1, len(traced)))
+            details = {"viewer": viewer, "warnings": failures(run), "verdicts": verdicts(run)}
+            section = make_section("Benchmark", run, bench_figures(run), **details)
         else:
-            title, drawings = TABLE_RUNS.get(runs[0].kind, (runs[0].kind, {}))
-            section = table_section(title, runs[0], drawings)
+            title, drawings = TABLE_RUNS.get(run.kind, (run.kind, {}))
+            section = table_section(title, run, drawings)
         while section.name in {other.name for other in sections}:  # names are anchors
             section = dataclasses.replace(section, name=f"{section.name}-{len(sections)}")
         sections.append(section)
@@ -65,18 +63,18 @@ def table_section(title: str, run: Run, drawings: Mapping[str, Drawing]) -> Sect
         else:
             columns = [Column(key, key) for key in dict.fromkeys(key for row in table.rows for key in row)]
             figures.append(dataclasses.replace(table, title=table.title or table.name, columns=columns))
-    return make_section(title, [run], figures)
+    return make_section(title, run, figures)
 
 
-def make_section(title: str, runs: Sequence[Run], figures: Sequence[Table | Chart], **details: Any) -> Section:
-    """Return a section with the facts and commands of its runs."""
+def make_section(title: str, run: Run, figures: Sequence[Table | Chart], **details: Any) -> Section:
+    """Return a section with the facts and the command of its run."""
     return Section(
-        name=re.sub(r"[^A-Za-z0-9_-]+", "-", f"{runs[0].kind}-{runs[0].name}").strip("-"),
-        title=f"{title} · {', '.join(run.name for run in runs)}",
-        about=about(runs[0]),
+        name=re.sub(r"[^A-Za-z0-9_-]+", "-", f"{run.kind}-{run.name}").strip("-"),
+        title=f"{title} · {run.name}",
+        about=about(run),
         figures=figures,
-        facts=[fact for run in runs for fact in facts(run, run.name if len(runs) > 1 else "")],
-        commands=[str(run.meta["command"]) for run in runs if run.meta.get("command")],
+        facts=facts(run),
+        command=str(run.meta.get("command") or ""),
         **details,
     )
 
@@ -103,7 +101,7 @@ def about(run: Run) -> str:
     return "; ".join(parts) + f". Measured {str(meta.get('date', 'at an unknown date'))[:10]}."
 
 
-def facts(run: Run, prefix: str) -> list[tuple[str, list[tuple[str, str]]]]:
+def facts(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return what results.json records of the run, under headings."""
     meta = run.meta
     run_facts = {key: meta.get(key) for key in ("date", "seed", "git_commit", "clock", "schema_version")}
@@ -127,15 +125,14 @@ def facts(run: Run, prefix: str) -> list[tuple[str, list[tuple[str, str]]]]:
     for heading, values in groups.items():
         pairs = [(key, text(value)) for key, value in flatten(values or {}).items() if value not in (None, "", [])]
         if pairs:
-            headed.append((f"{prefix}: {heading}" if prefix else heading, pairs))
+            headed.append((heading, pairs))
     return headed
 
 
-def failures(runs: Sequence[Run]) -> list[str]:
+def failures(run: Run) -> list[str]:
     """Return a line for each prompt that was not measured, at any temperature; the last one counts the rest."""
     lines = dict.fromkeys(
-        f"Not measured in {run.name}: {failure['task'] or 'prompt'}, {failure['id']}: {failure['error']}"
-        for run in runs
+        f"Not measured: {failure['task'] or 'prompt'}, {failure['id']}: {failure['error']}"
         for failure in run.results.get("failures") or []
     )
     rest = len(lines) - MAX_FAILURES

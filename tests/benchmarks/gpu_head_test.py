@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 from worlds import tiny_llama_dir
 
 from draftsmith.benchmarks import gpu_head
@@ -35,7 +34,7 @@ def make_heads(folder: Path, *words: str) -> tuple[dict, str]:
 
 
 @pytest.mark.slow
-def test_every_stage_is_timed_and_both_heads_are_measured_and_packed(tmp_path):
+def test_every_stage_is_timed_and_both_heads_are_measured(tmp_path):
     found, shown = make_heads(tmp_path)
     stages = {stage["stage"]: stage["outcome"] for stage in found["stages"]}
     assert set(stages) == {
@@ -46,16 +45,10 @@ def test_every_stage_is_timed_and_both_heads_are_measured_and_packed(tmp_path):
         "train eagle3",
         "train dspark",
         "bench",
-        "pack",
     }
     assert set(stages.values()) == {"ok"}
     assert [row["method"] for row in found["methods"]] == ["ar", "eagle3:k=3", "eagle3:k=5", "dspark"]
     assert all(row["tau"] >= 1 for row in found["methods"]) and "eagle3:k=5" in shown
-    for kind in ("eagle3", "dspark"):
-        files = sorted((tmp_path / "out" / "packed").glob(f"{kind}-*.safetensors"))
-        assert files and all(path.stat().st_size < 16 * 2**20 for path in files)
-        names = [name for path in files for name in safe_open(path, "pt").keys()]  # noqa: SIM118 (it is no mapping)
-        assert names and not any(name.startswith("lm_head") for name in names)
 
 
 def test_a_stage_that_fails_or_takes_too_long_is_named(tmp_path, capfd):
@@ -68,7 +61,7 @@ def test_a_stage_that_fails_or_takes_too_long_is_named(tmp_path, capfd):
     assert "nowhere: found" in (tmp_path / "log.txt").read_text()
 
 
-def test_heads_that_cannot_be_measured_are_packed_all_the_same(tmp_path, monkeypatch):
+def test_a_report_is_written_where_no_head_could_be_measured(tmp_path, monkeypatch):
     ran = []
 
     def run(stages, name, words, most_s):
@@ -81,5 +74,5 @@ def test_heads_that_cannot_be_measured_are_packed_all_the_same(tmp_path, monkeyp
     monkeypatch.setattr(gpu_head.Stages, "run", run)
     monkeypatch.setattr(gpu_head, "answer", lambda config, stages: tmp_path / "answers")
     gpu_head.run(GpuHeadConfig("target", output=tmp_path))
-    assert ran == ["train eagle3", "train dspark", "bench", "pack"]
+    assert ran == ["train eagle3", "train dspark", "bench"]
     assert json.loads((tmp_path / "gpu_head.json").read_text())["methods"] == []

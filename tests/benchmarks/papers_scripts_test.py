@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracles.tables import PROMPT, TableLM, warped
+from oracles.formulas import warped
+from oracles.tables import PROMPT, TableLM
 from worlds import quick_eagle_head
 
 from draftsmith.benchmarks.papers import eagle2, hsddw, specdecpp
@@ -198,10 +199,10 @@ def agreed(lm: TableLM, prefix: tuple[int, ...], tokens: list[int]) -> int:
     return next((i for i, token in enumerate(tokens) if best(lm, (*prefix, *tokens[:i])) != token), len(tokens))
 
 
-def simulate(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[Counter, Counter, list[int]]:
-    """Return verified tokens, origins and windows of greedy rounds of `spec` or `pre-verify`."""
+def simulate(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[Counter, Counter]:
+    """Return verified tokens and origins of greedy rounds of `spec` or `pre-verify`."""
     answer = [best(TARGET, PROMPT)]
-    verified, origin, windows = Counter(), Counter(), []
+    verified, origin = Counter(), Counter()
 
     def add(by: str, entropies: list[float], accepted: int, end: int) -> None:
         for i, value in enumerate(entropies[: accepted + 1]):
@@ -222,9 +223,8 @@ def simulate(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[Counter, Count
         drafted = min(kept, len(emitted))
         by_m1 = min(drafted, mine if middle else len(inner))
         origin += Counter(M1=by_m1, M2=drafted - by_m1, target=len(emitted) - drafted)
-        windows += [len(tokens)] if tokens else []
         answer += emitted
-    return +verified, origin, windows
+    return +verified, origin
 
 
 @pytest.mark.parametrize(("middle", "eos"), [(False, ()), (True, ()), (True, (1,))])
@@ -236,8 +236,7 @@ def test_the_watcher_sees_what_happens(middle, eos):
     watcher = Watcher(drafter, eos)
     setup = DecodeOptions(partial(watcher.on_round, "a"))
     generation = generate_one(TARGET, drafter, PROMPT, SamplingParams(), TOKENS, TorchSource(0), eos, setup)
-    verified, origin, windows = simulate(k, middle, eos)
+    verified, origin = simulate(k, middle, eos)
     seen = Counter((one["by"], round(one["entropy"], 9), one["accepted"]) for one in watcher.verified)
     assert (seen, watcher.origin) == (verified, origin)
-    assert [window["drafted"] for window in watcher.windows] == windows
     assert origin.total() == len(generation.tokens) - 1  # all but the prefill's

@@ -13,12 +13,8 @@ from draftsmith.benchmarks.head_table import HEADS, HeadTableConfig, pooled
 from draftsmith.benchmarks.recipes import (
     RECIPES,
     RecipesConfig,
-    StepCost,
     acceptance,
     compared,
-    costs_like,
-    read_costs,
-    step_costs,
     trained,
 )
 from draftsmith.data.store.manifest import resolved
@@ -42,21 +38,21 @@ def test_every_recipe_is_one_that_training_takes(name):
         assert config.ttt_steps == RECIPES[name].settings.get("ttt_steps", 3)
 
 
-def test_a_calibration_is_taken_from_another_output(tmp_path):
-    cost = {"early": 0.1, "late": 0.2, "after": 0.5}
-    write_json(tmp_path / "steps.json", {"costs": {costs_like(name): cost for name in RECIPES}})
-    found = step_costs(RecipesConfig(tmp_path / "new", recipes="base,decay-0.9", steps_of=tmp_path / "steps.json"))
-    assert found == {"base": StepCost(0.1, 0.2, 0.5)}
-    with pytest.raises(InputError, match="without other"):
-        read_costs(tmp_path / "steps.json", ["base", "other"])
+def test_steps_are_measured_once_for_recipes_of_one_cost(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(recipes, "step_cost", lambda config, name: measured.append(name) or 0.5)
+    config = RecipesConfig(tmp_path, recipes="base,decay-0.9")
+    assert recipes.step_costs(config) == {"base": 0.5} and measured == ["base"]
+    more = dataclasses.replace(config, recipes="base,decay-0.9,adamw")
+    assert recipes.step_costs(more) == {"base": 0.5, "adamw": 0.5} and measured == ["base", "adamw"]
 
 
-def answered(prompt: int, tokens: int, rounds: int, temperature: float = 0.0) -> dict:
+def answered(prompt: int, tokens: int, rounds: int, temperature: float = 0.0, method: str = "eagle3:k=5") -> dict:
     """A prompt's row: so many tokens in so many rounds, the rest of them with the last one."""
     last = tokens - rounds + 1
     steps = [DecodeStep(5, 0, 1, 5)] * (rounds - 1) + [DecodeStep(5, last - 1, last, 5)]
     made = Generation([7] * tokens, DecodeTrace(steps, 0, 0), True)
-    row = row_of(BenchPrompt(str(prompt), [1], number=prompt), prompt, "eagle3:k=5", temperature, made)
+    row = row_of(BenchPrompt(str(prompt), [1], number=prompt), prompt, method, temperature, made)
     return {**row, "prompt_ids": [1]}
 
 
@@ -86,47 +82,30 @@ def test_half_a_run_is_none_and_a_whole_one_is_kept(tmp_path, monkeypatch):
 
     def python(*words: str) -> float:
         calls.append(words)
-        directory = Path(words[words.index("--output") + 1] if "train" in words else json.loads(words[-1])[-1])
+        directory = Path(words[words.index("--output") + 1])
         if "train" in words:
             assert not directory.exists()  # nothing of half a run is taken over
             for name in ("last", "best", "checkpoints"):
                 (directory / name).mkdir(parents=True)
         else:
-            rows = [answered(prompt, 4, 2, temperature) for temperature in (0.0, 1.0) for prompt in (0, 1)]
+            _, config = configure("eval bench", words[4:])
+            make_directory(directory)
+            methods = ["ar", *(named.label for named in parse_methods(config.methods))]
+            temperatures = [params.temperature for params in config.modes]
+            rows = [answered(prompt, 4, 2, t, method) for t in temperatures for method in methods for prompt in (0, 1)]
             write_rows(directory / PER_PROMPT, rows)
         return 9.0
 
     monkeypatch.setattr(recipes, "python", python)
     directory, config = tmp_path / "runs" / "base-0", RecipesConfig(tmp_path)
     directory.mkdir(parents=True)
-    (directory / PER_PROMPT).write_text("torn")
+    (directory / "torn").write_text("")
     assert "tau 2.00 greedy, 2.00 T=1" in trained(config, "base", 0, 30)
-    assert len(calls) == 2 and [path.name for path in directory.iterdir() if path.is_dir()] == ["last"]
+    assert len(calls) == 2 and {path.name for path in directory.iterdir() if path.is_dir()} == {"last", "bench"}
     trained(config, "base", 0, 30)
     assert len(calls) == 2
     with pytest.raises(InputError, match="output"):
         trained(config, "base", 0, 31)
-
-
-def test_halving_keeps_the_better_half_and_the_base(tmp_path, monkeypatch):
-    taus = {"base": 1.0, "ttt-steps-1": 1.1, "ttt-steps-7": 1.3, "adamw": 1.2, "late-layers": 0.9}
-    asked = []
-
-    def compare(config: RecipesConfig) -> Path:
-        asked.append((config.names, config.cpu_seconds, config.steps_of, config.data))
-        rows = [{"recipe": name, "greedy": {"tau": taus[name]}} for name in config.names]
-        write_json(config.output / "recipes.json", {"recipes": rows})
-        return config.output / "recipes.json"
-
-    monkeypatch.setattr(recipes, "compare", compare)
-    path = recipes.run(RecipesConfig(tmp_path, recipes=",".join(taus), cpu_seconds=10.0, rungs=3))
-    steps, data = tmp_path / "rung-0" / "steps.json", tmp_path / "data"
-    assert asked == [
-        (list(taus), 10.0, None, data),
-        (["base", "ttt-steps-1", "ttt-steps-7", "adamw"], 20.0, steps, data),
-        (["base", "ttt-steps-7", "adamw"], 40.0, steps, data),
-    ]
-    assert path.parent.name == "rung-2"
 
 
 def timed(method: str, prompt: int, tokens: int, rounds: int, seconds: float, temperature: float = 0.0) -> dict:
@@ -168,7 +147,7 @@ def test_it_trains_every_kind_and_measures_all_methods_with_the_heads_of_a_seed(
         return 1.0
 
     monkeypatch.setattr(recipes, "run", trained.append)
-    monkeypatch.setattr(head_table, "python", bench)
+    monkeypatch.setattr(recipes, "python", bench)
     config = HeadTableConfig(tmp_path, seeds=2)
     found = json.loads(head_table.run(config).read_text())
     assert trained == [config.training] and set(trained[0].names) == set(HEADS) and trained[0].seeds == 2

@@ -8,7 +8,9 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from oracles.tables import PROMPT, TableLM, V, enumerate_branches, warped
+from chats import rows_of
+from oracles.formulas import repeated, warped
+from oracles.tables import PROMPT, TableLM, V, enumerate_branches
 from transformers import AutoModelForCausalLM
 from worlds import padded, tiny_llama_dir, tiny_tokenizer
 
@@ -34,10 +36,6 @@ DEPTH, STRIDE = 3, 2
 ROLLOUT = {"labels": "rollout", "depth": DEPTH, "stride": STRIDE, "dtype": "float64", "limit": 5}
 # Both sides compute in float64, but transformers rotates and normalizes in float32, as the artifact stores.
 TOLERANCE = {"rel": 1e-5, "abs": 1e-5}
-
-
-def rows_of(directory):
-    return Rows(directory, Manifest.read(directory)).read(0, 99)
 
 
 def text_row(ids, prompt_length):
@@ -66,15 +64,6 @@ def drafts_of(row):
     """(number, start, text up to the draft and the draft) of each."""
     for number, start in enumerate(row["starts"]):
         yield number, start, row["input_ids"][:start] + row["draft_ids"][number * DEPTH : (number + 1) * DEPTH]
-
-
-def repeated(text, before):
-    """Half the length of the longest suffix that stood in the text before, and what went on from there."""
-    for size in (8, 4, 2):
-        for end in range(len(text) - 1, size - 1, -1):
-            if text[end - size : end] == before[-size:]:
-                return size / 2, text[end]
-    return 0.0, None
 
 
 def check_drafts(row, oracles, expected):

@@ -11,6 +11,7 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chats import ASSISTANT, SYSTEM, USER, chat
 from tokenizers.processors import TemplateProcessing
 from worlds import CONTEXT, tiny_tokenizer
 
@@ -22,13 +23,6 @@ from draftsmith.data.text.sources import BENCHMARKS, PRESETS, named_presets, ope
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.eval.bench.prompts import task_sources
 from draftsmith.modules.types import InputError
-
-USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
-
-
-def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in turns]
-
 
 HI = chat((USER, "Hi"), (ASSISTANT, "Ho"))
 # name of the layout, a row, its messages by hand

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from chats import rows_of
+from oracles.formulas import warped
 from transformers import AutoModelForCausalLM
 from worlds import CONTEXT
 
@@ -23,10 +25,6 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]
-
-
-def rows_of(directory) -> list[dict]:
-    return Rows(directory, Manifest.read(directory)).read(0, 11)
 
 
 @pytest.fixture(scope="module")
@@ -70,35 +68,19 @@ def test_a_row_stops_at_the_end_of_the_context_and_others_go_on(pair, oracle):
     assert found == [greedy(oracle, prompt, 9) for prompt in prompts]
 
 
-def warped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """The distribution of one position in float64, by loops rather than by masks."""
-    order = np.argsort(-logits, kind="stable")[: top_k or None]
-    weights = np.exp((logits[order] - logits.max()) / temperature)
-    weights /= weights.sum()
-    kept, mass = [], 0.0
-    for token, weight in zip(order, weights, strict=True):
-        if mass >= top_p:
-            break
-        kept.append((token, weight))
-        mass += weight
-    distribution = np.zeros(len(logits))
-    for token, weight in kept:
-        distribution[token] = weight / mass
-    return distribution
-
-
 def test_sampled_tokens_follow_the_warped_distribution_by_the_rows_own_uniforms(chain, oracle):
     config = chain.configs["responses"]
     rows = Rows(config.output, Manifest.read(config.output)).read(0, 99)
     assert len(rows) == 11
+    params = SamplingParams(config.temperature, config.top_k, config.top_p)
     eos = load_lm(str(chain.target)).info.eos_ids
     assert [row["ended"] for row in rows] == [row["input_ids"][-1] in eos for row in rows]
     for number, row in enumerate(rows):
         start = row["loss_mask"].index(True)
         uniforms = row_uniforms("responses", config.seed, number, config.max_new_tokens)
-        logits = oracle(torch.tensor([row["input_ids"]])).logits[0].detach().numpy()
+        logits = oracle(torch.tensor([row["input_ids"]])).logits[0]
         for j, token in enumerate(row["input_ids"][start:]):
-            distribution = warped(logits[start + j - 1], config.temperature, config.top_k, config.top_p)
+            distribution = warped(logits[start + j - 1], params)
             assert token == np.searchsorted(np.cumsum(distribution), uniforms[j], side="right")
 
 

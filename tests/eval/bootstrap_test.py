@@ -22,7 +22,7 @@ def test_sums_of_the_same_resamples_belong_together():
 
 def mean_interval(values, owners):
     drawn = Resamples(owners, seed=0)
-    return drawn.interval(lambda: drawn.sums(values) / drawn.sums(np.ones(len(values))))
+    return drawn.interval(drawn.sums(values) / drawn.sums(np.ones(len(values))))
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():

@@ -19,7 +19,7 @@ from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.launch import cli
 from draftsmith.launch.arguments import CommandApp, parse
-from draftsmith.launch.commands import COMMANDS, Command
+from draftsmith.launch.commands import COMMANDS, Command, configure
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.formats import format_names
 from draftsmith.modules.types import InputError
@@ -371,6 +371,12 @@ def test_a_shell_completes_commands_and_options(tmp_path, monkeypatch):
     typed = "source $0; COMP_WORDS=(draftsmith train eagle3 --ttt-steps-a); COMP_CWORD=3; _draftsmith; echo $COMPREPLY"
     result = subprocess.run(["bash", "-c", typed, str(script)], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "--ttt-steps-after", result.stderr
+
+
+def test_pydantic_does_not_check_the_options_of_a_command_once_more():
+    """cyclopts does, where another library has imported pydantic, and refuses None in place of no options."""
+    pytest.importorskip("pydantic")
+    assert configure("doctor", [])[1] is not None and configure("launch torchrun", [])[1] is not None
 
 
 def test_a_reader_that_goes_away_ends_the_output_quietly():

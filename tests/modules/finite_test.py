@@ -13,6 +13,7 @@ from worlds import SMALL, run_models, small_lm, small_models
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.labels import MixedTextLabels, Rollouts
 from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.decoding.chain import draft_fixed_length
 from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_one
 from draftsmith.modules.decoding.stop import (
     ConfidenceStop,
@@ -184,6 +185,20 @@ def test_a_row_without_a_distribution_ends_the_walk_there(logits, params):
         with pytest.raises(NonFinite) as caught:
             verify([tree], rows.flip(0)[None], Sampler(params, [TorchSource(0)]))
         assert caught.value.position == 0
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_chain_that_the_host_sees_at_its_end_names_row_and_place(params):
+    """As on a GPU."""
+
+    def step(tokens: Any, depth: int) -> Any:
+        logits = torch.zeros(3, V)
+        logits[1] = math.nan if depth == 2 else 0
+        return logits, None
+
+    with pytest.raises(NonFinite) as caught:
+        draft_fixed_length(torch.zeros(3, V), step, [4, 4, 2], Sampler(params, [TorchSource(row) for row in range(3)]))
+    assert (caught.value.row, caught.value.position) == (1, 2)
 
 
 def test_a_masked_vocabulary_is_decoded():

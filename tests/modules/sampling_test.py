@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.formulas import warped
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftsmith.modules.finite import NO_TOKEN, NonFinite, checked, first_broken
@@ -29,22 +30,6 @@ from draftsmith.modules.types import InputError, SamplingParams
 LARGEST_UNIFORM = 1 - 2**-53  # the largest float64 below one
 
 
-def distribution_by_definition(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """[V] in float64, token by token: sort, cut after k, cut where the mass reaches top_p."""
-    weights = torch.exp((logits.double() - logits.double().max()) / temperature).tolist()
-    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
-    if top_k:
-        boundary = weights[order[min(top_k, len(order)) - 1]]
-        order = [i for i in order if weights[i] >= boundary]
-    total, mass, distribution = sum(weights[i] for i in order), 0.0, [0.0] * len(weights)
-    for i in order:
-        if mass >= top_p:
-            break
-        distribution[i] = weights[i]
-        mass += weights[i] / total
-    return torch.tensor(distribution, dtype=torch.float64) / sum(distribution)
-
-
 # Every pair of values once.
 SETTINGS = [(0.3, 0, 0.4), (0.3, 1, 0.9), (0.3, 7, 1.0), (0.3, 99, 0.4), (1.0, 0, 0.9), (1.0, 1, 1.0), (1.0, 7, 0.4),
             (1.0, 99, 0.9), (1.7, 0, 1.0), (1.7, 1, 0.4), (1.7, 7, 0.9), (1.7, 99, 1.0)]  # fmt: skip
@@ -57,8 +42,7 @@ def test_probabilities_are_the_definitions_and_those_of_transformers(temperature
         SamplingParams(temperature, top_k, top_p),
     )
     for row, distribution in zip(logits.double(), probabilities(logits.double(), params), strict=True):
-        expected = distribution_by_definition(row, temperature, top_k, top_p)
-        torch.testing.assert_close(distribution, expected, atol=1e-12, rtol=0)
+        assert distribution.tolist() == pytest.approx(warped(row, params), abs=1e-12)
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from oracles.formulas import warped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from worlds import specdecpp
@@ -211,26 +212,6 @@ class TableSession:
     def select(self, rows: Sequence[int]) -> None:
         assert all(row >= place for place, row in enumerate(rows))
         self._cached = [self._cached[row] for row in rows]
-
-
-def warped(logits: Tensor, params: SamplingParams) -> list[float]:
-    """The distribution [V] of logits [V] by the definition, in Python floats: no code shared with
-    `modules/sampling.py`."""
-    weights = [(float(x) / params.temperature) for x in logits]
-    top = max(weights)
-    probs = [2.718281828459045 ** (w - top) for w in weights]
-    if params.top_k:
-        boundary = sorted(probs, reverse=True)[: params.top_k][-1]
-        probs = [p if p >= boundary else 0.0 for p in probs]
-    probs = [p / sum(probs) for p in probs]
-    kept, mass = set(), 0.0
-    for i in sorted(range(len(probs)), key=lambda i: (-probs[i], i)):
-        if mass >= params.top_p:
-            break
-        kept.add(i)
-        mass += probs[i]
-    probs = [p if i in kept else 0.0 for i, p in enumerate(probs)]
-    return [p / sum(probs) for p in probs]
 
 
 def target_distribution(

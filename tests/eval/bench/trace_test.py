@@ -97,8 +97,6 @@ def test_every_line_is_a_round(traced):
         assert all(0 <= q <= 1 for q in line.get("q", []))
         if line["method"].startswith(("spec", "confidence", "self-verify")) and line["drafted"]:
             assert len(line["q"]) == len(line["entropy"]) == len(line["drafted"]) and line["draft_s"] > 0
-            if not line["temperature"]:
-                assert all(q <= share <= 1.001 for q, share in zip(line["q"], line["q_top10"], strict=True))
         if line["method"].startswith(("specdec++", "cost")):
             # This head reads a token one forward after it was drafted, and is not asked where a draft is full.
             assert len(line["drafted"]) - len(line.get("head", [])) in ((0,) if not line["drafted"] else (1, 2))

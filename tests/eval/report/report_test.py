@@ -24,11 +24,11 @@ from report_runs import (
 from draftsmith.data.console import merged
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
-from draftsmith.eval.report.benchmark import counts, labeled, verdicts
+from draftsmith.eval.report.benchmark import counts, verdicts
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.drawing import chart
 from draftsmith.eval.report.page import VEGA_LITE, json_text
-from draftsmith.eval.report.runs import comparable, read_runs
+from draftsmith.eval.report.runs import read_runs
 from draftsmith.eval.report.sections import TABLE_RUNS, make_sections
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
@@ -63,43 +63,17 @@ def test_prompts_are_taken_task_by_task_until_the_bytes_are_used():
     assert shown_prompts(sizes, tasks, 4) == []
 
 
-@pytest.mark.parametrize(
-    ("differing", "groups"),
-    [
-        ({"methods": METHODS[:2], "repeats": 5}, 1),
-        ({"dtype": "bfloat16"}, 2),
-    ],
-)
-def test_only_runs_that_share_their_settings_share_a_table(tmp_path, differing, groups):
-    paths = [bench_run(tmp_path / "one"), bench_run(tmp_path / "two", **differing), study_run(tmp_path / "three")]
-    found = comparable(read_runs(paths))
-    assert len(found) == groups + 1 and found[-1][0].kind == "training"
-
-
-@pytest.mark.parametrize(("key", "value"), [("target", {"config": "other"}), ("prompts", {"sha256": "other"})])
-def test_another_target_or_other_prompts_are_another_section(tmp_path, key, value):
-    paths = [bench_run(tmp_path / "one"), bench_run(tmp_path / "two")]
-    results = json.loads((paths[1] / "results.json").read_text())
-    results["meta"][key] = value
-    (paths[1] / "results.json").write_text(json.dumps(results))
-    sections = make_sections(comparable(read_runs(paths)), 10**6)
-    assert len(sections) == 2 and len({section.name for section in sections}) == 2
-
-
-def test_runs_that_share_a_table_keep_their_rows_apart(tmp_path):
-    (section,) = make_sections(comparable(read_runs([bench_run(tmp_path / "a"), bench_run(tmp_path / "b")])), 10**6)
-    headline = next(figure for figure in section.figures if figure.name == "methods-t0")
-    assert [row["method"] for row in headline.rows] == [f"{method} ({run})" for run in "ab" for method in METHODS]
-    bars = next(figure for figure in section.figures if figure.name == "speedup")
-    assert {row["method"] for row in bars.specification["data"]["values"]} == {
-        f"{method} ({run})" for method in METHODS for run in "ab"
-    }
+def test_every_run_has_a_section_of_its_own(tmp_path):
+    paths = [bench_run(tmp_path / "one" / "run"), bench_run(tmp_path / "two" / "run"), study_run(tmp_path / "three")]
+    sections = make_sections(read_runs(paths), 10**6)
+    assert [section.title.partition(" · ")[2] for section in sections] == ["one/run", "two/run", "three"]
+    assert len({section.name for section in sections}) == 3
 
 
 def test_tables_and_verdicts_say_what_the_results_say(tmp_path):
     path = bench_run(tmp_path / "run")
     rows = json.loads((path / "results.json").read_text())["methods"]
-    (section,) = make_sections(comparable(read_runs([path])), 0)
+    (section,) = make_sections(read_runs([path]), 0)
     for temperature, verdict in zip((0, 1), section.verdicts, strict=True):
         own = [row for row in rows if row["temperature"] == temperature]
         methods, by_task = (
@@ -129,7 +103,8 @@ def test_a_verdict_claims_what_its_interval_holds_and_names_the_best_head(tmp_pa
         spans = {"spec:k=3": (1.21, [0.89, 3.2]), "eagle-tree:nodes=4:depth=2:topk=2": (0.95, [0.9, 0.99])}
         row["speedup"], row["speedup_ci95"] = spans.get(row["method"], (1.0, [1.0, 1.0]))
     (path / "results.json").write_text(json.dumps(results))
-    verdict, _ = verdicts(read_runs([path]))
+    (found,) = read_runs([path])
+    verdict, _ = verdicts(found)
     assert (
         "spec:k=3 is neither faster nor slower for certain than the target alone: 1.21 times (0.89 to 3.20)" in verdict
     )
@@ -156,13 +131,13 @@ def test_what_changes_the_output_is_in_no_verdict(tmp_path):
     for row in results["methods"]:
         row["method"] += LOSSY if row["method"] == METHODS[-1] else ""
     (path / "results.json").write_text(json.dumps(results))
-    runs = read_runs([path])
-    assert all(LOSSY not in verdict and "spec:k=3" in verdict for verdict in verdicts(runs))
-    assert {row["label"] for row in counts(labeled(runs)).rows} == {*METHODS[:2], METHODS[-1] + LOSSY}
+    (found,) = read_runs([path])
+    assert all(LOSSY not in verdict and "spec:k=3" in verdict for verdict in verdicts(found))
+    assert {row["method"] for row in counts(found.results["methods"]).rows} == {*METHODS[:2], METHODS[-1] + LOSSY}
 
 
 def test_intervals_share_the_cells_of_their_numbers(tmp_path):
-    (section,) = make_sections(comparable(read_runs([bench_run(tmp_path / "run")])), 0)
+    (section,) = make_sections(read_runs([bench_run(tmp_path / "run")]), 0)
     shown = merged(section.figures[0])
     assert [column.title for column in shown.columns][:3] == ["method", "tokens/s", "speed-up, 95 % CI"]
     assert [str(cell) for cell in shown.rows[1].values()][:3] == ["spec:k=3", "150.0", "1.50x 1.40-1.60"]

@@ -28,7 +28,7 @@ def training(tmp_path) -> Path:
 
 
 def figures(directory: Path):
-    (section,) = make_sections([read_runs([directory])], 0)
+    (section,) = make_sections(read_runs([directory]), 0)
     return section, {figure.name: figure for figure in section.figures}
 
 
@@ -37,7 +37,7 @@ def test_a_running_training_shows_its_curves_so_far(training):
     with writing_alone(training):
         section, found = figures(training)
     assert section.about.startswith("Running: step 20 is the last one logged. Target embedded:target")
-    assert section.commands == [f"draftsmith train eagle --config '{training}/config.yaml'"]
+    assert section.command == f"draftsmith train eagle --config '{training}/config.yaml'"
 
     def points(name):
         values = found[name].specification["data"]["values"]

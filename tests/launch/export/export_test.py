@@ -56,7 +56,7 @@ def test_tau_is_that_of_a_plain_loop_over_transformers_and_the_exported_director
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     config = BenchConfig(
         target=target, prompts=str(prompts), draft=str(exchange.head("eagle")), methods=f"eagle:k={K}", repeats=1,
-        max_new_tokens=NEW_TOKENS, packed=False, output=tmp_path / "bench",
+        max_new_tokens=NEW_TOKENS, output=tmp_path / "bench",
     )  # fmt: skip
     tau = {row["method"]: row for row in bench(config)["methods"]}[f"eagle:k={K}"]["tau"]
     answers = [line["token_ids"] for line in read_rows(config.output) if line["method"] == f"eagle:k={K}"]

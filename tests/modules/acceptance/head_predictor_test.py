@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from oracles.formulas import repeated
 
 from draftsmith.modules.acceptance import predictor as acceptance
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
@@ -82,13 +83,8 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
 
 
 def repeat(views: list[DraftView], number: int) -> float:
-    """Search the text for the last occurrence of the longest suffix of 8, 4 or 2 tokens; compare what followed it."""
-    before = [*CONTEXT, *(view.token for view in views[:number])]
-    for size in (8, 4, 2):
-        for end in range(len(CONTEXT) - 1, size - 1, -1):
-            if CONTEXT[end - size : end] == before[-size:]:
-                return size / 2 if CONTEXT[end] == views[number].token else -size / 2
-    return 0.0
+    half, followed = repeated(CONTEXT, [*CONTEXT, *(view.token for view in views[:number])])
+    return half if followed == views[number].token else -half
 
 
 def numbers(views: list[DraftView], number: int, names: tuple[str, ...]) -> list[float]:

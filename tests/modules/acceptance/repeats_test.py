@@ -6,20 +6,15 @@ import random
 
 import pytest
 import torch
+from oracles.formulas import repeated
 
 from draftsmith.modules.acceptance.repeats import RepeatIndex, repeat_scores
 from draftsmith.modules.decoding.stop import DraftView
 
 
 def by_search(text: list[int], drafted: list[int], token: int) -> float:
-    """Score a token by searching the whole text for the longest suffix."""
-    before = text + drafted
-    for size in (8, 4, 2):
-        suffix = before[-size:]
-        followers = [text[end] for end in range(size, len(text)) if text[end - size : end] == suffix]
-        if len(suffix) == size and followers:
-            return size / 2 if followers[-1] == token else -size / 2
-    return 0.0
+    half, followed = repeated(text, text + drafted)
+    return half if followed == token else -half
 
 
 def copying_text(seed: int, length: int) -> list[int]:

@@ -7,6 +7,7 @@ No sampling and no tolerance for luck: 1e-10 is a thousand times what float64 su
 from __future__ import annotations
 
 import pytest
+from oracles.formulas import warped
 from oracles.tables import (
     CAPACITY,
     METHODS,
@@ -19,7 +20,6 @@ from oracles.tables import (
     method,
     target_distribution,
     total_variation,
-    warped,
 )
 
 from draftsmith.modules.acceptance.online import OnlinePredictor

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.formulas import warped
 from oracles.tables import (
     CAPACITY,
     EAGLE_TREES,
@@ -23,7 +24,6 @@ from oracles.tables import (
     random_medusa_heads,
     target_distribution,
     total_variation,
-    warped,
 )
 from torch import Tensor
 

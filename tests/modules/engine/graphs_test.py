@@ -79,6 +79,14 @@ def test_replays_decode_as_without_graphs_and_few_shapes_are_captured(label, row
     assert 0 < len(captured) <= 12
 
 
+def test_a_graph_is_of_its_shapes_and_of_what_is_static(captured):
+    graphed, x = Graphed(lambda x, factor: (factor * x,)), torch.ones(2)
+    for _ in range(2):
+        assert [graphed(x, static=(factor,))[0].tolist() for factor in (2, 3)] == [[2.0, 2.0], [3.0, 3.0]]
+        x = x.clone()
+    assert captured == [((2,), 2), ((2,), 3)]
+
+
 def test_other_threads_may_pin_memory_while_a_graph_is_captured(monkeypatch):
     """A capture that all threads watch over ends in an error where one of them allocates pinned memory."""
     options, fake = {}, MagicMock()
