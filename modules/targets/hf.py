@@ -33,7 +33,8 @@ class HFLM:
 
     refusals: why this model cannot read trees or rows, from `self_test` at load. Trees need 4-D attention masks: an
         attention implementation that takes none (flash_attention_2) reads chains only.
-    The model's own forward is never wrapped or changed.
+    mixers: layers with recurrent or convolution states, and how `self_test` found them to behave.
+    The model's own forward is never wrapped or changed; hooks on mixers exist during a read only.
     """
 
     packed = False

@@ -113,10 +113,10 @@ class LinearStates:
         self._ids = ids if self._ids is None else torch.cat([self._ids, ids])
 
     def rewind(self, length: int) -> Tensor:
-        """Return to the states of `length` tokens, or of fewer; returns the last of these tokens, which are unread.
+        """Return to the states of the first `length` tokens. Returns those of them that have to be read again.
 
-        Some are where the mixers cannot be replayed, and all where `length` is before the saved states: the cache is
-        then useless.
+        These are none; or those after the saved states, if the mixers cannot be replayed; or all, into an empty cache,
+        if `length` lies before the saved states.
         """
         kept = 0
         if self._saved and length >= self._start:
@@ -128,6 +128,7 @@ class LinearStates:
         return unread
 
     def _replay(self, length: int) -> int:
+        """Let the mixers read the recorded inputs up to `length` tokens, and return that."""
         left = length - self._start
         for count, calls in self._reads:
             for call in calls if left > 0 else ():

@@ -130,10 +130,9 @@ def test_bfloat16_differs_by_rounding_only(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3.5", "Jamba"])
-def test_sampled_text_follows_the_target(name):
+def test_sampled_text_follows_the_target():
     """Every branch of the draws is followed; the target's own distribution is of whole forwards."""
-    target, params = checked(name, V), SamplingParams(1.0, top_k=2)
+    target, params = checked("Jamba", V), SamplingParams(1.0, top_k=2)
     rows = {}
 
     @torch.no_grad()
