@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from worlds import tiny_tokenizer
 from draftsmith.data.inspect import InspectConfig, masked_text, round_trips, run
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
+from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
 
 
@@ -93,15 +93,16 @@ def test_escape_sequences_of_the_data_are_printed_as_text(pair, tmp_path, capsys
     assert r"a\x1b[2J\x1b]0;title\x07\x9b31m\rb" in shown and r"id\x1b[1m" in shown
 
 
-def test_letters_that_stdout_has_not_are_printed_as_codes(pair, tmp_path):
+def test_letters_that_stdout_has_not_are_printed_as_codes(pair, tmp_path, monkeypatch):
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "Grüße", "answer": "日本"}))
     out = tmp_path / "out"
     make_prompts(PromptsConfig(str(tmp_path / "x.jsonl"), str(pair[0]), out, supervised=True))
-    command = [sys.executable, "-m", "draftsmith", "data", "inspect", str(out)]
     for more in ([], ["--json"]):
-        done = subprocess.run([*command, *more], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True)
-        assert done.returncode == 0, done.stderr
-        assert rb"Gr\xfc\xdfe" in done.stdout.replace(b"\\\\", b"\\") and rb"\u65e5\u672c" in done.stdout
+        printed = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
+        assert main(["data", "inspect", str(out), *more]) == 0
+        shown = printed.getvalue().replace(b"\\\\", b"\\")
+        assert rb"Gr\xfc\xdfe" in shown and rb"\u65e5\u672c" in shown
 
 
 def test_a_row_that_is_not_there_and_another_tokenizer(chain, tmp_path, pair):

@@ -31,7 +31,7 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.command import run as train
 from draftsmith.train.config import drafter_config
 
-NUM_PROMPTS, LAYERS = 24, (2, 4, 6)
+NUM_PROMPTS, LAYERS = 16, (2, 4, 6)
 WHOLE = {"draft_vocab": 0, "normalizer": "tokens"}
 pytestmark = pytest.mark.slow  # a head that knows its answers takes some seconds
 
