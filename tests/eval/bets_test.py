@@ -91,7 +91,9 @@ def test_every_bet_is_fair_on_whole_rounds_of_every_method(name, monkeypatch):
     branches."""
     smaller = replace(StaticTree.from_paths([[0], [1], [1, 0], [1, 1]]), drawn=True)
     monkeypatch.setitem(EAGLE_TREES, "drawn", smaller)
-    target, params, mean = TableLM(1), SamplingParams(1.0), dict[str, torch.Tensor]()
+    # Of four tokens such a tree has too many branches.
+    params = SamplingParams(1.0, top_k=3 if name.endswith("drawn") else 0)
+    target, mean = TableLM(1), dict[str, torch.Tensor]()
     for rounds, weight in emitted_rounds(target, method(name, target), params, length=2, max_new_tokens=8):
         answer = [token for done in rounds for token in done.tokens]
         decided = [place for done in rounds for place in places_of(done)]
