@@ -48,9 +48,9 @@ def heads(lm, tmp_path_factory) -> Path:
     rows = [text["input_ids"] for text in answered_prompts(TARGET, lm, lm.info.max_position)]
     llama = dataclasses.replace(lm.config, num_layers=1, rope_theta=300.0)
     made = {
-        "eagle": quick_eagle_head(lm, rows, steps=150),
+        "eagle": quick_eagle_head(lm, rows, steps=100),
         "eagle3": quick_eagle3_head(
-            lm, rows, 80, draft_vocab=1000, llama=llama, aux_layers=(1, 4, 11), norm_output=True
+            lm, rows, 60, draft_vocab=1000, llama=llama, aux_layers=(1, 4, 11), norm_output=True
         ),
     }
     for kind, head in made.items():
