@@ -40,6 +40,7 @@ from draftsmith.modules.pretrained.models import load_info, load_lm, load_outer,
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
+from draftsmith.modules.targets.proof import NUM_TOKENS, prove_states
 from draftsmith.modules.transfer import to_host_together
 from draftsmith.modules.types import InputError
 
@@ -102,7 +103,9 @@ def open_states(
     Yields None if nothing is left to read: then no vLLM is started.
     """
     if lm is not None:
-        yield OwnStates(lm, aux_layers, config)
+        own = OwnStates(lm, aux_layers, config)
+        own.prove(max((row["input_ids"] for row in rows.read(0, 16)), key=len))
+        yield own
         return
     if (config.output / MANIFEST).exists() and all(read_done(config.output, shard) for shard in plan.shards):
         yield None
@@ -203,20 +206,32 @@ def check_room(plan: StagePlan, rows: Rows, token_bytes: int) -> None:
     check_disk(plan.directory, needed, "output", "Free some space, use --limit or another disk.")
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnStates:
     """States that our own engine computes, in batches of similar length.
 
     A batch is encoded and checked on the model's device and comes to the host in one transfer, while the next batches
     are read.
+
+    teacher: proof of what is stored (`prove`), for the manifest.
     """
 
     lm: CausalLM
     aux_layers: tuple[int, ...]
     config: FeaturesConfig
-    # Other sources say what computes their states, and how these were proved.
+    teacher: dict[str, Any] | None = None
+    # Other sources say what computes their states.
     about: ClassVar[dict[str, Any]] = {}
-    teacher: ClassVar[dict[str, Any] | None] = None
+
+    def prove(self, row: Sequence[int]) -> None:
+        """Prove what is stored of a row's begin against the target's own logits; raises as `prove_states`."""
+        text = list(row[:NUM_TOKENS])
+        ((_, stored),) = self.read([text])
+        states = feature_codec.decode(stored)[:, -self.lm.info.hidden_size :]  # [T, H]
+        proof = prove_states(self.lm, torch.tensor(text), states, stored[""].dtype, "stored features")
+        self.teacher = proof.as_json()
+        if place().rank == 0:
+            log_note(str(proof))
 
     @torch.inference_mode()
     def read(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, Stored]]:

@@ -23,6 +23,7 @@ from draftsmith.data.store.feature_codec import decoded
 from draftsmith.modules.attention import Documents
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.proof import NUM_TOKENS, prove_states
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.data import SampleKey, Samples
 from draftsmith.train.metrics import gather_rows, say_on_rank_zero
@@ -51,6 +52,23 @@ class FeatureSource:
         """aux_layers: the states to read (`DraftHead.aux_layers`). stream: where batches come from that have theirs.
         teacher: how its states were proved, for the manifest."""
         self.target, self.aux_layers, self.stream, self.teacher = target, aux_layers, stream, teacher
+
+    def prove(self, item: dict[str, Tensor]) -> None:
+        """Prove a sample's states, as the head is given them, against the target's own logits.
+
+        Raises:
+            InputError: they give other distributions.
+        """
+        batch, computed = self.read(collate_features([item]))
+        text = item["input_ids"][:NUM_TOKENS]
+        states = cast(Tensor, batch.features)[0, : len(text), -self.target.info.hidden_size :]  # [T, H]
+        if computed is None:
+            dtype, source = item["features"].dtype, "stored features"
+        else:
+            dtype, source = computed.dtype, "the target in this process"
+        proof = prove_states(self.target, text, states, dtype, source)
+        self.teacher = proof.as_json()
+        say_on_rank_zero(str(proof))
 
     def read(self, data: FeatureBatch) -> tuple[FeatureBatch, Tensor | None]:
         """Return the batch with features [B, T, L*H], and the same features if they were computed here, else None."""

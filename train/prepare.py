@@ -114,7 +114,10 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             expected = f"those of {wanted}, which this head learns from"
             remedy = f"Make them with data features --drafter {config.kind}."
             raise InputError("data", f"features of layers {stored}", expected, remedy)
-        target.readout = manifest.readout or target.readout
+        if manifest.readout is None:
+            remedy = f"Make them again: {manifest.command}"
+            raise InputError("data", "features whose teacher was not proved", "the field `teacher` in it", remedy)
+        target.readout = manifest.readout
         check = "sha256" if sum(entry.bytes for entry in manifest.files) < HASHED_BYTES else "size"
         return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
     open_artifact(directory, ("responses", "prompts", "features"), check="size")
@@ -155,7 +158,12 @@ def feature_source(
         stream = FeatureStream(server, window, size)
     for part in samples:
         part.stream = stream
-    return FeatureSource(target, tuple(layers), stream, teacher)
+    source = FeatureSource(target, tuple(layers), stream, teacher)
+    # Without the target's layers there is nothing to compare with: stored states were proved when they were written.
+    if stream is None and not isinstance(target, OuterLM):
+        longest = int(samples[0].lengths[:16].argmax())
+        source.prove(samples[0].item(longest, 0))
+    return source
 
 
 def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[], Tensor] | None = None) -> DraftHead:
