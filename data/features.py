@@ -72,9 +72,11 @@ def run(config: FeaturesConfig) -> Path:
     needs_shape = config.drafter is not None or config.layers
     rows, plan, aux_layers = open_rows(config, info, target_shape(config.target) if needs_shape else None)
     with open_states(config, lm, plan, rows, aux_layers) as source:
-        before = Manifest.read(config.output) if source is None else None
-        about = before.identity.get("read_by") if source is None else source.about
-        teacher = before.teacher if source is None else source.teacher
+        if source is None:
+            done = Manifest.read(config.output)
+            about, teacher = done.identity.get("read_by"), done.teacher
+        else:
+            about, teacher = source.about, source.teacher
 
         def make_shard(shard: Shard, advance: Advance) -> ShardContent:
             assert source is not None

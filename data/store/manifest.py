@@ -18,6 +18,7 @@ from typing import Any
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256
 from draftsmith.modules.pretrained.reading import read_object
+from draftsmith.modules.targets.proof import Proof
 from draftsmith.modules.targets.readout import Readout, behind_norm
 from draftsmith.modules.types import InputError
 
@@ -99,8 +100,7 @@ class Manifest:
     @property
     def readout(self) -> Readout | None:
         """How logits follow from the states, if these were proved."""
-        names = [field.name for field in dataclasses.fields(Readout)]
-        return None if self.teacher is None else behind_norm(Readout(**{name: self.teacher[name] for name in names}))
+        return None if self.teacher is None else behind_norm(Proof.from_json(self.teacher).readout)
 
     @property
     def field_names(self) -> set[str]:

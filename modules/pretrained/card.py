@@ -32,6 +32,7 @@ from draftsmith.modules.pretrained.heads import (
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.proof import Proof
 
 MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
 ACCEPTANCE_HEAD = (
@@ -156,6 +157,7 @@ def model_card(
         unknown="Unknown: the head was imported." if imported else "Unknown.",
         models=models,
         bound=bound,
+        teacher=manifest.get("teacher") and Proof.from_json(manifest["teacher"]),
         data=_data_lines(manifest),
         step=manifest.get("step"),
         options=yaml.safe_dump(options, sort_keys=False).strip(),

@@ -8,8 +8,8 @@ without a sign of it. So some rows are compared before the first step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -91,6 +91,14 @@ class Proof:
     def as_json(self) -> dict[str, Any]:
         """Return it as recorded in manifests and model cards."""
         return {"source": self.source, "tokens": self.tokens, **self.readout.as_json(), **asdict(self.distance)}
+
+    @staticmethod
+    def from_json(proof: Mapping[str, Any]) -> Proof:
+        """Return the proof that `as_json` recorded."""
+        readout, distance = (
+            kind(**{field.name: proof[field.name] for field in fields(kind)}) for kind in (Readout, Distance)
+        )
+        return Proof(proof["source"], readout, proof["tokens"], distance)
 
     def __str__(self) -> str:
         return f"teacher proved on {self.tokens} tokens of {self.source}: {self.readout}; {self.distance}"

@@ -1,8 +1,5 @@
 """Hidden states of other families from the whole vLLM engine on a CPU: they are transformers', the way from them to the
-logits is found, and a wrong one is refused. Run by `make test-engines`.
-
-vLLM's processes are forks of this one, so that the families share its import.
-"""
+logits is found, and a wrong one is refused. Run by `make test-engines`."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ os.environ |= {
 }
 
 import json
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +30,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from twins import LAYERS, TWINS, save_twin, states_of
 
 from draftsmith.data.engines import vllm_states
+from draftsmith.data.engines.vllm import family_arguments
 from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, prove_teacher
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.modules.pretrained.models import load_outer
@@ -58,6 +57,14 @@ def compare(source: VllmStates | ServedStates, model: torch.nn.Module) -> list[f
     return [away(column, layer).median().item() for column, layer in enumerate(READ)]
 
 
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM fork this process, which has imported it: on CPUs it spawns others, which import for 15 s each."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda *_: fork)
+
+
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("name", TWINS)
 def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str, tmp_path: Path, monkeypatch):
     model = save_twin(name, tmp_path / "target")
@@ -81,6 +88,13 @@ def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str,
         monkeypatch.setattr(vllm_states, "candidates", others)
         with pytest.raises(InputError, match="teacher: found"):
             prove_teacher(source, outer, [ROW])
+
+
+@pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "GraniteMoeHybridForCausalLM"])
+def test_a_hybrid_whose_class_gives_no_states_is_one_line(name: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    with pytest.raises(InputError, match=f"engine: found vLLM's {name}, which gives no hidden states"):
+        family_arguments(str(tmp_path), states=True)
 
 
 def test_a_server_of_a_family_without_states_of_its_own(tmp_path: Path):
