@@ -90,8 +90,9 @@ class LlamaConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     sliding_window: int | None = None
-    # `targets.shape.TargetShape` has them.
+    # Of a target, as `targets.shape.TargetShape` has them.
     full_layers: ClassVar[tuple[int, ...]] = ()
+    reasons: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_config(

@@ -96,7 +96,8 @@ class TrainingPlan:
     """Costs of a training, in bytes, elements, tokens and model FLOPs.
 
     part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
-    most on the disk at a time. feature_bytes: dtype -> bytes on disk, empty for heads that read no features.
+    most on the disk at a time. feature_bytes: dtype -> bytes on disk, empty for heads that read no features. reasons:
+    what the head has otherwise than the target.
     """
 
     trained: int
@@ -112,6 +113,7 @@ class TrainingPlan:
     checkpoint_bytes: int
     disk_bytes: int
     feature_bytes: dict[str, int]
+    reasons: tuple[str, ...]
 
     @property
     def peak(self) -> int:
@@ -215,6 +217,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
         feature_bytes={dtype: tokens * size for dtype, size in per_token.items()} if feature_size else {},
+        reasons=shape.reasons,
     )
 
 
@@ -314,6 +317,8 @@ def show(config: TrainDrafterConfig) -> None:
         "features": ", ".join(f"{short(size)}B in {dtype}" for dtype, size in plan.feature_bytes.items()) or None,
     }
     print_facts(facts, f"{config.kind} head for {config.target}, planned from its config.json")
+    for reason in plan.reasons:
+        print_text(f"The head has {reason}.")
 
     unit, divisor, digits = ("GB", 1e9, 2) if plan.peak >= 1e10 else ("MB", 1e6, 0)
     titles = {key: LAYOUTS[key] + ("*" if key == plan.strategy else "") for key in plan.memories}

@@ -29,7 +29,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
-from draftsmith.train.metrics import rank
+from draftsmith.train.metrics import rank, say_on_rank_zero
 from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
@@ -75,8 +75,12 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
     else:
         how = (dtype, device, config.engine, config.trust_remote_code)
         target = load_lm(config.target, *how, device_map=config.device_map)
-    head_shape = head_config(config, shape_of(target, target.info.path or config.target))
+    shape = shape_of(target, target.info.path or config.target)
+    head_shape = head_config(config, shape)
     layers = drafter.loss_layers(head_shape, target.info.num_layers)
+
+    for reason in shape.reasons:
+        say_on_rank_zero(f"the head has {reason}")
 
     # Data: a head to fine-tune may have a shorter context than its target.
     train = open_data(config.data, config, target, layers)

@@ -27,7 +27,6 @@ from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel, 
 from draftsmith.modules.losses import Divergence, distances
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.targets.shape import TargetShape
 from draftsmith.modules.transfer import true_places
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
@@ -158,7 +157,7 @@ class DraftModelHead(DraftHead):
 
     @classmethod
     def new_config(cls, settings: DraftModelSettings, target: LlamaConfig) -> DraftConfig:
-        if isinstance(target, TargetShape) and target.reasons:
+        if target.reasons:
             remedy = "Pass --init with a small model of the target's tokenizer that has such layers, or train a head."
             raise InputError("target", target.reasons[0], "layers of Llama, Mistral, Qwen2 or Qwen3 to keep", remedy)
         kept = tuple(settings.keep_layers) or default_layers(target.num_layers)

@@ -341,7 +341,7 @@ def text_settings(path: str) -> dict[str, Any]:
 def meta_target(path: str, shape: LlamaConfig, outer: bool) -> nn.Module:
     """Build a target on the meta device, to count its weights. outer: only what surrounds its layers."""
     with torch.device("meta"):
-        if outer or not (isinstance(shape, TargetShape) and shape.reasons):
+        if outer or not shape.reasons:
             return LlamaModel(layers_of(shape, num_layers=0) if outer else shape)
         from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -43,7 +43,7 @@ class TargetShape(LlamaConfig):
     """
 
     full_layers: tuple[int, ...] = ()  # type: ignore[misc]  # a class variable of other configs
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()  # type: ignore[misc]
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
