@@ -1,231 +1,365 @@
-"""Tiny random models of many architectures, and how each decodes beside transformers: the table of docs/models.md.
+"""Every causal architecture of transformers as a tiny random target: how it decodes, teaches heads and is served.
 
-`python tests/architectures.py` prints the table; `tests/modules/targets/architectures_test.py` holds the page to it.
+`python tests/architectures.py` writes the tables of docs/models.md, in about two minutes of one core.
+`tests/modules/targets/architectures_test.py` compares some of their rows, and `.ci/run` all of them.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
+from tiny_configs import LAYERS, OMITTED, WINDOW, causal_types, random_model, sample, tiny_config
+from torch import Tensor
 
+import draftsmith
 from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method
-from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import TargetFacts
+from draftsmith.modules.formats.families import SERVERS
+from draftsmith.modules.pretrained.heads import stored_tensors
+from draftsmith.modules.pretrained.hub import read_config
+from draftsmith.modules.pretrained.models import load_lm, load_outer, text_settings
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.proof import Proof, Reference, prove
+from draftsmith.modules.targets.readout import Readout, candidates
+from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
+from draftsmith.train.optimizers import make_optimizer
 
-VOCAB, CONTEXT, WINDOW = 97, 96, 24
-PROMPT, ANSWER = 30, 24  # beyond the window
-IDS = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 96, "pad_token_id": 1}
-LLAMA = {**IDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False}  # fmt: skip
-HEADS = {**LLAMA, "head_dim": 8}
-MOE = {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GPT = {**IDS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}
-BERT = {**IDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "max_position_embeddings": CONTEXT + 2, "is_decoder": True}  # fmt: skip
-SSM = {**IDS, "hidden_size": 32, "num_hidden_layers": 2}
-WINDOWED = {"sliding_window": WINDOW}
-MIXED = {**WINDOWED, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+# Begins what follows the tables.
+AFTER = "The self-test reads few tokens"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+PROMPT, ANSWER = 30, 16  # beyond the window
+GREEDY = SamplingParams()
+# Of the logits' spread, in float32. A recurrence rounds otherwise where a text is read in parts, and random layers
+# amplify that; a wrong cache or mask changes states by their own size.
+WHOLE_ERROR, PARTS_ERROR = 1e-5, 1e-3
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **settings}}
 
 
+LATE_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+LATE_WINDOW["layer_types"] = ["full_attention", *["sliding_attention"] * (LAYERS - 1)]
 LONGROPE = {
-    "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 48,
-        "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0],
-    },
-    "original_max_position_embeddings": 48,
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 48,
+    "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0],
 }  # fmt: skip
-# Name -> transformers' class without `ForCausalLM` (or whole), and its config.
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("Llama", LLAMA),
-    "Llama, linear rope": ("Llama", {**LLAMA, **rope("linear")}),
-    "Llama, llama3 rope": ("Llama", {**LLAMA, **rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0,
-                                                     original_max_position_embeddings=32)}),
-    "Llama, dynamic rope": ("Llama", {**LLAMA, **rope("dynamic", original_max_position_embeddings=32)}),
-    "Llama, yarn": ("Llama", {**LLAMA, **rope("yarn", original_max_position_embeddings=32)}),
-    "Mistral": ("Mistral", {**LLAMA, "sliding_window": None}),
-    "Mistral, window": ("Mistral", {**LLAMA, **WINDOWED}),
-    "Qwen2": ("Qwen2", LLAMA),
-    "Qwen2, window": ("Qwen2", {**LLAMA, **WINDOWED, "use_sliding_window": True, "max_window_layers": 1}),
-    "Qwen3": ("Qwen3", HEADS),
-    "Qwen3, window": ("Qwen3", {**HEADS, **WINDOWED, "use_sliding_window": True, "max_window_layers": 1}),
-    "Qwen2-MoE": ("Qwen2Moe", {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                               "shared_expert_intermediate_size": 16}),
-    "Qwen3-MoE": ("Qwen3Moe", MOE),
-    "Mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "GPT-OSS": ("GptOss", {**HEADS, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "Gemma": ("Gemma", HEADS),
-    "Gemma 2, softcapping": ("Gemma2", {**HEADS, **WINDOWED}),
-    "Gemma 2, none": ("Gemma2", {**HEADS, **WINDOWED, "final_logit_softcapping": None}),
-    "Gemma 3": ("Gemma3", {**HEADS, **MIXED}),
-    "Phi": ("Phi", LLAMA),
-    "Phi-3": ("Phi3", {**LLAMA, **WINDOWED}),
-    "Phi-3, longrope": ("Phi3", {**LLAMA, **LONGROPE}),
-    "Granite": ("Granite", {**LLAMA, "logits_scaling": 1.0}),
-    "Granite, scaled logits": ("Granite", {**LLAMA, "logits_scaling": 8.0}),
-    "Cohere": ("Cohere", {**LLAMA, "logit_scale": 1.0}),
-    "Cohere, scaled logits": ("Cohere", {**LLAMA, "logit_scale": 0.0625}),
-    "OLMo 2": ("Olmo2", LLAMA),
-    "OLMo 3": ("Olmo3", {**LLAMA, **MIXED}),
-    "SmolLM3": ("SmolLM3", LLAMA),
-    "StableLM": ("StableLm", LLAMA),
-    "StarCoder2": ("Starcoder2", {**LLAMA, **WINDOWED}),
-    "EXAONE 4": ("Exaone4", {**HEADS, **WINDOWED, "sliding_window_pattern": 2}),
-    "GLM-4": ("Glm4", HEADS),
-    "nanochat": ("NanoChat", LLAMA),
-    "Doge": ("Doge", LLAMA),
-    "GPT-2": ("GPT2LMHeadModel", GPT),
-    "GPT-Neo": ("GPTNeo", {**IDS, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "window_size": WINDOW,
-                           "max_position_embeddings": CONTEXT,
-                           "attention_types": [[["global", "local", "global"], 1]]}),
-    "GPT-NeoX": ("GPTNeoX", LLAMA),
-    "GPT-J": ("GPTJ", {**GPT, "rotary_dim": 4}),
-    "GPT-BigCode": ("GPTBigCode", GPT),
-    "CodeGen": ("CodeGen", {**GPT, "n_ctx": CONTEXT, "rotary_dim": 4}),
-    "OPT": ("OPT", {**IDS, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-                    "max_position_embeddings": CONTEXT, "word_embed_proj_dim": 32}),
-    "BLOOM": ("Bloom", {**IDS, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
-    "MPT": ("Mpt", {**IDS, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": CONTEXT}),
-    "Falcon": ("Falcon", {**IDS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}),
-    "Falcon, ALiBi": ("Falcon", {**IDS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-                                 "alibi": True, "multi_query": False, "parallel_attn": False}),
-    "BioGPT": ("BioGpt", LLAMA),
-    "XGLM": ("XGLM", {**IDS, "d_model": 32, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4,
-                      "max_position_embeddings": CONTEXT}),
-    "CTRL": ("CTRLLMHeadModel", {**GPT, "dff": 48}),
-    "BART decoder": ("Bart", {**IDS, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4,
-                              "decoder_ffn_dim": 48, "max_position_embeddings": CONTEXT, "is_decoder": True,
-                              "is_encoder_decoder": False}),
-    "BERT decoder": ("BertLMHeadModel", BERT),
-    "RoBERTa decoder": ("Roberta", BERT),
-    "GPT": ("OpenAIGPTLMHeadModel", GPT),
-    "XLNet": ("XLNetLMHeadModel", {**IDS, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}),
-    "XLM": ("XLMWithLMHeadModel", {**IDS, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "causal": True,
-                                   "max_position_embeddings": CONTEXT}),
-    "Mamba": ("Mamba", {**SSM, "state_size": 4}),
-    "Mamba 2": ("Mamba2", {**SSM, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8}),
-    "Falcon Mamba": ("FalconMamba", {**SSM, "state_size": 4}),
-    "RWKV": ("Rwkv", {**SSM, "attention_hidden_size": 32}),
-    "Jamba": ("Jamba", {**LLAMA, "num_hidden_layers": 4, "num_experts": 2, "use_mamba_kernels": False,
-                        "attn_layer_period": 2, "attn_layer_offset": 1}),
-    "LFM2": ("Lfm2", {**LLAMA, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"],
-                      "block_auto_adjust_ff_dim": False}),
-    "Qwen3-Next": ("Qwen3Next", {**MOE, "num_hidden_layers": 4, "shared_expert_intermediate_size": 16,
-                                 "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-                                 "linear_value_head_dim": 8}),
-    "Llama 4": ("Llama4", {**HEADS, "num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 2,
-                           "attention_chunk_size": 16, "no_rope_layers": [1, 1, 1, 0]}),
-    "MiniMax": ("MiniMax", {**HEADS, "num_hidden_layers": 4, "num_local_experts": 2, "block_size": 8}),
+# Settings that real models have and the defaults of their config class have not.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, linear rope": ("llama", rope("linear")),
+    "llama, llama3 rope": ("llama", rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0,
+                                         original_max_position_embeddings=32)),
+    "llama, dynamic rope": ("llama", rope("dynamic", original_max_position_embeddings=32)),
+    "llama, yarn": ("llama", rope("yarn", original_max_position_embeddings=32)),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "qwen2, window": ("qwen2", LATE_WINDOW),
+    "qwen3, window": ("qwen3", LATE_WINDOW),
+    "gemma2, no softcap": ("gemma2", {"final_logit_softcapping": None}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}),
+    "granite, scale 1": ("granite", {"logits_scaling": 1.0}),
+    "cohere, scale 1": ("cohere", {"logit_scale": 1.0}),
+    "falcon, ALiBi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "num_kv_heads": 4}),
 }  # fmt: skip
 WAYS = {"alone": "ar", "chains": "spec:k=3", "trees": "lookahead:w=4:n=3:g=4", "rows": ""}
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": {"layers": (1, 2, 3), "ttt_steps": 2},
+    "dspark": {"layers": (1, 3), "num_layers": 1, "block": 4, "markov_rank": 8, "anchors": 8, "mask_token": 2},
+    "medusa": {"num_heads": 2},
+}
 
 
-@dataclass(frozen=True)
+EXPORTED = ("eagle3", "dspark")
+
+
+@dataclass
 class Outcome:
-    """Result of an architecture. ways: `equal`, `refused` or `wrong` by way of `WAYS`; reason: of the refusals."""
+    """Result of an architecture: each of `WAYS`, `states`, `teacher` and each of `HEADS` -> equal, refused or wrong.
+
+    reasons: of the refusals. exports: (system, kind of head) of those that are written.
+    """
 
     engine: str
-    ways: dict[str, str]
-    reason: str = ""
+    found: dict[str, str] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    exports: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def cells(self) -> str:
         """The row of docs/models.md without its first cell, the architectures that came out so."""
-        return f"{self.engine} | {' | '.join(self.ways.values())} | {self.reason or 'none'}"
+        columns = (tuple(WAYS), ("states",), ("teacher",), tuple(HEADS))
+        reasons = "; ".join(dict.fromkeys(self.reasons)) or "none"
+        return " | ".join([self.engine, *map(self._cell, columns), reasons])
+
+    def _cell(self, names: Sequence[str]) -> str:
+        values = [self.found.get(name, "refused") for name in names]
+        if len(set(values)) == 1:
+            return values[0]
+        others = [f"{value} {name}" for name, value in zip(names, values, strict=True) if value != "equal"]
+        return f"equal; {', '.join(others)}"
+
+    @property
+    def whole(self) -> bool:
+        """Everything but trees and rows, which some caches cannot hold, is equal."""
+        optional = {"trees", "rows"}
+        return all(self.found.get(name) == "equal" for name in {*WAYS, "states", "teacher", *HEADS} - optional)
+
+    def attempt(self, name: str, equal: Callable[[], bool]) -> None:
+        try:
+            self.found[name] = "equal" if equal() else "wrong"
+        except InputError as error:
+            self.found[name] = "refused"
+            self.reasons.append(reason(error))
 
 
-def table(outcomes: Mapping[str, Outcome]) -> str:
-    """The table in docs/models.md: a row for all architectures that came out alike."""
+def architectures() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> `model_type`, and the settings that are not the generated ones."""
+    return {name: (name, {}) for name in causal_types() if name not in OMITTED} | VARIANTS
+
+
+def tables(outcomes: Mapping[str, Outcome]) -> str:
+    """The tables in docs/models.md: a row for all architectures that came out alike; which server each can have."""
     names: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         names.setdefault(outcome.cells, []).append(name)
-    head = f"| architectures | engine | {' | '.join(WAYS)} | refused because it |\n|---|---|---|---|---|---|---|\n"
-    return head + "".join(f"| {'; '.join(alike)} | {cells} |\n" for cells, alike in names.items())
+    taught = [name for name, outcome in outcomes.items() if name not in VARIANTS and outcome.whole]
+    omitted: dict[str, list[str]] = {}
+    for name, why in OMITTED.items():
+        omitted.setdefault(why, []).append(name)
+
+    def served(system: str, kind: str) -> str:
+        own = [name for name in taught if (system, kind) in outcomes[name].exports]
+        others = [name for name in taught if name not in own]
+        if not others:
+            return "all"
+        return f"all but {', '.join(others)}" if len(others) < len(own) else ", ".join(own)
+
+    return "".join(
+        [
+            "| `model_type` | engine | decodes | states | teacher | heads | refused because it |\n",
+            "|---|---|---|---|---|---|---|\n",
+            *(f"| {'; '.join(alike)} | {cells} |\n" for cells, alike in names.items()),
+            "\n",
+            f"Whole are {len(taught)} of {len(outcomes) - len(VARIANTS)} types. ",
+            "Not tried: ",
+            "; ".join(f"{', '.join(own)} ({why})" for why, own in omitted.items()),
+            ".\n\n",
+            "| written for | EAGLE-3 heads of | DSpark heads of |\n|---|---|---|\n",
+            *(f"| {system} | {' | '.join(served(system, kind) for kind in EXPORTED)} |\n" for system in SERVERS),
+        ]
+    )
 
 
 def build(name: str, directory: Path) -> Any:
-    """A random model whose answers depend on all of its context, saved in `directory`."""
-    kind, settings = ARCHITECTURES[name]
-    found = getattr(transformers, kind if "Model" in kind else f"{kind}ForCausalLM")
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = found(found.config_class(**settings)).eval()
-        for weight in model.parameters():
-            # Positions, norms and biases too: none may go unused unnoticed.
-            weight.data = 0.3 * torch.randn_like(weight) if weight.ndim > 1 else weight + 0.1 * torch.randn_like(weight)
+    """A random model of an architecture, saved in `directory`."""
+    model_type, settings = architectures()[name]
+    model = random_model(tiny_config(model_type, **settings))
     model.save_pretrained(directory)
     return model
 
 
-def decode(name: str) -> Outcome:
-    """Compare greedy answers in each way with those of whole forwards without a cache."""
+def outcome(name: str) -> Outcome:
+    """Every column of an architecture."""
     with tempfile.TemporaryDirectory() as folder:
         model = build(name, Path(folder))
         try:
             lm = load_lm(folder)
         except InputError as error:
-            return Outcome("-", dict.fromkeys(WAYS, "refused"), reason(error))
-    engine = "lean" if type(lm).__name__ == "LlamaLM" else "hf"
-    prompts = [tokens(PROMPT, 1), tokens(7, 2)]
-    room = min(ANSWER, lm.info.max_position - PROMPT)
-    expected = [whole_forwards(model, prompt, room) for prompt in prompts]
-    greedy, ways, refusals = SamplingParams(), {}, []
+            return Outcome("-", reasons=[reason(error)])
+        result = Outcome("lean" if type(lm).__name__ == "LlamaLM" else "hf")
+        with torch.no_grad():
+            decode(model, lm, result)
+            result.attempt("states", lambda: states(model, lm))
+            result.attempt("teacher", lambda: teacher(model, lm))
+        for kind in HEADS:
+            result.attempt(kind, lambda kind=kind: teaches(model, lm, kind, result))
+    return result
 
-    def answer(method: str) -> list[list[int]]:
+
+def decode(model: Any, lm: CausalLM, result: Outcome) -> None:
+    """Compare greedy answers in each way with a whole forward without a cache."""
+    prompts = [sample(PROMPT, 1), sample(7, 2)]
+    room = min(ANSWER, lm.info.max_position - PROMPT)
+
+    def answers(method: str) -> list[list[int]]:
         if not method:
-            both = generate(lm, None, prompts, greedy, room, [TorchSource(0), TorchSource(1)], ())
+            both = generate(lm, None, prompts, GREEDY, room, [TorchSource(0), TorchSource(1)], ())
             return [row.tokens for row in both]
         models = Models(target=lm, draft=lm, capacity=lm.info.max_position + 8)
         drafter = parse_method(method).build(models, 1)
-        return [generate_one(lm, drafter, prompts[0], greedy, room, TorchSource(0), ()).tokens]
+        return [generate_one(lm, drafter, prompts[0], GREEDY, room, TorchSource(0), ()).tokens]
 
     for way, method in WAYS.items():
+        result.attempt(way, lambda method=method: all(map(is_greedy, [model] * 2, prompts, answers(method))))
+
+
+def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
+    """Whether each token of an answer is the first choice after those before it."""
+    logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return bool(answer) and logits.argmax(-1).tolist() == answer
+
+
+def states(model: Any, lm: CausalLM) -> bool:
+    """Compare states that a session reads in parts with those of a whole forward: by logits, and layer by layer."""
+    ids = sample(PROMPT + ANSWER, 3)
+    layers = (0, 1, LAYERS // 2, lm.info.num_layers)
+    whole = model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    session = lm.session(1, len(ids), layers)
+    read = torch.cat([session.extend([part]).features[0] for part in (ids[:PROMPT], ids[PROMPT:])])
+    captured = read.split(lm.info.hidden_size, -1)
+    pairs = [(own, whole.hidden_states[number][0]) for own, number in zip(captured, layers, strict=True)]
+    taught = lm.lm_head(lm.features(torch.tensor([ids])))[0]
+    in_parts = all(close(*pair, PARTS_ERROR) for pair in [*pairs, (lm.lm_head(captured[-1]), whole.logits[0])])
+    return in_parts and close(taught, whole.logits[0])
+
+
+def close(ours: Tensor, theirs: Tensor, error: float = WHOLE_ERROR) -> bool:
+    ours, theirs = ours.double(), theirs.double()
+    spread = theirs - theirs.mean(-1, keepdim=True)
+    return ours.shape == theirs.shape and bool((ours - theirs).norm() <= error * spread.norm())
+
+
+def teacher(model: Any, lm: CausalLM) -> bool:
+    """Whether a target's files and its states from before the final norm give its logits, and every other way from
+    states to logits is refused: another gain, no norm, no softcap or scale, another layer, rows shifted by one."""
+    text = torch.tensor(sample(PROMPT + ANSWER, 3))
+    before, logits = unnormed(model, text)
+    outer = load_outer(lm.info.path)
+    weights = outer.weights
+    reference = Reference.of_logits(logits, torch.cat([text[1:], torch.tensor([-1])]))
+    readouts = list(candidates(text_settings(lm.info.path)))
+
+    def proof(states: Tensor, among: Sequence[Readout] = readouts) -> Proof | None:
+        def logits_by(readout: Readout) -> Tensor:
+            return readout.logits(readout.normed(states, weights.norm, weights.norm_bias), weights.output, weights.bias)
+
         try:
-            found = answer(method)
-        except InputError as error:
-            ways[way] = "refused"
-            refusals.append(reason(error))
-        else:
-            ways[way] = "equal" if found == expected[: len(found)] else "wrong"
-    return Outcome(engine, ways, "; ".join(dict.fromkeys(refusals)))
+            return prove("states", among, logits_by, reference, torch.float32)
+        except InputError:
+            return None
+
+    right = proof(before)
+    if right is None:
+        found = "states, which no norm, scale and softcap of its files turn into its logits"
+        raise InputError("teacher", found, "its logits", "")
+    normed = right.readout.normed(before, weights.norm, weights.norm_bias)
+    same = close(right.readout.logits(normed, weights.output, weights.bias), logits)
+    layers = lm.features(text[None], aux_layers=tuple(range(lm.info.num_layers)))[0].split(lm.info.hidden_size, -1)
+    # Mamba counts the states behind its layers from 0.
+    layer = next(states for states in reversed(layers) if not close(states, before))
+    wrong = [proof(before.roll(1, 0)), proof(layer)]
+    wrong += [proof(before, [other]) for other in readouts if other != right.readout]
+    return same and not any(wrong)
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(2, VOCAB - 1, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+def unnormed(model: Any, text: Tensor) -> tuple[Tensor, Tensor]:
+    """Last states [T, H] before the final norm, and the logits [T, V]: what the last module reads whose output the
+    output embedding gets."""
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def keep(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+            calls.append((inputs[0], output))
+
+    # A norm that ends a layer is not the final one.
+    modules = [own for name, own in model.named_modules() if not re.search(r"\.\d+\.", name)]
+    hooks = [module.register_forward_hook(keep) for module in modules if not list(module.children())]
+    logits = model(input_ids=text[None], use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    vocab = logits.shape[-1]
+    head = next(number for number, (own, out) in enumerate(calls) if own.shape[-1] != vocab == out.shape[-1])
+    read = calls[head][0]
+    same = (own for own, out in reversed(calls[:head]) if out.shape == own.shape == read.shape and parallel(out, read))
+    norm = next(same, read)
+    return norm.reshape(len(text), -1), logits
 
 
-@torch.no_grad()
-def whole_forwards(model: Callable[..., Any], prompt: list[int], count: int) -> list[int]:
-    text = list(prompt)
-    for _ in range(count):
-        text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
-    return text[len(prompt) :]
+def parallel(states: Tensor, others: Tensor) -> bool:
+    """Whether states differ by a factor at most: some families scale them before the output embedding."""
+    return F.cosine_similarity(states.flatten(), others.flatten(), 0).item() > 1 - 1e-6
+
+
+def teaches(model: Any, lm: CausalLM, kind: str, result: Outcome) -> bool:
+    """Whether a head learns in two steps of the product's own training code, and drafts without changing an answer."""
+    settings = draftsmith.settings(kind, lr=1e-3, **HEADS[kind])
+    module = draftsmith.LitDrafter(draftsmith.new_head(settings, lm), lm, settings)
+    optimizer = make_optimizer(module.head, settings)
+    trained = [weight for weight in module.head.parameters() if weight.requires_grad]
+    before = [weight.detach().clone() for weight in trained]
+    ids = torch.tensor([sample(24, seed) for seed in (4, 5)])
+    batch = FeatureBatch(ids, None, torch.ones_like(ids, dtype=torch.bool), torch.arange(24).expand_as(ids))
+    for _ in range(2):
+        inputs, _ = module.source.read(batch)
+        optimizer.zero_grad()
+        module.loss(inputs, None).loss.backward()
+        optimizer.step()
+    learned = all(weight.isfinite().all() for weight in trained) and not all(map(torch.equal, before, trained))
+
+    head = module.head.eval().requires_grad_(False)
+    models = Models(target=lm, heads={kind: head}, capacity=lm.info.max_position + 8)
+    drafter, prompt = parse_method(f"{kind}:k=2").build(models, 1), sample(PROMPT, 1)
+    room = min(ANSWER, lm.info.max_position - PROMPT)
+    with torch.no_grad():
+        answer = generate_one(lm, drafter, prompt, GREEDY, room, TorchSource(0), ()).tokens
+        equal = is_greedy(model, prompt, answer)
+    if kind in EXPORTED:
+        written = {system: exported(head, system, lm) for system in SERVERS}
+        result.exports |= {(system, kind) for system, same in written.items() if same is not None}
+        equal = equal and False not in written.values()
+    return learned and equal
+
+
+def exported(head: DraftHead, system: str, lm: CausalLM) -> bool | None:
+    """Whether a system's directory holds the head's tensors and names no problem; None if it refuses the head."""
+    format, facts, state = formats()[system, head.kind], TargetFacts(read_config(lm.info.path)), stored_tensors(head)
+    facts = TargetFacts(facts.raw, lm.embed(list(range(lm.info.vocab_size))), lm.lm_head_weight())
+    try:
+        package = format.write(head.config, state, torch.float32, facts)
+    except InputError:
+        return None
+    found = format.read(package, facts)
+    return not found.problems and all(torch.equal(state[name], tensor) for name, tensor in found.state.items())
 
 
 def reason(error: InputError) -> str:
-    """The error's cause without the class's name and without numbers, which differ between machines."""
-    if error.field != "model":
-        return f"has `{error.field}`"
-    said = str(error).removeprefix("model: found ").partition(", expected")[0]
-    return re.sub(r" \(.*", "", said).partition(", which ")[2]
+    """The error's cause without names of classes and paths, and without numbers, which differ between machines."""
+    found = re.sub(r" \(.*|/\S+ ", "", str(error.found))
+    return found.partition(", which ")[2] or found
+
+
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def main(page: Path = PAGE) -> None:
+    quiet()
+    text, outcomes = page.read_text("utf-8"), {name: outcome(name) for name in architectures()}
+    start, end = text.index("| `model_type` |"), text.index(AFTER)
+    page.write_text(text[:start] + tables(outcomes) + "\n" + text[end:], "utf-8")
+    wrong = [name for name, outcome in outcomes.items() if "wrong" in outcome.found.values()]
+    if wrong:
+        sys.exit(f"wrong: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    sys.stdout.write(table({name: decode(name) for name in ARCHITECTURES}))
+    main()

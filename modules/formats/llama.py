@@ -346,7 +346,11 @@ class LlamaFormat(HeadFormat):
             for name, tensor in self.disk_tensors(config, state).items()
         }
         tensors |= self.row.extra_tensors(config, dtype, target)
-        return Package(self.row.fields(self.row, config, dtype, target), tensors, {"format": "pt"})
+        fields = self.row.fields(self.row, config, dtype, target)
+        # SGLang raises for a head of a shorter context than its target, as LongRoPE's targets have here.
+        if self.name == "sglang":
+            fields["max_position_embeddings"] = max(fields["max_position_embeddings"], max_positions(target))
+        return Package(fields, tensors, {"format": "pt"})
 
     def extra_fields(self, target: Raw, path: str) -> dict[str, Any]:
         """Return the type to run in, the target's, whatever type the weights are stored in; and the verifier's name.

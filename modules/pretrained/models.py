@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import re
@@ -222,11 +223,12 @@ def _load_hf(
 
 @torch.inference_mode()
 def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
-    """Take the way from states to logits whose logits are nearest to the model's own; `self_test` refuses others."""
+    """Take the way from states to logits whose logits are nearest to the model's own, and the number of layers that
+    give states; `self_test` refuses other ways."""
     ids = torch.arange(1, NUM_FITTED, device=lm.device)[None] * (lm.info.vocab_size // NUM_FITTED)
     try:
-        own = lm.model(input_ids=ids, use_cache=False).logits.to(lm.device)
-        states, found = lm.features(ids), dict[float, Readout]()
+        output = lm.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        own, states, found = output.logits.to(lm.device), lm.features(ids), dict[float, Readout]()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each architecture fails in its own way
@@ -235,6 +237,9 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
     for lm.readout in readouts:
         found.setdefault((lm.lm_head(states) - own).float().norm().nan_to_num(math.inf).item(), lm.readout)
     lm.readout = found[min(found)]
+    # LongCat counts the attentions of a layer, and Mllama's layers that read an image give no state of a text.
+    if output.hidden_states is not None:
+        lm.info = dataclasses.replace(lm.info, num_layers=len(output.hidden_states) - 1)
 
 
 def placement() -> dict[str, Any]:

@@ -16,9 +16,21 @@ from draftsmith.modules.targets.outer import OuterWeights
 from draftsmith.modules.types import InputError
 
 # Ends of names, the usual one first: of Llama and most, Mistral's own files, GPT-NeoX, GPT-2, BLOOM, Nemotron-H.
-EMBEDDINGS = ("embed_tokens", "tok_embeddings", "embed_in", "wte", "word_embeddings", "embeddings", "embedding")
-OUTPUTS = ("lm_head", "output", "embed_out", "output_layer", "head")
-NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "final_layer_norm", "final_norm", "embedding_norm", "ln_out")
+EMBEDDINGS = (
+    "embed_tokens",
+    "tok_embeddings",
+    "embed_in",
+    "wte",
+    "word_embeddings",
+    "embeddings",
+    "embedding",
+    "embed",
+)
+OUTPUTS = ("lm_head", "output", "embed_out", "output_layer", "head", "unembed")
+NORMS = (
+    "norm", "final_layernorm", "norm_f", "ln_f", "final_layer_norm", "final_norm", "embedding_norm", "ln_out",
+    "layer_norm",
+)  # fmt: skip
 # Parts of a checkpoint that are not its decoder, and its layers.
 OTHERS = ("visual", "vision", "audio", "mtp", "eagle", "layers", "h", "blocks", "block")
 
@@ -63,10 +75,11 @@ def outer_names(directory: Path, hidden_size: int) -> OuterNames:
         "output": find(OUTPUTS, "weight", 2),
         "norm": find(NORMS, "weight", 1),
     }
-    for field, of in (("bias", "output"), ("norm_bias", "norm")):
-        weight = found[of]
-        bias = None if weight is None else weight.removesuffix("weight") + "bias"
-        found[field] = bias if bias in shapes else None
+    norm_bias = (found["norm"] or "").removesuffix("weight") + "bias"
+    found["norm_bias"] = norm_bias if norm_bias in shapes else None
+    # A tied output embedding may have a bias of its own.
+    biases = (name for end in OUTPUTS for name in shapes if name.split(".")[-2:] == [end, "bias"])
+    found["bias"] = next(biases, None)
     if found["embeddings"] is None:
         raise InputError("model", f"{directory} without an embedding of width {hidden_size}", "one", REMEDY)
     return OuterNames({field: name for field, name in found.items() if name is not None}, files)

@@ -46,7 +46,10 @@ class HFLM:
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         self.refusals, self.readout = Refusals(), Readout()
-        self.mixers = Mixers(hybrid=any(map(is_linear, DynamicCache(config=model.config).layers)))
+        layers = DynamicCache(config=model.config).layers
+        self.mixers = Mixers(hybrid=any(map(is_linear, layers)))
+        # Some layers keep more than keys and values: states, or keys of an indexer.
+        self.own_cache = any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
         # Mamba has another name for the cache.
         names = inspect.signature(self.decoder.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in names else "past_key_values"
@@ -80,6 +83,10 @@ class HFLM:
             hidden if number == self.info.num_layers else output.hidden_states[number].to(self.device)
             for number in aux_layers
         ]
+        if any(state.shape != hidden.shape for state in states):
+            found = "a model whose layers give several states a token"
+            remedy = "Train a head that reads the last state."
+            raise InputError("target", found, f"states of width {self.info.hidden_size}", remedy)
         return hidden, torch.cat(states, -1)
 
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -145,7 +152,7 @@ class HFSession:
 
     def reset(self, rows: int) -> None:
         lm = self._lm
-        self._cache, self.lengths = new_cache(lm.model.config) if lm.mixers.hybrid else DynamicCache(), [0] * rows
+        self._cache, self.lengths = new_cache(lm.model.config) if lm.own_cache else DynamicCache(), [0] * rows
         self._states = LinearStates(lm.model, self._cache, lm.mixers) if lm.mixers.hybrid and rows == 1 else None
         self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=lm.device) if rows > 1 else None
 
@@ -243,6 +250,8 @@ class HFSession:
             for layer in self._cache.layers:
                 index = kept.to(layer.keys.device)
                 layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
+                if getattr(layer, "indexer_keys", None) is not None:
+                    layer.indexer_keys = layer.indexer_keys.index_select(1, index)
         self.lengths = [end]
 
     def _drop_after(self, end: int) -> None:
@@ -272,7 +281,7 @@ class HFSession:
 
 
 def new_cache(config: Any) -> DynamicCache:
-    """Make an empty cache for a hybrid of this config.
+    """Make an empty cache for a model of this config, some of whose layers keep more than keys and values.
 
     Its sliding-window layers keep all keys, as those of a cache without a config do, and the mask does the windowing:
     drafted tokens could not be dropped from a rolling buffer.

@@ -20,8 +20,9 @@ from torch import Tensor
 Norm = Literal["none", "rms", "rms+1", "layer", "layer+1"]
 NORMS: tuple[Norm, ...] = ("rms", "rms+1", "layer", "layer+1", "none")
 # Settings that scale logits or bound them, by the names that families use: logit_scale, logits_scaling,
-# lm_head_multiplier, output_multiplier_scale; final_logit_softcapping, logits_soft_cap. Not attention's softcap.
-SCALE = re.compile(r"^(logits?_scal\w*|logits?_mult\w*|lm_head_mult\w*|output_mult\w*)$")
+# logits_mup_width_multiplier, lm_head_multiplier, output_multiplier_scale; final_logit_softcapping, logits_soft_cap.
+# Not attention's softcap.
+SCALE = re.compile(r"^(logits?_scal\w*|logits?_mult\w*|logits?_mup\w*|lm_head_mult\w*|output_mult\w*)$")
 SOFTCAP = re.compile(r"^(?!attn)\w*logits?_soft_?cap\w*$")
 EPS = re.compile(r"^(rms_|layer_?)?norm_(eps|epsilon)$")
 

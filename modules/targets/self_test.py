@@ -32,6 +32,9 @@ class Refusals:
     trees: str = ""
     rows: str = ""
 
+    def __or__(self, others: Refusals) -> Refusals:
+        return Refusals(self.trees or others.trees, self.rows or others.rows)
+
 
 def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
     """Compare each way a session reads with one whole forward, and return the reasons against trees and rows.
@@ -75,10 +78,6 @@ def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
     trees = f"{name}, which keeps one state for all branches of a tree"
     if not mixers.hybrid:
         trees = _trees_differ(name, session, nodes, tail, whole, lm)
-    kinds = (getattr(model.config, field, None) or () for field in ("attention_layers", "layer_types"))
-    if {"local", "chunked_attention"} & {kind for own in kinds for kind in own}:
-        # GPT-Neo and Llama 4: the window is longer than this test, and in slots.
-        trees = f"{name}, which has a window over cache slots, where nodes of other branches lie"
     try:
         # The last tokens of the first text without its last one, and of the second text.
         shorter, longer = texts[0][:-1], texts[1]
@@ -93,6 +92,17 @@ def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
         rows = _differs(name, "rows of different lengths", in_rows, expected, lm)
     except Exception as error:
         rows = f"{name}, which cannot read rows of different lengths ({_describe(error)})"
+    return _long_texts(name, model.config.get_text_config()) | Refusals(trees, rows)
+
+
+def _long_texts(name: str, config: Any) -> Refusals:
+    """Return reasons that texts as short as the self-test's do not show."""
+    kinds = {kind for field in ("attention_layers", "layer_types") for kind in getattr(config, field, None) or ()}
+    trees = rows = ""
+    if {"local", "chunked_attention"} & kinds:  # GPT-Neo, Llama 4
+        trees = f"{name}, which has a window over cache slots, where nodes of other branches lie"
+    if "indexed_attention" in kinds:  # DeepSeek-V3.2, GLM-5: many scores are exactly 0, and padding decides among them
+        rows = f"{name}, which chooses keys by scores, and those of equal scores by their slots"
     return Refusals(trees, rows)
 
 

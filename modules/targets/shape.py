@@ -61,6 +61,8 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
     reasons = [f"a plain Llama layer, which servers draft with for any target (this one: {text.get('model_type')})"]
     sizes: dict[str, Any] = {ours: next((text[name] for name in names if text.get(name) is not None), None)
              for ours, names in NAMES.items()}  # fmt: skip
+    # Nemotron-H lists its layers and does not count them.
+    sizes["num_hidden_layers"] = sizes["num_hidden_layers"] or len(_kinds(text)) or None
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if sizes[name] is None:
             raise InputError(f"config.json, {name}", "nothing", "a size of the target", "Complete config.json.")
@@ -116,7 +118,12 @@ def _attention(text: Mapping[str, Any], sizes: Mapping[str, Any], reasons: list[
 
 def _full_layers(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the states after full-attention layers of a target with recurrent or convolution layers; () of others."""
-    kinds: Sequence[str] = text.get("layer_types") or text.get("layers_block_type") or ()
+    kinds = _kinds(text)
     if len(kinds) != num_layers or all("attention" in kind and "linear" not in kind for kind in kinds):
         return ()
     return tuple(number for number, kind in enumerate(kinds, 1) if kind in FULL)
+
+
+def _kinds(text: Mapping[str, Any]) -> Sequence[str]:
+    """Return the kind of each layer, where config.json has them."""
+    return text.get("layer_types") or text.get("layers_block_type") or ()
