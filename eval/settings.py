@@ -365,6 +365,8 @@ class CheckConfig(Loading):
         directory: The directory to check.
         format: The system that is to read it; auto detects whose directory it is, and adds a line for every other.
         target: The target model.
+        target_gguf: The target's GGUF file, which llama.cpp serves. Default: --target if it is one, else it is written,
+            of Llama-family models.
         draft: The draft whose hidden states an acceptance head reads (specdec_pp): a model, or the directory of a
             drafting head, then with its --target.
         head: The head that the directory was exported from, to compare logits with.
@@ -386,6 +388,7 @@ class CheckConfig(Loading):
     directory: Path
     format: AnyFormat = "auto"
     target: str | None = None
+    target_gguf: Path | None = None
     draft: str | None = None
     head: Path | None = None
     dtype: Dtype = "auto"
@@ -403,6 +406,8 @@ class CheckConfig(Loading):
     def __post_init__(self) -> None:
         check_positive(self, "limit", "max_new_tokens")
         check_not_negative(self, "num_drafted", "p_min")
+        if self.target_gguf is not None and self.engine != "llamacpp":
+            raise InputError("target_gguf", self.target_gguf, "--engine llamacpp, which serves it", "Leave it out.")
         if self.p_min and self.engine != "llamacpp":
             raise InputError("p_min", self.p_min, "--engine llamacpp, which cuts drafts by it", "Leave it out.")
         for name in ("engine_path", "server", "prompts"):

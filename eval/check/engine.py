@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from draftsmith.eval.check.record import differences as head_differences
 from draftsmith.eval.check.record import hashes_of
 from draftsmith.eval.check.states import facts_of
 from draftsmith.eval.engines.chain import EngineAnswer, OurChain, tokens_per_round
-from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels
+from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, moved_states
 from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
 from draftsmith.eval.settings import SYSTEMS, CheckConfig
@@ -50,6 +51,10 @@ NUM_DRAFTED = 5
 QUESTION = "What is two and two?"
 MISREAD_PROMPTS = 6  # prompts on which misreadings of the head are tried
 TEMPLATE, DIRECTORY = "the server's chat template", "the directory"
+MOVED = (
+    "llama.cpp reads these prompts in parts, and its EAGLE-3 draft the state of each part's last token in the place of "
+    "the one before the part: our chain does the same. Answers are right; a few drafts are worse for it."
+)
 Located = tuple[str, str]  # what differs, and where or why
 
 
@@ -116,6 +121,8 @@ def run(config: CheckConfig) -> int:
         tokenizer, version = load_chat_tokenizer(config.target), client.version
         question = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}]) if tokenizer.chat_template else []
         templated = client.templated(QUESTION) if question else []
+    if ours.kind == "eagle3" and any(chain.moved(len(prompt.prompt_ids)) for prompt in prompts):
+        print_text(MOVED)
     rows = [
         ComparedPrompt(prompt.id, answer, chain.answer(prompt.prompt_ids, ours.kind, ours.drafter))
         for prompt, answer in zip(prompts, theirs, strict=True)
@@ -175,14 +182,23 @@ def our_drafter(config: CheckConfig, target: CausalLM, facts: TargetFacts) -> Ou
         head = load_head(config.head, target, kind=format.kind)
         # Rounded as the directory's weights are.
         dtype = next(tensor.dtype for tensor in package.tensors.values() if tensor.ndim == 2)
-        return OurDrafter(format.kind, head.to(dtype).to(target.dtype), package)
+        return OurDrafter(format.kind, as_served(head.to(dtype).to(target.dtype), target), package)
     parsed = format.read(package, facts)
     return OurDrafter(format.kind, head_for(target, format.kind, parsed.config, parsed.state), package)
 
 
 def head_for(target: CausalLM, kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     """Build a head on the target's device and in its type."""
-    return build_head(kind, config, state).to(target.device, target.dtype).eval().requires_grad_(False)
+    head = build_head(kind, config, state).to(target.device, target.dtype).eval().requires_grad_(False)
+    return as_served(head, target)
+
+
+def as_served(head: Any, target: CausalLM) -> Any:
+    """Let a head that borrows the target's lm_head draft from its products: no server bounds them, as the target's."""
+    if target.readout.softcap is not None and not hasattr(head, "lm_head"):
+        readout = dataclasses.replace(target.readout, softcap=None)
+        head.output = partial(readout.logits, weight=target.lm_head_weight())
+    return head
 
 
 @contextmanager
@@ -230,8 +246,8 @@ def llamacpp_client(
         if drafter is None:
             found, remedy = f"{config.directory} without a .gguf file", "Export the head with --format llamacpp."
             raise InputError("directory", found, "one that llama.cpp serves", remedy)
-        if config.target.endswith(".gguf"):
-            widen_gguf(Path(config.target), target_file)
+        if file := config.target_gguf or (Path(config.target) if config.target.endswith(".gguf") else None):
+            widen_gguf(file, target_file)
         else:
             write_gguf_model(target_file, config.target)
         widen_gguf(drafter, drafter_file)
@@ -270,7 +286,11 @@ class GateClient(LlamaCppClient):
 def our_chain(config: CheckConfig, target: CausalLM, ours: OurDrafter, num_drafted: int = 0) -> OurChain:
     """Return our chain of the length that the engine drafts, with the engine's last draft."""
     length = num_drafted or config.num_drafted or getattr(ours.drafter.config, "drafts", NUM_DRAFTED)
-    return OurChain(target, length, config.max_new_tokens, config.engine == "vllm", config.p_min)
+    if config.engine == "vllm":
+        return OurChain(target, length, config.max_new_tokens)
+    facts = TargetFacts(read_config(str(config.target)))
+    moved = partial(moved_states, checkpoints=facts.hybrid or facts.windowed)
+    return OurChain(target, length, config.max_new_tokens, False, config.p_min, moved)
 
 
 def check_served(config: CheckConfig, ours: OurDrafter) -> None:

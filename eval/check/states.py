@@ -96,7 +96,12 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
     """
     model = cast(Any, lm).model  # a LlamaModel, or one of transformers
     embed = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embed_tokens
-    return TargetFacts(read_config(path), embed.weight.detach().cpu(), lm.lm_head_weight().cpu())
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model.lm_head
+    left_out = {"softcap": lm.readout.softcap, "bias of lm_head": getattr(output, "bias", None)}
+    named = " and ".join(name for name, value in left_out.items() if value is not None)
+    return TargetFacts(
+        read_config(path), embed.weight.detach().cpu(), lm.lm_head_weight().cpu(), lm.readout.scale, named
+    )
 
 
 def states_after(texts: Sequence[Mapping[str, Any]], source: StateSource) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from draftsmith.data.settings import MODEL
 from draftsmith.modules.decoding.loop import generate_one
@@ -54,6 +56,22 @@ class EngineAnswer:
         return sum(self.counts[1:])
 
 
+class MovedStates:
+    """A drafter that reads states of other tokens at some rows of the prompt. rows: place, and the token read there."""
+
+    def __init__(self, drafter: Any, rows: Sequence[tuple[int, int]]):
+        self._drafter, self._rows = drafter, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first: int) -> None:
+        moved = features.clone()
+        for place, token in self._rows:
+            moved[place] = features[token]
+        self._drafter.begin(row, prompt, moved, first)
+
+
 @dataclass(frozen=True)
 class OurChain:
     """Greedy chains of `length` tokens for a target.
@@ -61,6 +79,7 @@ class OurChain:
     whole: the last draft of an answer is as long as the others and counts whole, also beyond an end token or the length
     limit, as in vLLM. Otherwise it ends before the limit, as here and in llama.cpp.
     p_min: confidence of a DSpark head below which a draft ends, as llama.cpp's --spec-draft-p-min.
+    moved: prompt length -> rows whose state an EAGLE-3 head reads of another token, and that token, as in llama.cpp.
     """
 
     target: CausalLM
@@ -68,6 +87,7 @@ class OurChain:
     max_new_tokens: int
     whole: bool = True
     p_min: float = 0.0
+    moved: Callable[[int], Sequence[tuple[int, int]]] = lambda length: ()
 
     def room(self, prompt: Sequence[int]) -> int:
         """Return the length of the longest sequence: the last draft is as long as the others."""
@@ -83,6 +103,8 @@ class OurChain:
         method = parse_method(confident if self.p_min else f"{name}:k={length}")
         # `Models.ends` stays empty: engines draft beyond an end token.
         chain = method.build(Models(self.target, capacity=self.room(prompt) + self.length + 1, **loaded))
+        if kind == "eagle3" and (rows := self.moved(len(prompt))):
+            chain = MovedStates(chain, rows)
         # Further than asked, so that the last draft is whole.
         limit = self.max_new_tokens + (self.length + 1 if self.whole else 0)
         answer = generate_one(self.target, chain, prompt, SamplingParams(), limit, TorchSource(0))

@@ -17,6 +17,9 @@ from draftsmith.eval.engines.chain import Counts, EngineAnswer, counts_of
 from draftsmith.modules.types import InputError
 
 TOKENS = {"tokens": [int]}
+# Tokens that the server reads at once. For targets whose memory cannot drop any token (recurrent or convolution states,
+# sliding windows) it ends a part, and keeps a checkpoint, so many tokens before the end of a prompt.
+BATCH, CHECKPOINTS = 2048, (516, 4)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,22 @@ def server_words(
         if exact:
             words += ["--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"]
     return words
+
+
+def moved_states(length: int, checkpoints: bool) -> list[tuple[int, int]]:
+    """Return the rows of a prompt at which EAGLE-3 in llama.cpp reads another token's state, and that token.
+
+    The draft's row before a part of the prompt has a pointer to the state to read, which is overwritten with that of
+    the part's last token before the row is computed (common/speculative.cpp, `process`). checkpoints: the target is one
+    whose prompts end in parts.
+    """
+    rows, start = list[tuple[int, int]](), 0
+    while start < length:
+        ends = [length - offset for offset in CHECKPOINTS if checkpoints and length - offset > start]
+        end = min(start + BATCH, length, *ends)
+        rows += [(start - 1, end - 1)] if start else []
+        start = end
+    return rows
 
 
 class LlamaCppClient:

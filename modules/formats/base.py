@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
 
 # Types of weights that layers compute with; integers and float8 are quantized weights, whose scales are elsewhere.
@@ -38,19 +39,20 @@ class Package:
 class TargetFacts:
     """Facts of the model whose hidden states a head reads.
 
-    raw: its `config.json`. embed_tokens, lm_head: [V, H], if they are loaded.
+    raw: its `config.json`. embed_tokens, lm_head: [V, H], if they are loaded. scale: of its logits, against their
+    products. left_out: what else makes its logits, and no system does to those of a head that borrows lm_head.
     """
 
     raw: Mapping[str, Any]
     embed_tokens: Tensor | None = None
     lm_head: Tensor | None = None
+    scale: float = 1.0
+    left_out: str = ""
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The config's settings about text: those inside `text_config`, where there is one, before those outside."""
-        inner = self.raw.get("text_config")
-        inside = inner.items() if isinstance(inner, Mapping) else ()
-        return {**self.raw, **{name: value for name, value in inside if value is not None}}
+        """The config's settings about text."""
+        return text_config(self.raw)
 
     @property
     def family(self) -> str:
@@ -64,6 +66,11 @@ class TargetFacts:
         if isinstance(kinds, list):
             return not all(str(kind).endswith("attention") and kind != "linear_attention" for kind in kinds)
         return any(name.startswith("mamba") for name in self.text)
+
+    @property
+    def windowed(self) -> bool:
+        """True if some layers, and not all as a Mistral's, read a window of the text."""
+        return "sliding_attention" in (self.text.get("layer_types") or [])
 
     @property
     def hidden_size(self) -> int | None:

@@ -8,9 +8,11 @@ Specified by deepseek-ai/DeepSpec (modeling/dspark), z-lab/dflash, vLLM 0.32 (qw
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers
 from draftsmith.modules.formats.base import same_values
@@ -35,6 +37,8 @@ FLAT = {
     **{name: f"markov_head.{name}" for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")},
     "confidence_proj": "confidence_head.proj",
 }
+# Weights that read the states after the last norm; of the last one they are the last columns, else the first.
+READ_STATE = ("confidence_head.proj.weight", "markov_head.gate_proj.weight", "markov_head.joint_proj.weight")
 NON_CAUSAL = "sliding_window_non_causal"  # of speculators
 # Copies of the target's weights that speculators' files may have.
 OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
@@ -56,6 +60,16 @@ class BlockFormat(LlamaFormat):
         ):
             if found != expected:
                 raise InputError(field, found, f"{expected}: servers build Qwen3's layers", "Train it again.")
+
+    def scaled(self, state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+        """Scale the states after the last norm, and what else reads them by the inverse."""
+        scaled, size = dict(state), len(state["norm.weight"])
+        scaled["norm.weight"] = state["norm.weight"] * factor
+        for name in READ_STATE:
+            if name in state:
+                scaled[name] = weight = state[name].clone()
+                (weight[:, -size:] if "joint" in name else weight[:, :size]).div_(factor)
+        return scaled
 
     def our_name(self, name: str) -> str:
         """Return our name of a tensor, by any trainer's."""

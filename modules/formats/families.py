@@ -43,7 +43,11 @@ def unserved(system: str, kind: str, target: TargetFacts) -> str:
     system: the name of its format. EAGLE-1 heads read the last state only, which every model gives.
     """
     family = target.family
-    if kind == "eagle" or not family:
+    if kind == "eagle":
+        # Its states, which are read again, cannot hold the factor.
+        scaled = f"leaves out the factor {target.scale:.4g} on the target's logits, whose lm_head the head borrows"
+        return scaled if target.scale != 1 else ""
+    if not family:
         return ""
     if system == "eagle" and family not in SAFEAILAB:
         return f"captures no layers of a target of type {family}"

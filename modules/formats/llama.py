@@ -322,6 +322,14 @@ class LlamaFormat(HeadFormat):
         """Return the name in a file of one of our parameters."""
         return name
 
+    def scaled(self, state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+        """Return a head whose products with the target's lm_head are `factor` times as large.
+
+        Servers do not scale the logits of heads that borrow it, as those of the target. Heads with their own lm_head
+        stay as they are.
+        """
+        return dict(state)
+
     def disk_tensors(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a head's tensors by their names in the file."""
         return dict(state)
@@ -330,7 +338,7 @@ class LlamaFormat(HeadFormat):
         self.check_common(config)
         if target is not None and (reason := unserved(self.name, self.kind, target)):
             others = [name for name in SERVERS if not unserved(name, self.kind, target)]
-            remedy = f"Choose --format {' or '.join(others)}." if others else "No system drafts with it."
+            remedy = f"Choose --format {' or '.join(others)}." if others else "Train an EAGLE-3 head."
             raise InputError("target", f"{target.family}: {self.system} {reason}", "a family that it takes", remedy)
         for refusal in self.row.refused(self.row, config, target):
             raise InputError(*refusal)
@@ -341,6 +349,7 @@ class LlamaFormat(HeadFormat):
         if self.row.fields is None:
             return super().write(config, state, dtype, target)
         self.check(config, target)
+        state = state if target is None or target.scale == 1 else self.scaled(state, target.scale)
         tensors = {
             name: tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous().clone()
             for name, tensor in self.disk_tensors(config, state).items()
@@ -375,6 +384,10 @@ class LlamaFormat(HeadFormat):
         config = self.read_config(files, llama)
         with torch.device("meta"):
             check_tensors(head_class(self.kind)(config), files.tensors, self.disk_name)
+        if target is not None and target.scale != 1:
+            files.tensors = self.scaled(files.tensors, 1 / target.scale)
+        if target is not None and target.left_out and self.kind != "eagle3":
+            files.notes.append(f"{self.system} drafts from logits without the target's {target.left_out}")
         # A setting that this system does not compute with.
         for name, value, expected, _ in list(self.row.refused(self.row, config, None))[:1]:
             files.problems.append(Problem(name, f"is {value}, where {self.system} has {expected}"))

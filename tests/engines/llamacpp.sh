@@ -1,6 +1,7 @@
 #!/bin/sh
 # Build llama.cpp's server, quantizer and benchmark into $1/bin, from the sources in the sdist of llama-cpp-python, which is
-# pinned by its hash in llamacpp.source.txt. Usage: llamacpp.sh DIRECTORY, an environment with cmake.
+# pinned by its hash in llamacpp.source.txt, and keep its converter in $1/converter. Usage: llamacpp.sh DIRECTORY, an
+# environment with cmake.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 environment=$(cd "$1" && pwd)
@@ -18,4 +19,8 @@ tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work"
     -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF > "$work/cmake.log"
 "$environment/bin/cmake" --build "$work/build" --parallel "$cores" --target llama-server llama-quantize llama-bench
 cp "$work"/build/bin/llama-server "$work"/build/bin/llama-quantize "$work"/build/bin/llama-bench "$environment/bin/"
+mkdir -p "$environment/converter"
+for part in convert_hf_to_gguf.py conversion gguf-py; do
+    cp -r "$work"/llama_cpp_python-*/vendor/llama.cpp/$part "$environment/converter/"
+done
 rm -rf "$work"

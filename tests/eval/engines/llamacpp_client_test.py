@@ -9,6 +9,7 @@ import pytest
 from servers import Request, Server
 
 from draftsmith.eval.check.engine import ComparedPrompt, GateClient, print_comparison
+from draftsmith.eval.engines.llamacpp import moved_states
 
 # Two rounds of three drafted tokens: the first ends with 7, the second begins with 8. 7 ends inside of a character.
 EVENTS = [([5], 0, 0), ([6], 3, 1), ([8], 6, 3), ([9], 6, 3), ([2], 6, 3)]
@@ -50,3 +51,11 @@ def test_tokens_that_are_not_streamed_are_asked_for_and_compared_by_sums(client,
     shown = " ".join(capsys.readouterr().out.split())
     assert "accepted tokens 6 6" in shown and "drafts 2 2" in shown and "without emoji: llama.cpp streams no" in shown
     assert "equal: text, drafts and accepted tokens of all 2 prompts, 2.500 tokens a round" in shown
+
+
+def test_a_draft_reads_the_last_state_of_a_part_before_it():
+    """Parts of a prompt as llama.cpp's server reads them: `n_batch`, and checkpoints of targets that need them."""
+    assert moved_states(30, checkpoints=False) == [] and moved_states(4, checkpoints=True) == []
+    assert moved_states(30, checkpoints=True) == [(25, 29)]
+    assert moved_states(600, checkpoints=True) == [(83, 595), (595, 599)]
+    assert moved_states(2100, checkpoints=False) == [(2047, 2099)]

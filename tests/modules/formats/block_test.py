@@ -306,3 +306,29 @@ def test_what_llamacpp_reads():
     assert where(read(read_gguf(unheard, tensors), TARGET)) == ["enable_confidence_head"]
     package = read_gguf(metadata, tensors)
     assert where(read(package, facts(model_type="qwen2", num_hidden_layers=12))) == ["target"]
+
+
+@pytest.mark.parametrize("case", ["dspark", "gated", "rnn"])
+def test_a_factor_on_the_targets_logits_is_within_the_written_head(case):
+    """Servers borrow lm_head and have no factor (Granite): logits and confidences are ours with it."""
+    head, target, format = random_block(case), dataclasses.replace(TARGET, scale=0.3), formats()["sglang", "dspark"]
+    package = format.write(head.config, stored_tensors(head), torch.float32, target)
+    served = format.read(package, TARGET)
+    state, previous = torch.randn(5, H), torch.randint(V, (5,))
+
+    def outputs(net: Any, factor: float) -> list[torch.Tensor]:
+        hidden = net.norm(state)
+        z = net.markov_head.step(hidden, previous)[0]
+        logits = hidden @ TARGET.lm_head.T * factor + net.markov_head.markov_w2(z)
+        return [logits, net.confidence(hidden, previous)] if net.config.confidence else [logits]
+
+    theirs = build_head("dspark", served.config, served.state)
+    torch.testing.assert_close(outputs(theirs, 1.0), outputs(head, 0.3))
+    again = format.read(package, target).state
+    torch.testing.assert_close(again, dict(stored_tensors(head)))
+
+
+def test_a_softcap_that_no_server_has_is_said():
+    bounded = dataclasses.replace(TARGET, left_out="softcap")
+    imported = formats()["vllm", "dspark"].read(written("vllm"), bounded)
+    assert imported.notes == ("vLLM drafts from logits without the target's softcap",)

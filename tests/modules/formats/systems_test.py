@@ -75,3 +75,9 @@ def test_a_target_is_taken_by_the_systems_that_give_states_of_its_layers(family,
     names = [name for name, known in formats() if known == kind and formats()[name, known].writes]
     for raw in ({"model_type": "wrapper", "text_config": text}, text):
         assert {name for name in names if not unserved(name, kind, TargetFacts(raw))} == SERVING[family, kind]
+
+
+def test_a_factor_on_logits_is_refused_of_heads_whose_states_cannot_hold_it():
+    target = TargetFacts({"model_type": "granite"}, scale=0.125)
+    assert "leaves out the factor 0.125" in unserved("vllm", "eagle", target)
+    assert not unserved("vllm", "dspark", target) and not unserved("vllm", "eagle3", target)
