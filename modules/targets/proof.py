@@ -95,9 +95,8 @@ class Proof:
     @staticmethod
     def from_json(proof: Mapping[str, Any]) -> Proof:
         """Return the proof that `as_json` recorded."""
-        readout, distance = (
-            kind(**{field.name: proof[field.name] for field in fields(kind)}) for kind in (Readout, Distance)
-        )
+        readout = Readout(**{field.name: proof[field.name] for field in fields(Readout)})
+        distance = Distance(**{field.name: proof[field.name] for field in fields(Distance)})
         return Proof(proof["source"], readout, proof["tokens"], distance)
 
     def __str__(self) -> str:
