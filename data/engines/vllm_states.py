@@ -34,14 +34,12 @@ from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.files import make_directory
-from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.layerwise import layer_states
-from draftsmith.modules.pretrained.models import target_shape
+from draftsmith.modules.pretrained.models import target_shape, text_settings
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.proof import NUM_TOKENS, TOP, Proof, Reference, prove
 from draftsmith.modules.targets.readout import Norm, Readout, behind_norm, candidates
-from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
 
 # Begin of the name of a spool in a stage's output.
@@ -366,7 +364,7 @@ def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Seque
         InputError: no reading of the state gives vLLM's distributions.
     """
     row = list(itertools.chain(*rows))[: min(NUM_TOKENS, max(map(len, rows)))]
-    config, weights = text_config(read_config(outer.info.path)), outer.weights
+    config, weights = text_settings(outer.info.path), outer.weights
 
     def proved(readouts: Iterable[Readout]) -> Proof:
         stored, log_probs = source.read_with_log_probs(row)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from architectures import PAGE, VARIANTS, architectures, build, outcome
+from architectures import PAGE, VARIANTS, architectures, build, documented, outcome
 from tiny_configs import OMITTED
 
 from draftsmith.modules.pretrained.models import load_lm
@@ -20,30 +20,26 @@ def empty_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-def documented() -> dict[str, str]:
-    """Architecture -> its row in docs/models.md, without names."""
-    table = PAGE.read_text("utf-8").partition("| `model_type` |")[2].partition("\n\n")[0]
-    rows = [line.strip("| ").partition(" | ") for line in table.splitlines()[2:]]
-    return {name: cells.removesuffix(" |") for alike, _, cells in rows for name in alike.split("; ")}
+DOCUMENTED = documented(PAGE.read_text("utf-8"))
 
 
 def test_the_page_has_every_architecture_and_most_are_whole():
-    assert documented().keys() == architectures().keys()
+    assert DOCUMENTED.keys() == architectures().keys()
     assert not OMITTED.keys() & architectures().keys()
     whole = re.compile(r"(lean|hf) \| equal[^|]* \| equal \| equal \| equal \|")
-    assert len([name for name, cells in documented().items() if whole.match(cells) and name not in VARIANTS]) >= 55
-    assert not any("wrong" in cells for cells in documented().values())
+    assert len([name for name, cells in DOCUMENTED.items() if whole.match(cells) and name not in VARIANTS]) >= 55
+    assert not any("wrong" in cells for cells in DOCUMENTED.values())
 
 
 def one_of_each() -> list[str]:
     """The first architecture of each row, and all variants: they are why a family has several rows."""
-    first = {cells: name for name, cells in reversed(documented().items())}
+    first = {cells: name for name, cells in reversed(DOCUMENTED.items())}
     return sorted({*first.values(), *VARIANTS})
 
 
 @pytest.mark.parametrize("name", one_of_each())
 def test_an_architecture_is_as_documented(name):
-    assert outcome(name).cells == documented()[name]
+    assert outcome(name).cells == DOCUMENTED[name]
 
 
 def test_a_refused_tree_is_an_error_when_it_is_read(tmp_path):
