@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import load_lm, load_outer, text_settings
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.targets.proof import Proof, Reference, prove
+from draftsmith.modules.targets.proof import Proof, Reference, prove, prove_states
 from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 from draftsmith.train.optimizers import make_optimizer
@@ -266,7 +266,28 @@ def teacher(model: Any, lm: CausalLM) -> bool:
     layer = next(states for states in reversed(layers) if not close(states, before))
     wrong = [proof(before.roll(1, 0)), proof(layer)]
     wrong += [proof(before, [other]) for other in readouts if other != right.readout]
-    return same and not any(wrong)
+    return same and not any(wrong) and proved_in_process(lm, text, layer)
+
+
+def proved_in_process(lm: CausalLM, text: Tensor, layer: Tensor) -> bool:
+    """Whether the target's own final states pass, and those of a layer before, of shifted rows, of a norm that is
+    applied twice, or without its softcap and scale do not."""
+    states = lm.features(text[None])[0]
+
+    def passes(states: Tensor) -> bool:
+        try:
+            prove_states(lm, text, states, torch.float32, "states")
+        except InputError:
+            return False
+        return True
+
+    own, right = lm.readout, passes(states)
+    wrong = [passes(other) for other in (layer, states.roll(1, 0), F.rms_norm(states, states.shape[-1:]) * 0.7)]
+    for other in {replace(own, softcap=None), replace(own, scale=1.0)} - {own}:
+        lm.readout = other
+        wrong.append(passes(states))
+    lm.readout = own
+    return right and not any(wrong)
 
 
 def unnormed(model: Any, text: Tensor) -> tuple[Tensor, Tensor]:
