@@ -352,7 +352,7 @@ def locate_drafts(
     used = [pair for pair in zip(prompts, rows, strict=True) if pair[1].same_text and pair[1].theirs.by_place]
     used = sorted(used, key=lambda pair: pair[1].same_counts)[:MISREAD_PROMPTS]
     target, head = chain.target, ours.drafter
-    state, rope = stored_tensors(head), rope_settings(facts.raw)
+    state, rope = stored_tensors(head), rope_settings(facts.text)
     candidates = [
         *readings(head.config, state, target.info.num_layers, rope, masks=(0,)),
         *engine_readings(head.config, state),

@@ -58,5 +58,6 @@ def unserved(system: str, kind: str, target: TargetFacts) -> str:
     if system == "sglang" and kind != "eagle3" and family in SGLANG_SCALES:
         return "multiplies embeddings of Gemma by the root of their width, which the head reads as they are"
     if system in ("vllm", "speculators") and family not in VLLM and target.hybrid:
-        return f"raises: its {family} class has no EAGLE-3 interface, and its transformers backend reads no hybrid"
+        whose = "has no states of its layers: its own" if system == "vllm" else "is served by vLLM, and vLLM's"
+        return f"{whose} {family} class gives none, and its transformers backend reads no hybrid"
     return ""

@@ -66,6 +66,7 @@ REMEDY = "Use another model, or its transformers directory."
 # Architectures whose rotary pairs are neighbors (0, 1) in GGUF, and halves (0, d/2) in transformers' files. "dflash",
 # of DSpark too, keeps halves.
 ADJACENT_ROPE = ("llama", "eagle3")
+BETAS = (32.0, 1.0)  # of YaRN in llama.cpp
 
 
 def llama_metadata(kind: str, llama: LlamaConfig) -> dict[str, Any]:
@@ -94,24 +95,28 @@ def llama_metadata(kind: str, llama: LlamaConfig) -> dict[str, Any]:
         # llama.cpp multiplies the usual scale into its own YaRN. With type "none" it reads the attention factor alone.
         scale, usual = rope_attention_scale(scaling), rope_attention_scale(RopeScaling("yarn", scaling.factor))
         metadata |= {
-            "rope.scaling.type": "yarn" if scaling.truncate else "none",
+            "rope.scaling.type": "yarn" if has_yarn(scaling) else "none",
             "rope.scaling.factor": float(scaling.factor),
             "rope.scaling.original_context_length": scaling.original_max_position,
             "rope.scaling.yarn_beta_fast": scaling.beta_fast,
             "rope.scaling.yarn_beta_slow": scaling.beta_slow,
-            "rope.scaling.attn_factor": scale / usual if scaling.truncate else scale,
+            "rope.scaling.attn_factor": scale / usual if has_yarn(scaling) else scale,
         }
     return {f"{kind}.{name}": value for name, value in metadata.items()}
+
+
+def has_yarn(scaling: RopeScaling) -> bool:
+    """Return whether llama.cpp computes this YaRN: it rounds the ends of the ramp, and reads no betas for heads."""
+    return scaling.truncate and (scaling.beta_fast, scaling.beta_slow) == BETAS
 
 
 def rope_divisors(kind: str, llama: LlamaConfig) -> dict[str, Tensor]:
     """Return `rope_freqs.weight`, which divides the rotary frequencies, for scalings that llama.cpp does not compute.
 
-    They are Llama 3's, and gpt-oss's YaRN, whose ramp ends between pairs. Its length is rotary_dim / 2, of "dflash"
-    head_dim / 2.
+    They are Llama 3's, and YaRN's of other ramps, as gpt-oss's. Its length is rotary_dim / 2, of "dflash" head_dim / 2.
     """
     scaling = llama.rope_scaling
-    if scaling.kind != "llama3" and (scaling.kind != "yarn" or scaling.truncate):
+    if scaling.kind != "llama3" and (scaling.kind != "yarn" or has_yarn(scaling)):
         return {}
     plain = dataclasses.replace(llama, rope_scaling=RopeScaling(partial_rotary_factor=scaling.partial_rotary_factor))
     divisors = rope_frequencies(plain) / rope_frequencies(llama)
@@ -175,13 +180,14 @@ def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divis
     if not isinstance(factor, int | float):
         raise InputError(f"{kind}.rope.scaling.factor", factor, "a number", REMEDY)
     part = RopeScaling(partial_rotary_factor=rotated / plain.head_dim)
+    betas = BETAS if scaling == "yarn" else [read(f"rope.scaling.yarn_beta_{end}", 1.0) for end in ("fast", "slow")]
     yarn = dataclasses.replace(
         part,
         kind="yarn",
         factor=shortest(factor) or 1.0,
         original_max_position=read("rope.scaling.original_context_length", plain.max_position),
-        beta_fast=shortest(read("rope.scaling.yarn_beta_fast", 32.0)),
-        beta_slow=shortest(read("rope.scaling.yarn_beta_slow", 1.0)),
+        beta_fast=shortest(betas[0]),
+        beta_slow=shortest(betas[1]),
     )
     usual = rope_attention_scale(yarn)
     scale = scale * usual if scaling == "yarn" else scale
@@ -196,13 +202,15 @@ def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divis
         found = f"{list(divisors.shape)}{f', beside {scaling} scaling' if is_linear or scaling == 'yarn' else ''}"
         raise InputError("rope_freqs.weight", found, f"[{length}], without another scaling", REMEDY)
     # Only the effect on each frequency is stored. All published models have Llama 3's own numbers but for the factor.
-    tried = dataclasses.replace(part, kind="llama3", factor=shortest(float(divisors.max())))
+    tried = [dataclasses.replace(part, kind="llama3", factor=shortest(float(divisors.max())))]
     if factor not in (0, 1):
-        tried = dataclasses.replace(yarn, truncate=False)
-    scaled, base = (rope_frequencies(dataclasses.replace(plain, rope_scaling=one)) for one in (tried, part))
-    if not torch.allclose(base / divisors[: len(base)].float(), scaled, rtol=1e-4, atol=0):
-        raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions, or YaRN's", REMEDY)
-    return tried
+        tried = [dataclasses.replace(yarn, truncate=False), yarn]
+    base, *scaled = (rope_frequencies(dataclasses.replace(plain, rope_scaling=one)) for one in (part, *tried))
+    given = base / divisors[: len(base)].float()
+    for scaling, frequencies in zip(tried, scaled, strict=True):
+        if torch.allclose(given, frequencies, rtol=1e-4, atol=0):
+            return scaling
+    raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions, or YaRN's", REMEDY)
 
 
 def shortest(value: float) -> float:

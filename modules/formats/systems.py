@@ -140,7 +140,8 @@ def whole_rotation(system: System, config: Any, target: TargetFacts | None) -> I
     """
     part = config.llama.rope_scaling.partial_rotary_factor
     if part != 1:
-        yield PARTIAL, part, f"1: {system.system} rotates whole heads", OTHERS_VLLM
+        remedy = OTHERS_VLLM if system.kind in BLOCK_KINDS else OTHERS_VLLM[:-1] + ", or train it with --rope plain."
+        yield PARTIAL, part, f"1: {system.system} rotates whole heads", remedy
 
 
 def speculators_block_refused(system: System, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:

@@ -16,6 +16,7 @@ FORMAT = formats()["llamacpp", "eagle3"]
 KIND = {"general.architecture": "eagle3"}
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 LINEAR = RopeScaling("linear", 2.0, original_max_position=CONTEXT)
+STEEP = RopeScaling("yarn", 4.0, original_max_position=64, beta_fast=4.0, beta_slow=0.5)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ LINEAR = RopeScaling("linear", 2.0, original_max_position=CONTEXT)
         ({"llama_config": llama(rope_scaling=LINEAR, head_dim=8)}, True),
         ({"llama_config": llama(rope_scaling=YARN, head_dim=8)}, True),
         ({"llama_config": llama(rope_scaling=PART, head_dim=8)}, True),
+        ({"llama_config": llama(rope_scaling=STEEP, head_dim=16)}, True),
     ],
 )
 def test_a_head_comes_back_bit_by_bit(settings, reduced):
