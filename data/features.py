@@ -106,7 +106,11 @@ def open_states(
     """
     if lm is not None:
         own = OwnStates(lm, aux_layers, config)
-        own.prove(max((row["input_ids"] for row in rows.read(0, 16)), key=len))
+        # A head that is not taught by the final state has nothing to prove.
+        if not aux_layers or aux_layers[-1] == lm.info.num_layers:
+            longest = max(rows.read(0, 16), key=lambda row: len(row["input_ids"]))
+            with name_nonfinite([longest["id"]]):
+                own.prove(longest["input_ids"])
         yield own
         return
     if (config.output / MANIFEST).exists() and all(read_done(config.output, shard) for shard in plan.shards):

@@ -46,7 +46,8 @@ def writes(source: str) -> list[tuple[str, int]]:
         elif name == "open":
             hit = any(mode in ("w", "a", "x", "+") for mode in _mode(node, is_method))
         else:
-            hit = (is_method and name in METHODS) or name == "save_file"
+            # Without a path `to_csv` returns the text.
+            hit = (is_method and name in METHODS and not (name == "to_csv" and not node.args)) or name == "save_file"
         if hit:
             found.append((name, node.lineno))
     return found

@@ -118,14 +118,19 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             expected = f"those of {wanted}, which this head learns from"
             remedy = f"Make them with data features --drafter {config.kind}."
             raise InputError("data", f"features of layers {stored}", expected, remedy)
-        if manifest.readout is None:
+        if manifest.readout is None and taught_by_final_state(layers, target):
             remedy = f"Make them again: {manifest.command}"
             raise InputError("data", "features whose teacher was not proved", "the field `teacher` in it", remedy)
-        target.readout = manifest.readout
+        target.readout = manifest.readout or target.readout
         check = "sha256" if sum(entry.bytes for entry in manifest.files) < HASHED_BYTES else "size"
         return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
     open_artifact(directory, ("responses", "prompts", "features"), check="size")
     return text_dataset(directory, config.target, target.info.identity)
+
+
+def taught_by_final_state(layers: Sequence[int], target: CausalLM) -> bool:
+    """Return whether these states (`DraftHead.loss_layers`) end with the one that gives the target's distributions."""
+    return not layers or layers[-1] == target.info.num_layers
 
 
 def feature_source(
@@ -164,7 +169,7 @@ def feature_source(
         part.stream = stream
     source = FeatureSource(target, tuple(layers), stream, teacher)
     # Without the target's layers there is nothing to compare with: stored states were proved when they were written.
-    if stream is None and not isinstance(target, OuterLM):
+    if stream is None and not isinstance(target, OuterLM) and taught_by_final_state(layers, target):
         longest = int(samples[0].lengths[:16].argmax())
         source.prove(samples[0].item(longest, 0))
     return source
