@@ -71,9 +71,8 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
     # A mixture's intermediate_size is that of its dense layers or of one expert.
     if not isinstance(inner, int) or (experts and inner < 2 * hidden):
         sizes["intermediate_size"] = 3 * hidden
-        reasons.append(
-            f"an MLP of {3 * hidden}, three times the width: the target has {'experts' if experts else 'none'}"
-        )
+        why = "the target's is an expert's" if experts else "the target states none"
+        reasons.append(f"an MLP of {3 * hidden}, three times the width: {why}")
     attention = _attention(text, sizes, reasons)
     named = {key: value for key, value in sizes.items() if value is not None}
     llama = llama_sizes({**text, **named, **attention, "max_position_embeddings": max_position(text)})
@@ -81,6 +80,11 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
     if rotation.kind not in ROPE_KINDS:
         reasons.append(f"rotation without scaling: the target's ({rotation.kind}) is not one that draft layers have")
         llama = dataclasses.replace(llama, rope_scaling=RopeScaling())
+    if rotation.partial_rotary_factor != 1:
+        # SGLang's and speculators' draft layers do, whatever config.json says.
+        reasons.append(f"whole heads that rotate: the target rotates {rotation.partial_rotary_factor:g} of each")
+        whole = dataclasses.replace(llama.rope_scaling, partial_rotary_factor=1.0)
+        llama = dataclasses.replace(llama, rope_scaling=whole)
     return TargetShape(**vars(llama), full_layers=_full_layers(text, llama.num_layers), reasons=tuple(reasons))
 
 

@@ -145,7 +145,7 @@ def test_rotary_settings_are_read_as_llama_cpp_reads_them(plain, tmp_path, metad
 
 
 REFUSED = [
-    ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, {}, "rope.scaling.type: found longrope"),
+    ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, {}, "scaling.type: found longrope"),
     ({"llama.rope.scaling.factor": "four"}, {}, "rope.scaling.factor: found four"),
     ({"llama.rope.scaling.attn_factor": 1.5}, {}, "rope.scaling.attn_factor: found 1.5"),
     ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count: found 4, expected 8"),

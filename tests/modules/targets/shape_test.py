@@ -1,0 +1,53 @@
+"""The layer that heads of other families get, from settings as published."""
+
+from __future__ import annotations
+
+from draftsmith.modules.drafters.eagle3 import default_layers
+from draftsmith.modules.layers import captured_layers
+from draftsmith.modules.targets.shape import plain_shape
+
+# huggingface.co/deepseek-ai/DeepSeek-V3, openai/gpt-oss-20b, Qwen/Qwen3.5-27B, google/gemma-3-270m: config.json
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "n_routed_experts": 256, "vocab_size": 129280, "max_position_embeddings": 163840, "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "vocab_size": 201088,
+    "max_position_embeddings": 131072, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "rope_theta": 150000,
+}  # fmt: skip
+QWEN3_5 = {
+    "model_type": "qwen3_5", "text_config": {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
+        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
+        "max_position_embeddings": 262144, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
+
+
+def test_latent_attention_and_experts_become_plain_heads_and_one_mlp():
+    shape = plain_shape(DEEPSEEK_V3)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (56, 8, 128)
+    # That of its dense layers, not of an expert.
+    assert (shape.intermediate_size, shape.num_layers, shape.full_layers) == (18432, 61, ())
+    assert shape.rope_scaling.kind == "yarn" and shape.rope_scaling.mscale_all_dim == 1.0
+    assert "latent attention" in shape.reasons[1]
+
+    shape = plain_shape(GPT_OSS)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (64, 8, 64, 3 * 2880)
+    assert not shape.rope_scaling.truncate and shape.full_layers == ()
+
+
+def test_a_head_of_a_hybrid_reads_behind_full_attention_and_rotates_whole_heads():
+    shape = plain_shape(QWEN3_5)
+    assert shape.full_layers == tuple(range(4, 65, 4))
+    assert captured_layers((), default_layers(shape.num_layers), shape) == (4, 32, 60)
+    assert captured_layers((2, 32, 61), (), shape) == (2, 32, 61)
+    assert (shape.rope_theta, shape.rotary_dim, shape.head_dim) == (1e7, 256, 256)
+    assert shape.reasons[-1].startswith("whole heads")
