@@ -112,7 +112,7 @@ def grow(model: LlamaModel, num_layers: int, seed: int) -> LlamaModel:
 def optimizer(model: LlamaModel, recipe: Recipe) -> MuonAdamW:
     """Build Muon for the layers' matrices and AdamW for embeddings and norms."""
     named = dict(model.named_parameters())
-    matrices = [name for name, param in named.items() if param.ndim == 2 and name.startswith("layers.")]
+    matrices = [name for name, param in named.items() if param.ndim == 2 and "layers." in name]
     others = [param for name, param in named.items() if name not in matrices]
     return MuonAdamW([named[name] for name in matrices], others, recipe.lr, weight_decay=recipe.weight_decay)
 

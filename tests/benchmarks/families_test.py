@@ -1,0 +1,63 @@
+"""Small targets of other families, the pipelines that train heads for them, and the measure of their teachers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from draftsmith.benchmarks.embedded import families
+from draftsmith.benchmarks.embedded.language_model import PaddedBatch
+from draftsmith.benchmarks.teachers import kl
+from draftsmith.launch.pipeline import RunConfig, run
+from draftsmith.modules.pretrained.models import load_lm
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_a_family_has_two_to_four_million_weights_and_its_loss_is_that_of_transformers(name):
+    torch.manual_seed(0)
+    model = families.FAMILIES[name](vocab_size=4096, pad_token_id=0, eos_token_id=4, **families.SHAPE)
+    assert 2e6 < sum(weight.numel() for weight in model.parameters()) < 4e6
+
+    ids = torch.randint(5, 4096, (2, 12))
+    weights = torch.ones(2, 12)
+    weights[:, 0] = 0
+    weights[1, 9:] = 0  # padding
+    labels = ids.masked_fill(weights == 0, -100)
+    expected = model(ids, labels=labels).loss
+    assert families.next_token_loss(model, PaddedBatch(ids, weights)).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_a_target_is_saved_with_its_tokenizer_and_finished_stages_are_not_trained_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "STAGE", replace(families.STAGE, steps=1, tokens_per_step=64))
+    monkeypatch.setattr(families, "RATES", (1e-3,))
+    config = families.FamiliesConfig(tmp_path, families="gemma4", num_threads=1)
+    families.run(config)
+    lm = load_lm(str(tmp_path / "gemma4"))
+    logits = lm.lm_head(100 * torch.randn(4, 128))
+    assert logits.abs().max() <= 30  # the softcap
+
+    monkeypatch.setattr(families, "train_steps", pytest.fail)
+    families.run(config)
+
+
+def test_the_divergence_is_that_of_whole_distributions_where_all_tokens_are_listed():
+    torch.manual_seed(0)
+    server, teacher = torch.randn(2, 6, 40).double().log_softmax(-1)
+    expected = F.kl_div(teacher, server, log_target=True, reduction="batchmean")
+    assert kl(server, teacher) == pytest.approx(expected.item(), rel=1e-6)
+    assert kl(server, server) == 0
+    # With fewer tokens listed it is a lower bound.
+    assert 0 < kl(server[:, :20], teacher[:, :20]) < expected
+
+
+@pytest.mark.parametrize("file", ["embedded/families.yaml", "gemma3-270m.yaml"])
+def test_the_pipelines_commands_are_accepted(tmp_path, capsys, file):
+    words = ("text=chats.jsonl",) if file.startswith("gemma3") else ()
+    run(RunConfig(str(BENCHMARKS / file), set=words, output=tmp_path, dry_run=True))
+    assert "train dspark" in capsys.readouterr().out
