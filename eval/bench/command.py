@@ -17,7 +17,6 @@ from draftsmith.data.settings import (
     check_positive,
 )
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.template import load_chat_tokenizer
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.measuring import Journal, PromptRunner
 from draftsmith.eval.bench.prompts import read_questions, task_sources
@@ -39,7 +38,7 @@ from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, pa
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
-from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
 from draftsmith.modules.types import InputError
 
 # Options that change nothing of what is measured: a resumed run may have others.
@@ -79,7 +78,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     files = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
     prompts = [prompt for file in files for prompt in file]
     models = load_run(config, named, prompts, config.modes, later_turns=True)
-    target, tokenizer = models.target, load_chat_tokenizer(config.target)
+    target, tokenizer = models.target, load_tokenizer(config.target)
     models.times.load_state_dict(journal.times)
     # Building runners measures costs, which meta holds.
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)

@@ -14,7 +14,6 @@ import yaml
 
 from draftsmith.data.console import log_note
 from draftsmith.data.settings import MODEL, ROLES
-from draftsmith.data.text.template import load_chat_tokenizer
 from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
@@ -28,7 +27,7 @@ from draftsmith.modules.drafters.methods import LabeledMethod, check_needs
 from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.llama import LlamaLM
@@ -134,7 +133,7 @@ def load_run(
     check_methods(named, config.paths)
     torch.set_num_threads(config.num_threads)
     target = load_lm(config.target, **config.loading)
-    tokenizer = load_chat_tokenizer(config.target) if later_turns else None
+    tokenizer = load_tokenizer(config.target) if later_turns else None
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position, tokenizer)
     models = load_models(named, config.paths, longest, modes[0], target, config.draft_precision, **config.loading)
     if models.acceptance is not None:

@@ -21,7 +21,7 @@ from draftsmith.data.console import log_note, print_table, print_text, table_fro
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
 from draftsmith.data.settings import ANSWER_S, MODEL
-from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
+from draftsmith.data.text.template import prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.check.record import differences as head_differences
 from draftsmith.eval.check.record import hashes_of
@@ -43,7 +43,7 @@ from draftsmith.modules.pretrained.gguf_writer import widen_gguf, write_gguf_mod
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
 from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory, read_config
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -118,7 +118,7 @@ def run(config: CheckConfig) -> int:
         check_room(config, chain, prompts, min(target.info.max_position, client.length or 2**62))
         log_note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWER_S:g} s")
         theirs = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
-        tokenizer, version = load_chat_tokenizer(config.target), client.version
+        tokenizer, version = load_tokenizer(config.target), client.version
         question = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}]) if tokenizer.chat_template else []
         templated = client.templated(QUESTION) if question else []
     if ours.kind == "eagle3" and any(chain.moved(len(prompt.prompt_ids)) for prompt in prompts):
