@@ -90,7 +90,7 @@ class Proof:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as recorded in manifests and model cards."""
-        return {"source": self.source, "tokens": self.tokens, **self.readout.as_json(), **asdict(self.distance)}
+        return {"source": self.source, "tokens": self.tokens, **asdict(self.readout), **asdict(self.distance)}
 
     @staticmethod
     def from_json(proof: Mapping[str, Any]) -> Proof:

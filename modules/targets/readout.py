@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -64,9 +64,6 @@ class Readout:
     def __str__(self) -> str:
         scaled = "" if self.scale == 1 else f", logits times {self.scale:g}"
         return f"norm {self.norm}{scaled}" + ("" if self.softcap is None else f", softcap {self.softcap:g}")
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def candidates(config: Mapping[str, Any], norms: tuple[Norm, ...] = NORMS) -> Iterator[Readout]:
