@@ -82,7 +82,7 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
         llama = dataclasses.replace(llama, rope_scaling=RopeScaling())
     if rotation.partial_rotary_factor != 1:
         # SGLang's and speculators' draft layers do, whatever config.json says.
-        reasons.append(f"whole heads that rotate: the target rotates {rotation.partial_rotary_factor:g} of each")
+        reasons.append(f"rotation of whole heads: the target rotates {rotation.partial_rotary_factor:g} of each")
         whole = dataclasses.replace(llama.rope_scaling, partial_rotary_factor=1.0)
         llama = dataclasses.replace(llama, rope_scaling=whole)
     return TargetShape(**vars(llama), full_layers=_full_layers(text, llama.num_layers), reasons=tuple(reasons))

@@ -50,4 +50,4 @@ def test_a_head_of_a_hybrid_reads_behind_full_attention_and_rotates_whole_heads(
     assert captured_layers((), default_layers(shape.num_layers), shape) == (4, 32, 60)
     assert captured_layers((2, 32, 61), (), shape) == (2, 32, 61)
     assert (shape.rope_theta, shape.rotary_dim, shape.head_dim) == (1e7, 256, 256)
-    assert shape.reasons[-1].startswith("whole heads")
+    assert shape.reasons[-1].startswith("rotation of whole heads")
