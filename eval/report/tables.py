@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,3 +41,10 @@ def markdown(table: Table) -> str:
 def text_cells(table: Table) -> list[list[str]]:
     """Return every row as text, in the order of the columns."""
     return [[format_value(row.get(column.key), column.format) for column in table.columns] for row in table.rows]
+
+
+def heading_groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """Return the upper headings as (heading, columns that it spans); empty if no column has one."""
+    if not any(column.group for column in columns):
+        return []
+    return [(name, len(list(members))) for name, members in itertools.groupby(columns, lambda column: column.group)]
