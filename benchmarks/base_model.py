@@ -1,5 +1,7 @@
-"""What gemma3-270m.yaml needs beside Draftsmith: a model of whose GGUF file the lean engine does not read the
-architecture, as a directory of transformers' files, and the beginnings of answers for a model that continues text.
+"""Prepare a base model and its texts for gemma3-270m.yaml.
+
+A GGUF file of an architecture that Draftsmith does not read becomes a directory as transformers saves it. Of
+conversations the beginnings of answers are kept, for a model that continues text.
 
 `python benchmarks/base_model.py --files FILE.gguf --output DIR`, or FILES.jsonl of conversations (ShareGPT's form).
 """

@@ -19,7 +19,7 @@ FORMATS = {"x": ".2f", "%": ".1f", "tokens/s": ",.0f"}  # by unit
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured number in its unit, with its aim. models: what it was measured on."""
+    """Measured number with its unit and its aim. models: that it was measured on."""
 
     what: str
     value: float

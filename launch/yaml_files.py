@@ -1,4 +1,5 @@
-"""YAML files of options, by path or by the name of a shipped one; a word in them is what it is on the command line."""
+"""Read options from YAML files, which are named by path or, if they ship, by name. Words mean what they mean on the
+command line."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def decode(model: Any, lm: CausalLM, result: Outcome) -> None:
 
 
 def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
-    """Whether each token of an answer is the first choice after those before it."""
+    """Return whether each token of an answer is the first choice after those before it."""
     logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return bool(answer) and logits.argmax(-1).tolist() == answer
 

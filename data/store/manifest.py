@@ -99,7 +99,7 @@ class Manifest:
 
     @property
     def readout(self) -> Readout | None:
-        """How logits follow from the states, if these were proved."""
+        """Steps from the stored states to logits; None if they were not proved."""
         return None if self.teacher is None else behind_norm(Proof.from_json(self.teacher).readout)
 
     @property

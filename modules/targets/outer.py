@@ -1,4 +1,4 @@
-"""What surrounds a target's layers: its embedding, final norm and output embedding, without the layers."""
+"""Embedding, final norm and output embedding of a target whose layers are not loaded."""
 
 from __future__ import annotations
 

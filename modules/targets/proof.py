@@ -72,7 +72,7 @@ class Distance:
     own: float
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Whether it is rounding, for states and a target in this type. NaN is not."""
+        """Return whether it is no more than rounding, for states and a target in this type. NaN is more."""
         return all(getattr(self, name) <= bar for name, bar in bars(dtype).items())
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Proof:
-    """How a teacher was proved. source: where its states come from. tokens: that were compared."""
+    """Comparison by which a teacher was proved. source: of its states. tokens: how many were compared."""
 
     source: str
     readout: Readout

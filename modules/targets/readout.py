@@ -29,7 +29,7 @@ EPS = re.compile(r"^(rms_|layer_?)?norm_(eps|epsilon)$")
 
 @dataclass(frozen=True)
 class Readout:
-    """How a target's logits follow from its last state.
+    """Steps from a target's last state to its logits.
 
     norm, eps: of a state from before the final norm. scale: of the products with the output embedding. softcap: then
     logits are softcap * tanh(logits / softcap).

@@ -1,4 +1,4 @@
-"""What a new head takes from its target: sizes, and one decoder layer that servers run for any target.
+"""Sizes of a target, and the decoder layer of its heads: one that servers run for any target.
 
 A draft layer need not be the target's. Servers draft with a Llama or Qwen3 layer of the target's width for every family
 (TorchSpec and SpecForge train such ones for Kimi and DeepSeek), so latent attention, experts and recurrent layers are
@@ -42,7 +42,8 @@ class TargetShape(LlamaConfig):
     reasons: how that layer differs from the target's own, and why; empty if they are alike.
     """
 
-    full_layers: tuple[int, ...] = ()  # type: ignore[misc]  # a class variable of other configs
+    # Class variables of `LlamaConfig`, which mypy forbids to make fields of.
+    full_layers: tuple[int, ...] = ()  # type: ignore[misc]
     reasons: tuple[str, ...] = ()  # type: ignore[misc]
 
 
