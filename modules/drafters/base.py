@@ -38,7 +38,9 @@ class TrainStep:
     number for each sequence, from (seed, epoch, sample): random numbers drawn by it do not depend on what else is in
     the batch. feature_std: standard deviation of the features' elements, the unit of noise. logged: this step's numbers
     are logged; others may skip costly metrics. logit_rows, loss_count: the head's counts of the batch, if the host has
-    made them, so that no device is waited for.
+    made them, so that no device is waited for. span: first place in a flat batch whose predictions count in this loss,
+    and the one behind the last; whole texts, or a part of one (`DraftHead.takes_spans`). None: all. The losses of spans
+    that cover a batch add up to that of the batch.
     """
 
     number: int
@@ -49,6 +51,7 @@ class TrainStep:
     logged: bool = True
     logit_rows: int | None = None
     loss_count: float | None = None
+    span: tuple[int, int] | None = None
 
 
 class TargetWeights(Protocol):
@@ -93,6 +96,7 @@ class DraftHead(nn.Module, ABC):
     default_k: drafted tokens of its chains, if the user says nothing; 0 takes as many as it can.
     num_lost_rows: tokens at the end of a sequence that give no training row; pieces of a long one overlap by so many.
     ttt_steps: name of the option with the number of training-time-test steps; empty if the head has none.
+    takes_spans: its loss can be that of a span of the batch alone, for long texts.
     saved_as_model: it is a language model, saved as transformers loads it; commands take its directory as that of any
         draft model.
     monitor: validation metric that picks best/, its largest value.
@@ -107,6 +111,7 @@ class DraftHead(nn.Module, ABC):
     default_k: ClassVar[int] = 5
     num_lost_rows: ClassVar[int] = 1
     ttt_steps: ClassVar[str] = ""
+    takes_spans: ClassVar[bool] = False
     saved_as_model: ClassVar[bool] = False
     monitor: ClassVar[str] = "top1"
 

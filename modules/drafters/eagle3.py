@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -49,6 +50,7 @@ class Eagle3Config(CaptureConfig):
     norm_before_fc: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    windowed = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +74,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope: bool = False) -> LlamaConfig:
-    """Return one layer like the target's, as far as servers support it: no biases, q/k norms or window."""
+    """Return one layer like the target's, as far as servers support it: no biases or q/k norms, attending to all."""
     theta = target.rope_theta if rope_theta is None else rope_theta
     scaling = RopeScaling() if plain_rope else target.rope_scaling
     return layers_of(target, num_layers=1, rope_theta=theta, rope_scaling=scaling, **PLAIN)
@@ -299,6 +301,7 @@ class Eagle3Head(FeatureHead):
         asked = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
         vocabulary = min(asked or target.vocab_size, target.vocab_size)
         layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
+        layer = dataclasses.replace(layer, sliding_window=settings.window or None)
         aux_layers = captured_layers(settings.layers, default_layers(target.num_layers), target)
         norms = VERSIONS[settings.version or "3-norm"]
         return Eagle3Config(layer, aux_layers, vocabulary, *norms)
@@ -311,6 +314,7 @@ class Eagle3Head(FeatureHead):
             "draft_vocab": config.draft_vocab_size if config.reduced else 0,
             "rope": rope_of(config.llama),
             "rope_theta": config.llama.rope_theta,
+            "window": config.llama.sliding_window or 0,
             # An imported head may have other norms than these versions.
             "version": next((version for version, those in VERSIONS.items() if those == norms), None),
         }

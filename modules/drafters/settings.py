@@ -82,6 +82,8 @@ class Eagle3Settings:
         rope: Rotary positions of the head: the target's, or plain, without the target's scaling. Default: target, or
             those of the head it starts from.
         rope_theta: Rotary base of the head. Default: the target's, or that of the head it starts from.
+        window: Most tokens that the head attends to, itself included: memory and time of a draft stay the same in long
+            contexts. It has to be longer than a draft. 0: all. Default: all, or that of the head it starts from.
         version: 3, as in the paper; 3-norm, with a norm of the states side by side before they are joined (servers'
             norm_before_fc); or 3.1: every state is normed by itself, and so is what the head reads of itself. vLLM,
             SGLang and speculators serve all, llama.cpp 3 and 3-norm, SafeAILab's code only 3. Default: 3-norm, or that
@@ -119,6 +121,7 @@ class Eagle3Settings:
     draft_vocab: int | None = None
     rope: Rope | None = None
     rope_theta: float | None = None
+    window: int | None = None
     version: Literal["3", "3-norm", "3.1"] | None = None
     train_lm_head: bool = False
     ttt_steps: int = 7
@@ -220,6 +223,9 @@ class BlockSettings:
         block: Tokens that it drafts in a block. Default: 7, or as the head it starts from.
         vary_block: Train on blocks of 2 to `block` tokens, a length drawn for every step. Servers lay a block of as
             many slots as they draft tokens, and a head draws other tokens in a block of another length.
+        window: Most tokens that the head attends to, itself included: memory and time of a draft stay the same in long
+            contexts. Slots then see no later ones. It has to be longer than a draft. 0: all. Default: all, or that of
+            the head it starts from.
         layout: What a slot predicts: the token behind it, so that the anchor's slot drafts too (anchor-first, DSpark);
             or its own (fill-in, DFlash). Default: the kind's, or as the head it starts from.
         mask_token: Token that stands in the slots to fill, one that texts do not have. Default: the target's last one.
@@ -270,6 +276,7 @@ class BlockSettings:
     layers: tuple[int, ...] = ()
     num_layers: int | None = None
     block: int | None = None
+    window: int | None = None
     vary_block: bool = False
     layout: Layout | None = None
     mask_token: int | None = None

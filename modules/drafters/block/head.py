@@ -154,13 +154,15 @@ class BlockHead(BlockNet):
         mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token
         given = {name: getattr(settings, name) for name in settings.new}
         shape = settings.new | {name: value for name, value in given.items() if value is not None}
-        layers, block = layers_like(target, shape.pop("num_layers")), shape.pop("block")
+        layers = layers_like(target, shape.pop("num_layers"), settings.window or None)
+        block = shape.pop("block")
         return BlockConfig(layers, aux_layers, block + (shape["layout"] == "fill-in"), mask, **shape)
 
     @classmethod
     def shape(cls, config: BlockConfig) -> dict[str, Any]:
         layers = {"layers": config.aux_layers, "num_layers": config.llama.num_layers}
-        return super().shape(config) | layers | {"block": config.drafts}
+        sizes = {"block": config.drafts, "window": config.llama.sliding_window or 0}
+        return super().shape(config) | layers | sizes
 
     def freeze(self, settings: Any) -> None:
         if settings.only_confidence:

@@ -273,6 +273,6 @@ def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(1 + round(1 + i * (last - 1) / (count - 1)) for i in range(count))
 
 
-def layers_like(target: LlamaConfig, num_layers: int) -> LlamaConfig:
+def layers_like(target: LlamaConfig, num_layers: int, window: int | None = None) -> LlamaConfig:
     """Return layers as block drafters have them in every server: like the target's, of Qwen3's form."""
-    return layers_of(target, num_layers=num_layers, **PLAIN | {"qk_norm": True})
+    return layers_of(target, num_layers=num_layers, **PLAIN | {"qk_norm": True, "sliding_window": window})
