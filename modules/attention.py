@@ -17,11 +17,18 @@ diagonal with each pass:
     row 3       x x x x          . . . x      . . . x
 
 That mask never exists: the causal part runs on a fused kernel, and the few entries beside it are merged by log-sum-exp.
+
+A window of W tokens hides what decoding does not see: row t of pass j stands at position t + j, and sees the keys of
+pass 0 from t + j - W + 1 on. Kernels that know no windows attend band by band.
+
+A part of a long text is learned by itself: its queries are the last ones of pass 0, whose keys are those of the text so
+far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,32 +91,52 @@ aten = torch.ops.aten
 Entry = tuple[Tensor, Tensor]
 
 
+# Queries whose keys are cut out together, where a kernel knows no windows.
+BAND = 512
+
+
 def attend_pass(
-    attention: Attention, x: Tensor, cos: Tensor, sin: Tensor, entries: list[Entry], documents: Documents | None
+    attention: Attention,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    entries: list[Entry],
+    documents: Documents | None = None,
+    window: int | None = None,
+    earlier: Entry | None = None,
 ) -> Tensor:
     """Return the attention [B, T, H] of the next pass over x [B, T, H'], and append its keys and values to `entries`.
 
-    documents: of a flat batch [1, N, H'].
+    documents: of a flat batch [1, N, H']. window: most positions that a row sees, more than there are passes. earlier:
+    keys and values of pass 0 before those of a text's part.
     """
     query, key, value = attention.project(x, cos, sin)  # [B, heads, T, D], twice [B, kv_heads, T, D]
     if documents is not None:
         # [1, heads, N, D] -> [documents, heads, L, D]
         query, key, value = (documents.pad(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
+    if not entries and earlier is not None:
+        key, value = (torch.cat(parts, 2) for parts in zip(earlier, (key, value), strict=True))
     entries.append((key, value))
-    mixed = diagonal_attention(query, entries[0], entries[1:]).transpose(1, 2).flatten(2)  # [B, T, heads * D]
+    mixed = diagonal_attention(query, entries[0], entries[1:], window)  # [B, heads, T, D]
+    mixed = mixed.transpose(1, 2).flatten(2)  # [B, T, heads * D]
     return attention.o_proj(mixed if documents is None else documents.unpad(mixed))
 
 
-def diagonal_attention(query: Tensor, first: Entry, own: Sequence[Entry] = ()) -> Tensor:
+def diagonal_attention(query: Tensor, first: Entry, own: Sequence[Entry] = (), window: int | None = None) -> Tensor:
     """Apply one softmax over the first pass, causally, and the rows' own entries: [B, heads, T, D] like `query`.
 
-    first: of the first pass. own: of each later pass up to this one; without any it is plain causal attention.
+    first: of the first pass, [B, kv_heads, S, D]; the queries are the last T of its S rows. own: of each later pass up
+    to this one; without any it is plain causal attention. window: see `attend_pass`.
     """
     key, value = first
     # Under autocast rotated queries and keys are wider than values.
     query, key = query.to(value.dtype), key.to(value.dtype)
     own_keys, own_values = [key.to(value.dtype) for key, _ in own], [value for _, value in own]
-    return _Diagonal.apply(query, key, value, *own_keys, *own_values)
+    reach = None if window is None else window - len(own)  # keys of the first pass that a row sees
+    assert reach is None or reach > 0, "a window is longer than a draft"
+    if reach is not None and reach >= key.shape[2]:
+        reach = None
+    return _Diagonal.apply(reach, query, key, value, *own_keys, *own_values)
 
 
 class _Diagonal(torch.autograd.Function):
@@ -120,9 +147,9 @@ class _Diagonal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, reach: int | None, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        attended, norm, state = _causal(query, key, value)
+        attended, norm, state = _causal(query, key, value, reach)
         weights = query.new_empty(0)
         if keys:
             # Of each row with its own keys, summed in float32 at least: [B, heads, T, passes].
@@ -136,7 +163,7 @@ class _Diagonal(torch.autograd.Function):
                 attended = torch.addcmul(attended, weights[..., i : i + 1].to(query.dtype), _spread(own_value, query))
             norm = total
         ctx.save_for_backward(query, key, value, attended, norm, *state, weights, *own)
-        ctx.num_state = len(state)
+        ctx.num_state, ctx.reach = len(state), reach
         return attended
 
     @staticmethod
@@ -146,7 +173,7 @@ class _Diagonal(torch.autograd.Function):
         state, (weights, *own) = rest[: ctx.num_state], rest[ctx.num_state :]
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         grad = grad.contiguous()
-        to_query, to_key, to_value = _causal_backward(grad, query, key, value, attended, norm, state)
+        to_query, to_key, to_value = _causal_backward(grad, query, key, value, attended, norm, state, ctx.reach)
         scale, common = query.shape[-1] ** -0.5, (grad * attended).sum(-1)
         to_keys, to_values = [], []
         # With out = sum_i w_i v_i and g = d loss / d out:
@@ -157,43 +184,129 @@ class _Diagonal(torch.autograd.Function):
             to_query = torch.addcmul(to_query, to_score, _spread(own_key, query))
             to_keys.append(_gather(to_score * query, own_key))
             to_values.append(_gather(weight[..., None] * grad, own_value))
-        return to_query, to_key, to_value, *to_keys, *to_values
+        return None, to_query, to_key, to_value, *to_keys, *to_values
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Attend causally: values [B, heads, T, D], log-sum-exp [B, heads, T] of the scores, the kernel's random state.
+def _causal(query: Tensor, key: Tensor, value: Tensor, reach: int | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Attend causally: values [B, heads, T, D], log-sum-exp [B, heads, T] of the scores, the kernels' random states.
 
+    reach: most keys that a query sees.
     The kernels are called by name, not through `scaled_dot_product_attention`, which hides the log-sum-exp. A compiled
     flex_attention has one, and compiles anew for every length: no batch of texts is shaped like the one before.
     """
+    if reach is None and query.shape[2] == key.shape[2]:
+        return _attend(query, key, value)
+    if query.is_cuda and _takes_flash(query):
+        # Causal from the last query and key on.
+        inputs = (part.transpose(1, 2) for part in (query, key, value))
+        attended, norm, seed, offset, _ = aten._flash_attention_forward(
+            *inputs, None, None, query.shape[2], key.shape[2], 0.0, True, False, **_flash_window(reach)
+        )
+        return attended.transpose(1, 2), norm, [seed, offset]
+    parts = [
+        _attend(query[:, :, own], key[:, :, seen], value[:, :, seen], bias)
+        for own, seen, bias in _bands(query, key, reach)
+    ]
+    attended, norms, states = zip(*parts, strict=True)
+    return torch.cat(attended, 2), torch.cat(norms, 2), list(itertools.chain(*states))
+
+
+def _flash_window(reach: int | None) -> dict[str, int]:
+    return {} if reach is None else {"window_size_left": reach - 1, "window_size_right": 0}
+
+
+def _bands(query: Tensor, key: Tensor, reach: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield BAND queries at a time, the keys that any of them sees, and the bias [t, s] among these."""
+    length, keys = query.shape[2], key.shape[2]
+    for start in range(0, length, BAND):
+        own = slice(start, min(start + BAND, length))
+        end = own.stop + keys - length
+        first = 0 if reach is None else max(0, start + keys - length - reach + 1)
+        at = torch.arange(start, own.stop, device=query.device)[:, None] + keys - length  # [t, 1], the own keys' places
+        place = torch.arange(first, end, device=query.device)
+        hidden = (place > at) if reach is None else (place > at) | (place <= at - reach)
+        # The memory-efficient kernel wants rows that begin at multiples of 8.
+        bias = query.new_zeros(len(at), end - first + (first - end) % 8)[:, : end - first]
+        yield own, slice(first, end), bias.masked_fill_(hidden, -torch.inf)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Run one kernel with a bias [T, S], or causally without one."""
+    causal = bias is None
     if query.device.type == "cpu":
-        return *aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True), []
-    if _takes_flash(query):
+        return *aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias), []
+    if causal and _takes_flash(query):
         attended, norm, *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
         return attended, norm, [seed, offset]
     attended, norm, *state = aten._scaled_dot_product_efficient_attention(
-        query, _spread(key, query), _spread(value, query), None, True, 0.0, True
+        query, _spread(key, query), _spread(value, query), _whole_bias(bias, query), True, 0.0, causal
     )
     return attended, norm[..., : query.shape[2]], state  # the kernel pads rows to a multiple of 32
 
 
+def _whole_bias(bias: Tensor | None, query: Tensor) -> Tensor | None:
+    return None if bias is None else bias.expand(*query.shape[:2], -1, -1)
+
+
 def _causal_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, norm: Tensor, state: Sequence[Tensor]
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    norm: Tensor,
+    state: Sequence[Tensor],
+    reach: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; `attended` and `norm` may be those of a larger softmax."""
+    if reach is None and query.shape[2] == key.shape[2]:
+        return _attend_backward(grad, query, key, value, attended, norm, state)
+    if query.is_cuda and _takes_flash(query):
+        inputs = (part.transpose(1, 2) for part in (grad, query, key, value, attended))
+        grads = aten._flash_attention_backward(
+            *inputs, norm, None, None, query.shape[2], key.shape[2], 0.0, True, *state, **_flash_window(reach)
+        )
+        to_query, to_key, to_value = (part.transpose(1, 2) for part in grads)
+        return to_query, to_key, to_value
+    to_queries, to_key, to_value = [], torch.zeros_like(key), torch.zeros_like(value)
+    random = iter(state)
+    for own, seen, bias in _bands(query, key, reach):
+        parts = (part[:, :, own] for part in (attended, norm))
+        own_grad, own_query, own_key, own_value = grad[:, :, own], query[:, :, own], key[:, :, seen], value[:, :, seen]
+        states = [] if query.device.type == "cpu" else list(itertools.islice(random, 2))
+        grads = _attend_backward(own_grad, own_query, own_key, own_value, *parts, states, bias)
+        to_queries.append(grads[0])
+        to_key[:, :, seen] += grads[1]
+        to_value[:, :, seen] += grads[2]
+    return torch.cat(to_queries, 2), to_key, to_value
+
+
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    norm: Tensor,
+    state: Sequence[Tensor],
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `_attend`."""
+    causal, length = bias is None, query.shape[2]
     if query.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, attended, norm, 0.0, True
+            grad, query, key, value, attended, norm, 0.0, causal, attn_mask=bias
         )
-    length = query.shape[2]
-    if _takes_flash(query):
+    if causal and _takes_flash(query):
         return aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, attended, norm, None, None, length, length, 0.0, True, *state
         )
     norm = F.pad(norm, (0, -length % 32), value=torch.inf)
     to_query, to_key, to_value, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, _spread(key, query), _spread(value, query), None, attended, norm, *state, 0.0,
-        [True, True, True, False], True,
+        grad, query, _spread(key, query), _spread(value, query), _whole_bias(bias, query), attended, norm, *state, 0.0,
+        [True, True, True, False], causal,
     )  # fmt: skip
     return to_query, _gather(to_key, key), _gather(to_value, value)
 
