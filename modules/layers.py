@@ -430,13 +430,17 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated q [B, heads, T, D] and k, and v [B, kv_heads, T, D]; x [B, T, H], cos [B or 1, 1, T, D]."""
-        batch, length, _ = x.shape
-        query = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim)
-        key = self.k_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
-        value = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
+        query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         if self.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        return rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)
+            query = self.q_norm(query)
+        return rotate(query.transpose(1, 2), cos, sin), *self.keys_values(x, cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rotated k, and v [B, kv_heads, T, D]; arguments as of `project`."""
+        key, value = (proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        if self.qk_norm:
+            key = self.k_norm(key)
+        return rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """Attend: [B, T, heads * D]. mask: bool [.., T, S], true = may attend; or `causal` with T == S."""

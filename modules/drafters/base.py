@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,28 @@ class TrainStep:
     logit_rows: int | None = None
     loss_count: float | None = None
     span: tuple[int, int] | None = None
+
+
+def counted_in_span(count: float, batch: FeatureBatch, step: TrainStep | None) -> Tensor:
+    """Return a batch's count for the mean of its losses, or the share of a step's span: spans add up to the batch."""
+    if step is not None and step.span is not None:
+        count = float(count) * (step.span[1] - step.span[0]) / batch.input_ids.numel()
+    kind = torch.float64 if isinstance(count, float) else torch.int64
+    return torch.full((), count, dtype=kind, device=batch.input_ids.device)
+
+
+def documents_of(batch: FeatureBatch, span: tuple[int, int]) -> tuple[int, tuple[int, ...] | None]:
+    """Return the place where the first document of a span of a flat batch begins, and the lengths of its documents.
+
+    There are no lengths if the span is a part of that document.
+    """
+    begin, (start, stop), lengths = 0, span, list(batch.lengths or ())
+    while begin + lengths[0] <= start:
+        begin += lengths.pop(0)
+    if begin < start or begin + lengths[0] > stop:
+        return begin, None
+    ends = list(itertools.accumulate(lengths, initial=begin))
+    return begin, tuple(lengths[: ends.index(stop)])
 
 
 class TargetWeights(Protocol):

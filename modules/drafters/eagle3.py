@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules import flops
-from draftsmith.modules.attention import Documents, attend_pass
-from draftsmith.modules.drafters.base import TargetWeights, TrainStep
+from draftsmith.modules.attention import Documents, Entry, attend_pass
+from draftsmith.modules.drafters.base import TargetWeights, TrainStep, counted_in_span, documents_of
 from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import Eagle3Settings, Mask
@@ -103,14 +104,19 @@ DRAFT_VOCAB = 32_000
 #   row of pass 2         -    -    -    0    1        reads x_{s-2}, x_{s-1}, x_s behind the states up to s-3
 @dataclass(frozen=True)
 class Eagle3Inputs:
-    """A `FeatureBatch` paired for the head; N positions s count, in any pass.
+    """A `FeatureBatch`, or the rows of a span of it, paired for the head; N positions s count, in any pass.
 
-    next_ids: [B, T], x_{t+1} at t. states: [B, T, n H]. Of the N positions: sequence and position [N] in the batch,
-    place [N] in their own sequence, owner [N], the number of that sequence, and wanted [N, H], the final state.
+    next_ids: [B, T + K - 1], x_{t+1} at t, for K passes. states: [B, T, n H]. Of the N positions: sequence and
+    position [N] among these rows, place [N] in their own sequence, owner [N], the number of that sequence, and
+    wanted [N, H], the final state. first: the batch's row that row 0 is. earlier: rows of the batch before, whose keys
+    of pass 0 the rows see. documents: of the rows; None if each is a sequence, or all are part of one.
     """
 
     next_ids: Tensor
     states: Tensor
+    first: int
+    earlier: slice
+    documents: Documents | None
     sequence: Tensor
     position: Tensor
     place: Tensor
@@ -126,10 +132,10 @@ class Eagle3Inputs:
 
     def by_draft(self, values: Tensor) -> Tensor:
         """Lay values [N, P] of predictions out by the row that their draft begins at, [B * T, P]; 0 without one."""
-        laid = values.new_zeros(self.next_ids.numel(), values.shape[1])
+        laid = values.new_zeros(self.states.shape[:2].numel(), values.shape[1])
         for number, column in enumerate(values.unbind(1)):
             rows, exists = self.rows(number)
-            laid[(self.sequence * self.next_ids.shape[1] + rows)[exists], number] = column[exists]
+            laid[(self.sequence * self.states.shape[1] + rows)[exists], number] = column[exists]
         return laid
 
 
@@ -150,18 +156,31 @@ def owners(batch: FeatureBatch) -> Tensor:
     return to_device(torch.arange(len(sizes)).repeat_interleave(sizes)[None], batch.input_ids.device)
 
 
-def paired(batch: FeatureBatch, mask: Mask, size: int, count: int | None = None) -> Eagle3Inputs:
-    """Pair tokens and states. size: H; features are the states that the head reads and, last, the final one.
-
-    count: positions that count, if the host knows the number.
-    """
+def paired(
+    batch: FeatureBatch, mask: Mask, config: Eagle3Config, ttt_steps: int, step: TrainStep | None = None
+) -> Eagle3Inputs:
+    """Pair tokens and states; features are the states that the head reads and, last, the final one."""
     assert batch.features is not None, "the target reads the batch first"
-    chosen, width = true_places(counted(batch, mask), count), batch.input_ids.shape[1]  # [N]
+    size, width, device = config.hidden_size, batch.input_ids.shape[1], batch.input_ids.device
+    own, lengths, logit_rows = counted(batch, mask), batch.lengths, None if step is None else step.logit_rows
+    first, stop, earlier = 0, width, 0
+    if step is not None and step.span is not None:
+        start, stop = step.span
+        begin, lengths = documents_of(batch, step.span)
+        # Of a text's part: drafts of later passes began before it, and their first rows see keys before them.
+        first, reach = max(begin, start - ttt_steps), config.llama.sliding_window or width
+        earlier = max(begin, first - reach + 1)
+        place = torch.arange(width, device=device)
+        own, logit_rows = own & (place >= start) & (place < stop), None
+    chosen = true_places(own, logit_rows)  # [N]
     return Eagle3Inputs(
-        next_ids=F.pad(batch.input_ids[:, 1:], (0, 1)),
-        states=batch.features[..., :-size],
+        next_ids=F.pad(batch.input_ids, (0, ttt_steps))[:, first + 1 : stop + ttt_steps],
+        states=batch.features[:, first:stop, :-size],
+        first=first,
+        earlier=slice(earlier, first),
+        documents=None if lengths is None else Documents.of(lengths, device),
         sequence=chosen // width,
-        position=chosen % width,
+        position=chosen % width - first,
         place=batch.position_ids.flatten().index_select(0, chosen),
         owner=owners(batch).flatten().index_select(0, chosen),
         wanted=batch.features[..., -size:].flatten(0, 1).index_select(0, chosen),
@@ -185,6 +204,7 @@ class Eagle3Head(FeatureHead):
     Config, Settings = Eagle3Config, Eagle3Settings
     # SafeAILab/EAGLE eagle/traineagle3, but for the learning rate, SpecForge's and TorchSpec's.
     ttt_steps = "ttt_steps"
+    takes_spans = True
     monitor = "chain_length"
 
     @property
@@ -257,6 +277,7 @@ class Eagle3Head(FeatureHead):
         num_ttt_steps: int,
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
+        earlier: Entry | None = None,
     ) -> list[Tensor]:
         """Run drafts of num_passes tokens from every row at once (training-time test, section 3.2).
 
@@ -264,7 +285,7 @@ class Eagle3Head(FeatureHead):
 
         embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, n H]. position_ids: [B, T]; 0, 1, .. by
         default. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that leave their document mean
-        nothing.
+        nothing. earlier: keys and values of the rows before those of a text's part (`read_keys`).
         """
         hidden, rows, layer = self.read(states), states.shape[1], self.layer  # [B, T, H]
         if position_ids is None:
@@ -272,17 +293,31 @@ class Eagle3Head(FeatureHead):
         normed = layer.input_layernorm(embeds)  # [B, T + num_passes - 1, H]
         ttt_steps: list[Tensor] = []
         entries: list[Any] = []
+        window = self.config.llama.sliding_window
         for j in range(num_ttt_steps):
             state = layer.hidden_norm(hidden)
             pair = torch.cat([normed[:, j : j + rows], state], -1)  # [B, T, 2H]
-            # The loss has no token where a draft would leave the context.
-            at = (position_ids + j).clamp_max(len(self.cos) - 1)
-            cos, sin = self.cos[at][:, None].to(pair.dtype), self.sin[at][:, None].to(pair.dtype)  # [B, 1, T, D]
-            mixed = attend_pass(layer.self_attn, pair, cos, sin, entries, documents)
+            cos, sin = self._turns(position_ids + j, pair.dtype)
+            mixed = attend_pass(layer.self_attn, pair, cos, sin, entries, documents, window, earlier)
             hidden = (state if layer.normed_residual else hidden) + mixed
             hidden = self.normed(hidden + layer.mlp(layer.post_attention_layernorm(hidden)))
             ttt_steps.append(hidden)  # [B, T, H]
         return ttt_steps
+
+    def _turns(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [B, 1, T, D] at positions [B, T]."""
+        # The loss has no token where a draft would leave the context.
+        at = position_ids.clamp_max(len(self.cos) - 1)
+        return self.cos[at][:, None].to(dtype), self.sin[at][:, None].to(dtype)
+
+    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
+        """Return keys and values [B, kv_heads, T, D] of pass 0 for rows that only later ones see.
+
+        Arguments as of `unroll`, all [B, T, ..].
+        """
+        layer = self.layer
+        pair = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(self.read(states))], -1)
+        return layer.self_attn.keys_values(pair, *self._turns(position_ids, pair.dtype))
 
     def use_draft_vocabulary(self, tokens: Tensor, lm_head: Tensor | None = None) -> None:
         """Restrict drafts to these tokens (int64 [draft_vocab_size], ascending).
@@ -363,12 +398,21 @@ class Eagle3Head(FeatureHead):
         In validation it also says what drafts of `ttt_steps` tokens would come to.
         """
         dtype, ttt_steps, measured = self.fc.weight.dtype, settings.num_ttt_steps(step), step is None or step.logged
-        rows = None if step is None else step.logit_rows
-        pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size, rows)
-        ids = F.pad(pairs.next_ids, (0, ttt_steps - 1))  # [B, T + ttt_steps - 1]
-        documents = None if batch.lengths is None else Documents.of(batch.lengths, ids.device)
-        embeds = target.embed(ids).to(dtype)  # [B, T + ttt_steps - 1, H]
-        hidden = self.unroll(embeds, pairs.states.to(dtype), ttt_steps, batch.position_ids, documents)  # [B, T, H] each
+        pairs = paired(batch, settings.token_mask, self.config, ttt_steps, step)
+        device, rows = batch.input_ids.device, slice(pairs.first, pairs.first + pairs.states.shape[1])
+        embeds = target.embed(pairs.next_ids).to(dtype)  # [B, T + ttt_steps - 1, H]
+        earlier, before = None, pairs.earlier
+        if before.start < before.stop:
+            ids, states = (
+                batch.input_ids[:, before.start + 1 : before.stop + 1],
+                cast(Tensor, batch.features)[:, before],
+            )
+            own = target.embed(ids).to(dtype), states[..., : -self.config.hidden_size].to(dtype)
+            # They are most of a long text, and cheap to compute again.
+            earlier = checkpoint(self.read_keys, *own, batch.position_ids[:, before], use_reentrant=False)
+        hidden = self.unroll(
+            embeds, pairs.states.to(dtype), ttt_steps, batch.position_ids[:, rows], pairs.documents, earlier
+        )  # [B, T, H] each
 
         # Only the rows that predict at a position that counts go on to lm_head.
         predictions, inside = [], []
@@ -380,10 +424,11 @@ class Eagle3Head(FeatureHead):
         if settings.normalizer == "sequence":
             # `bincount` would wait for the device.
             sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
-            sizes = sizes.index_add_(0, pairs.owner, torch.ones_like(weights[:, 0]))
+            whole = counted(batch, settings.token_mask).flatten()
+            sizes = sizes.index_add_(0, owners(batch).flatten(), whole.to(weights.dtype))
             weights = weights / sizes[pairs.owner, None]
         decay = torch.tensor([settings.ttt_step_decay**i for i in range(ttt_steps)], dtype=weights.dtype)
-        scale = to_device(decay, ids.device)
+        scale = to_device(decay, device)
         weights = weights * (scale / scale.sum() if settings.ttt_step_weights == "mean" else scale)
         lm_head: LmHead = target.lm_head
         vocab_size, d2t = self.config.vocab_size, self.d2t if self.config.reduced else None
@@ -409,14 +454,14 @@ class Eagle3Head(FeatureHead):
             sums |= {"top1": compared.right[:, 0].sum(), "accepted": compared.accepted[:, 0].sum()}
             if self.config.reduced:
                 sums["known"] = compared.known.sum()
-        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=ids.device))
+        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=device))
         count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
-        counts["loss"] = torch.full((), int(count), device=ids.device)
+        counts["loss"] = counted_in_span(count, batch, step)
         if step is None:
             values = compared.accepted, compared.right, torch.ones_like(compared.right)
             along = along_drafts(*(pairs.by_draft(each) for each in values))
             sums, counts = sums | along[0], counts | along[1]
-        return LossOutput(total / counts["loss"].clamp_min(1), sums, counts)
+        return LossOutput(total / max(count, 1), sums, counts)
 
     @classmethod
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, logit_rows: int) -> float:
@@ -426,7 +471,7 @@ class Eagle3Head(FeatureHead):
         # Attention reads embedding and state side by side.
         queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
         layer = flops.layer_matrices(llama, rows) + flops.linear(size, queries + 2 * keys, rows)
-        layer += flops.attention(llama, flops.causal_pairs(step.lengths))
+        layer += flops.attention(llama, flops.causal_pairs(step.lengths, llama.sliding_window))
         fused = flops.TRAINED_FIRST * flops.linear(len(config.aux_layers) * size, size, rows)
         logits = flops.linear(size, config.draft_vocab_size, logit_rows)
         head = ttt_steps * logits * (flops.TRAINED if settings.train_lm_head else flops.FROZEN_PASSING)

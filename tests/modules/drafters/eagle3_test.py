@@ -52,9 +52,10 @@ class Target:
 TARGET: Any = Target()
 
 
-def head_of(reduced: bool = True, **shape: bool) -> Eagle3Head:
+def head_of(reduced: bool = True, window: int | None = None, **shape: bool) -> Eagle3Head:
     torch.manual_seed(2)
-    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), (2, 4, 5), len(D2T) if reduced else V, **shape)).double()
+    layer = dataclasses.replace(layer_like(LLAMA), sliding_window=window)
+    head = Eagle3Head(Eagle3Config(layer, (2, 4, 5), len(D2T) if reduced else V, **shape)).double()
     for weight in head.parameters():
         weight.data.normal_(std=0.4)
     head.cos, head.sin = head.cos.double(), head.sin.double()
@@ -144,6 +145,24 @@ def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, An
         losses.append([output.loss.detach() * count, head.fc.weight.grad])
     for apart, packed in zip(*losses, strict=True):
         assert (apart - packed).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
+def test_spans_of_a_batch_add_up_to_it(dialect: dict[str, Any], window: int | None) -> None:
+    """Loss, gradients, sums and counts: parts of one text, and whole texts together."""
+    settings, batch = Eagle3Settings(ttt_steps=PASSES, **dialect), batch_of(packed=True)
+    found = []
+    for spans in ([None], [(0, 4), (4, 6), (6, 9), (9, 21)], [(0, 14), (14, 15), (15, 21)]):
+        head = head_of(window=window)
+        outputs = [head.loss(batch, TARGET, settings, TrainStep(0, 1, LENGTHS, (), span=span)) for span in spans]
+        loss = torch.stack([output.loss for output in outputs]).sum()
+        loss.backward()
+        names = [(kind, name) for kind in ("sums", "counts") for name in outputs[0].sums]
+        totals = [sum(getattr(output, kind)[name].double() for output in outputs) for kind, name in names]
+        found.append([loss, *totals, *(p.grad for p in head.parameters() if p.grad is not None)])
+    for whole, *others in zip(*found, strict=True):
+        assert all((whole - other).abs().max() < 1e-9 for other in others)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -239,10 +258,11 @@ class Linear(Target):
         ({"fc_norm": True, "norm_output": True}, True),
         ({"norm_before_fc": True}, True),
         ({"norm_before_residual": True}, False),
+        ({"window": 5}, True),
     ],
     ids=str,
 )
-def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced: bool) -> None:
+def test_decoding_computes_what_training_computed(late: dict[str, Any], reduced: bool) -> None:
     """States and logits of drafts from a text, token by token."""
     head = head_of(reduced, **late).requires_grad_(False)
     text, drafted, target = [3, 1, 4, 1, 5, 9], [2, 6, 5], Linear()
@@ -264,6 +284,7 @@ def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced
 NUM_STEPS = 4
 SHAPES = [
     {},
+    {"window": 5},
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True},
     {"norm_before_residual": True},
@@ -284,8 +305,9 @@ def layer_once(net: Eagle3Head, embeds: Tensor, states: Tensor) -> Tensor:
     query = rotate(heads(attention.q_proj, 4), cos, sin)
     key = rotate(heads(attention.k_proj, 2), cos, sin).repeat_interleave(2, 0)
     value = heads(attention.v_proj, 2).repeat_interleave(2, 0)
-    weights = (query[:, -1:] @ key.mT / attention.head_dim**0.5).softmax(-1)
-    mixed = attention.o_proj((weights @ value).transpose(0, 1).flatten(1))[0]
+    seen = slice(-(net.config.llama.sliding_window or length), None)
+    weights = (query[:, -1:] @ key[:, seen].mT / attention.head_dim**0.5).softmax(-1)
+    mixed = attention.o_proj((weights @ value[:, seen]).transpose(0, 1).flatten(1))[0]
     hidden = (state if net.config.norm_before_residual else states)[-1] + mixed
     hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return net.norm(hidden) if net.config.norm_output else hidden
@@ -301,7 +323,7 @@ def chain(net: Eagle3Head, embeds: Tensor, states: Tensor, start: int, ttt_steps
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_row_is_a_real_chain(shape: dict[str, bool]) -> None:
+def test_every_row_is_a_real_chain(shape: dict[str, Any]) -> None:
     net, rows = head_of(**shape), 9
     embeds, states = torch.randn(2, rows + NUM_STEPS - 1, 12).double(), torch.randn(2, rows, 36).double()
     ttt_steps = net.unroll(embeds, states, NUM_STEPS)
