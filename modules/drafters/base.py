@@ -55,14 +55,6 @@ class TrainStep:
     span: tuple[int, int] | None = None
 
 
-def counted_in_span(count: float, batch: FeatureBatch, step: TrainStep | None) -> Tensor:
-    """Return a batch's count for the mean of its losses, or the share of a step's span: spans add up to the batch."""
-    if step is not None and step.span is not None:
-        count = float(count) * (step.span[1] - step.span[0]) / batch.input_ids.numel()
-    kind = torch.float64 if isinstance(count, float) else torch.int64
-    return torch.full((), count, dtype=kind, device=batch.input_ids.device)
-
-
 def documents_of(batch: FeatureBatch, span: tuple[int, int]) -> tuple[int, tuple[int, ...] | None]:
     """Return the place where the first document of a span of a flat batch begins, and the lengths of its documents.
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents, Entry, attend_pass
-from draftsmith.modules.drafters.base import TargetWeights, TrainStep, counted_in_span, documents_of
+from draftsmith.modules.drafters.base import TargetWeights, TrainStep, documents_of
 from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import Eagle3Settings, Mask
@@ -456,7 +456,10 @@ class Eagle3Head(FeatureHead):
                 sums["known"] = compared.known.sum()
         counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=device))
         count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
-        counts["loss"] = counted_in_span(count, batch, step)
+        counts["loss"] = torch.full((), int(count), device=device)
+        if step is not None and step.span is not None:
+            # Shares add up to the whole.
+            counts["loss"] = counts["loss"].double() * ((step.span[1] - step.span[0]) / batch.input_ids.numel())
         if step is None:
             values = compared.accepted, compared.right, torch.ones_like(compared.right)
             along = along_drafts(*(pairs.by_draft(each) for each in values))

@@ -62,12 +62,16 @@ class Plain:
         if f"{layer}self_attn.q_norm.weight" in self.tensors:
             query, key = (self.norm(f"{layer}self_attn.{n}_norm", part) for n, part in (("q", query), ("k", key)))
         query, key = self.rotate(query, before), self.rotate(key)
-        later, mixed = torch.ones(len(x), len(read), dtype=torch.bool).triu(1), []
+        place, mixed = torch.arange(len(read)), []
+        at, window = before + torch.arange(len(x))[:, None], llama.sliding_window
+        # A block within a window is causal too (vLLM qwen3_dflash.py).
+        hidden = (place > at) & (context is None or window is not None)
+        if window is not None:
+            hidden = hidden | (place <= at - window)
         for head in range(llama.num_heads):
             shared = head * llama.num_kv_heads // llama.num_heads
             scores = query[:, head] @ key[:, shared].T / math.sqrt(llama.head_dim)
-            scores = scores.masked_fill(later, -math.inf) if context is None else scores
-            mixed.append(scores.softmax(-1) @ value[:, shared])
+            mixed.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, shared])
         return self.linear(f"{layer}self_attn.o_proj", torch.cat(mixed, -1))
 
     def mlp(self, layer: str, x: Tensor) -> Tensor:

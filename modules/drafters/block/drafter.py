@@ -215,10 +215,8 @@ class SlotNet(DraftNet):
         for layer, own in enumerate(self._text.unbind(1)):
             cache.write(layer, own[None])
         cache.length = length
-        visible = DocumentBlocks.of(0, anchors, slots, self.config.llama.sliding_window).visible
-        seen = visible.new_zeros(len(x), length + len(x))
-        shorter = visible.shape[1] - len(x)
-        seen[:, :shorter], seen[:, length:] = visible[:, :shorter], visible[:, shorter:]
+        blocks = DocumentBlocks(0, anchors, slots, self.config.llama.sliding_window, 0, length)
+        seen = blocks.visible(anchors, 0, length)
         with any_shape(self.device):
             states = stack.run(x, stack.cos[at], stack.sin[at], cache, seen, False)
         self._hidden = self._slots_of(states.view(len(anchors), slots, -1))  # [S, n, H]

@@ -58,18 +58,19 @@ class Blocks:
         loss_mask = batch.loss_mask.flatten().cpu()
         for number, (start, length) in enumerate(spans(batch)):
             places = candidates(loss_mask[start : start + length])
-            if not len(places):
-                continue
             if len(places) > settings.anchors and step is None:
                 places = places[torch.linspace(0, len(places) - 1, settings.anchors).round().long()]
             elif step is not None and len(places) > settings.anchors:
                 rng = torch.Generator().manual_seed(step.seeds[number])
                 places = places[torch.randperm(len(places), generator=rng)[: settings.anchors]].sort().values
+            if step is not None and step.span is not None:
+                places = places[(places + start >= step.span[0]) & (places + start < step.span[1])]
+            if not len(places):
+                continue
             window = F.pad(loss_mask[start : start + length], (0, drafts)).unfold(0, drafts, 1)  # [T + 1, n]
             counted.append(window[places + 1].long().cumprod(1).bool())
             anchors.append(places + start)
-            own, last = to_device(places, batch.input_ids.device), int(places[-1])
-            documents.append(DocumentBlocks.of(start, own, config.slots(drafts), config.llama.sliding_window, last))
+            documents.append(DocumentBlocks.of(start, places, config.slots(drafts), config.llama.sliding_window))
         if not documents:
             none = torch.zeros(0, dtype=torch.int64)
             return cls((), none, none.bool()[:, None].expand(0, drafts))
@@ -121,6 +122,7 @@ class BlockHead(BlockNet):
     Settings: ClassVar[type] = BlockSettings
     # deepseek-ai/DeepSpec config/dspark.
     ttt_steps = "block"
+    takes_spans = True
     monitor = "chain_length"
 
     @classmethod
@@ -260,7 +262,8 @@ class BlockHead(BlockNet):
 
         # 6. What is logged: of first tokens, and in validation of whole blocks.
         sums["loss"] = total.detach()
-        counts = dict.fromkeys(sums, torch.full((), float(count), device=device))
+        # Of a span fewer than `count`.
+        counts = dict.fromkeys(sums, torch.full((), float(len(anchors)), device=device))
         first = token == 0
         sums |= {"top1": (compared.right & first).sum(), "accepted": (compared.accepted * first).sum()}
         counts |= dict.fromkeys(("top1", "accepted"), first.sum())
@@ -282,7 +285,7 @@ class BlockHead(BlockNet):
         """Count as many positions as predictions; those that share a position share the target's logits."""
         llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
         slots = config.slots(config.drafts) * logit_rows // max(1, config.drafts)
-        mean = sum(length * length for length in step.lengths) / (2 * max(1, rows))
+        mean = flops.causal_pairs(step.lengths, llama.sliding_window) / max(1, rows)
         layer = flops.layer_matrices(llama, slots) + flops.attention(llama, round(slots * mean))
         layer += flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
         read = flops.TRAINED_FIRST * flops.linear(len(config.aux_layers) * size, size, rows)

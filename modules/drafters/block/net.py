@@ -13,7 +13,7 @@ Modules are named as in DeepSpec's files, which vLLM, SGLang and llama.cpp read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,13 @@ from draftsmith.modules.layers import (
     layers_of,
     rotate,
 )
+from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import check_config, check_range
 
 # Published blocks have 5 to 16 slots.
 MOST_SLOTS = 256
+# Slots that are attended to together while training: a larger group computes more that its mask hides.
+GROUP_SLOTS = 1024
 
 
 @dataclass(frozen=True)
@@ -142,35 +145,59 @@ class ConfidenceHead(nn.Module):
 
 @dataclass(frozen=True)
 class DocumentBlocks:
-    """M blocks of one document of a flat row: where they stand, and what their slots see.
+    """M blocks of S slots of one document of a flat row, at these anchors, ascending places in the document.
 
-    rows: the document's tokens that they see. anchors: [M], places in the document. visible: [M * S, T + M * S] bool,
-    which of these T tokens and of all the slots each slot sees.
+    window: most positions that a slot sees, itself included; with one, a block is causal (vLLM qwen3_dflash.py).
+    first, length: of the document's tokens, those from `first` to before `length` are read; those that no slot sees are
+    not. start: of the document in the flat row.
     """
 
-    rows: slice
+    start: int
     anchors: Tensor
-    visible: Tensor
+    slots: int
+    window: int | None
+    first: int
+    length: int
 
     @classmethod
-    def of(
-        cls, start: int, anchors: Tensor, slots: int, window: int | None = None, length: int | None = None
-    ) -> DocumentBlocks:
-        """Lay blocks of S slots at these anchors of the document that begins at `start`.
-
-        window: most positions that a slot sees, itself included; with one, a block is causal (vLLM qwen3_dflash.py).
-        length: the last anchor, if the host knows it.
-        """
+    def of(cls, start: int, anchors: Tensor, slots: int, window: int | None = None) -> DocumentBlocks:
+        """Lay blocks at anchors [M], on the host, of the document that begins at `start`."""
         # The state of the anchor itself is not there yet when drafting.
-        length, device = int(anchors.max()) if length is None else length, anchors.device
-        block = torch.arange(len(anchors), device=device).repeat_interleave(slots)  # [M * S]
-        slot = torch.arange(slots, device=device).repeat(len(anchors))
-        context = torch.arange(length, device=device) < anchors[block][:, None]
-        own = block[:, None] == block
+        return cls(start, anchors, slots, window, seen_from(int(anchors[0]), window), int(anchors[-1]))
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the flat row that are read."""
+        return slice(self.start + self.first, self.start + self.length)
+
+    def groups(self, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield some blocks at a time: their slots among the document's, the read rows that they see, and the mask.
+
+        The mask [m * S, T + m * S], bool, says which of these T rows and of the group's own slots each slot sees.
+        """
+        per_group = max(1, GROUP_SLOTS // self.slots)
+        for number, anchors in enumerate(self.anchors.split(per_group)):
+            begin, end = seen_from(int(anchors[0]), self.window), int(anchors[-1])
+            visible = self.visible(to_device(anchors, device), begin, end)
+            own = number * per_group * self.slots
+            yield slice(own, own + len(visible)), slice(begin - self.first, end - self.first), visible
+
+    def visible(self, anchors: Tensor, begin: int, end: int) -> Tensor:
+        """Return which of the document's rows [begin, end) and of the blocks' slots each slot of these blocks sees."""
+        device, window = anchors.device, self.window
+        block = torch.arange(len(anchors), device=device).repeat_interleave(self.slots)  # [m * S]
+        slot = torch.arange(self.slots, device=device).repeat(len(anchors))
+        place = torch.arange(begin, end, device=device)
+        context, own = place < anchors[block][:, None], block[:, None] == block
         if window is not None:
-            context &= torch.arange(length, device=device) > (anchors[block] + slot)[:, None] - window
+            context &= place > (anchors[block] + slot)[:, None] - window
             own &= (slot <= slot[:, None]) & (slot > slot[:, None] - window)
-        return cls(slice(start, start + length), anchors, torch.cat([context, own], 1))
+        return torch.cat([context, own], 1)
+
+
+def seen_from(anchor: int, window: int | None) -> int:
+    """Return the first place that the block at an anchor sees."""
+    return 0 if window is None else max(0, anchor - window + 1)
 
 
 class BlockNet(DraftHead):
@@ -202,18 +229,18 @@ class BlockNet(DraftHead):
         embeds: [M, S, H], of the anchors and the mask token. states: [N, n H] of the target, of a flat row.
         """
         blocks, slots, size = embeds.shape
-        parts = [states[own.rows] for own in documents]
-        context = self.read(torch.cat(parts))  # [C, H], documents end to end
-        counts = [(len(part), len(own.anchors) * slots) for part, own in zip(parts, documents, strict=True)]
-        before = torch.cat([torch.arange(length, device=embeds.device) for length, _ in counts])  # [C]
+        device = embeds.device
+        context = self.read(torch.cat([states[own.rows] for own in documents]))  # [C, H], documents end to end
+        before = torch.cat([torch.arange(own.first, own.length) for own in documents])  # [C]
         anchors = torch.cat([own.anchors for own in documents])
-        at = (anchors[:, None] + torch.arange(slots, device=embeds.device)).flatten()  # [Q]
+        at = (anchors[:, None] + torch.arange(slots)).flatten()  # [Q]
         x = embeds.flatten(0, 1)  # [Q, H]
-        places = torch.cat([before, at]).clamp_max(len(self.cos) - 1)
+        places = to_device(torch.cat([before, at]).clamp_max(len(self.cos) - 1), device)
         cos, sin = self.cos[places][:, None].to(x.dtype), self.sin[places][:, None].to(x.dtype)  # [C + Q, 1, D]
+        groups = [list(own.groups(device)) for own in documents]
         layers: Any = self.layers
         for layer in layers:
-            x = self._layer(layer, x, context, cos, sin, documents, counts)
+            x = self._layer(layer, x, context, cos, sin, groups)
         return self.norm(x).view(blocks, slots, size)
 
     def _layer(
@@ -223,10 +250,9 @@ class BlockNet(DraftHead):
         context: Tensor,
         cos: Tensor,
         sin: Tensor,
-        documents: Sequence[DocumentBlocks],
-        counts: Sequence[tuple[int, int]],
+        groups: Sequence[Sequence[tuple[slice, slice, Tensor]]],
     ) -> Tensor:
-        """Run one layer on all slots x [Q, H]. counts: context rows and slots of each document."""
+        """Run one layer on all slots x [Q, H]. groups: of each document (`DocumentBlocks.groups`)."""
         attention, seen = layer.self_attn, len(context)
         normed = layer.input_layernorm(x)
         both = torch.cat([context, normed])  # [C + Q, H]
@@ -239,24 +265,28 @@ class BlockNet(DraftHead):
         # Under autocast rotated queries and keys are wider than values.
         query = rotate(query, cos[seen:], sin[seen:]).to(value.dtype)
         key = rotate(key, cos, sin).to(value.dtype)
-        lengths, sizes = zip(*counts, strict=True)
-        mixed = []
-        # Documents differ in length, so each is attended to alone.
-        for own, q, *kv in zip(
-            documents,
-            query.split(sizes),
-            *(half.split(lengths) for half in (key[:seen], value[:seen])),
-            *(half.split(sizes) for half in (key[seen:], value[seen:])),
-            strict=True,
-        ):
-            keys, values = torch.cat([kv[0], kv[2]]), torch.cat([kv[1], kv[3]])  # [T + q, kv_heads, D]
-            q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
-            shared = attention.num_heads != attention.num_kv_heads
-            if shared and not takes_shared(keys):  # asked for both, CUDA stores all scores
-                groups = attention.num_heads // attention.num_kv_heads
-                keys, values, shared = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1), False
-            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=own.visible, enable_gqa=shared)
-            mixed.append(attended[0].transpose(0, 1).flatten(1))
+        mixed, rows, slots = [], 0, 0
+        # Blocks of a document that stand near each other are attended to together: they see much the same.
+        for document in groups:
+            for own, read, visible in document:
+                before, after = (
+                    slice(part.start + at, part.stop + at) for part, at in ((read, rows), (own, slots + seen))
+                )
+                keys, values = (torch.cat([part[before], part[after]]) for part in (key, value))  # [T + q, kv_heads, D]
+                q = query[slots + own.start : slots + own.stop]
+                q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
+                shared = attention.num_heads != attention.num_kv_heads
+                if shared and not takes_shared(keys):  # asked for both, CUDA stores all scores
+                    repeats = attention.num_heads // attention.num_kv_heads
+                    keys, values, shared = (
+                        keys.repeat_interleave(repeats, 1),
+                        values.repeat_interleave(repeats, 1),
+                        False,
+                    )
+                attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=shared)
+                mixed.append(attended[0].transpose(0, 1).flatten(1))
+            rows += document[-1][1].stop
+            slots += document[-1][0].stop
         x = x + attention.o_proj(torch.cat(mixed))
         return x + layer.mlp(layer.post_attention_layernorm(x))
 

@@ -39,6 +39,7 @@ HEADS = {
     "vanilla": {"markov_rank": 5, "confidence": True},
     "gated": {"markov_rank": 5, "markov_type": "gated", "confidence": True, "layout": "fill-in"},
     "rnn": {"markov_rank": 5, "markov_type": "rnn", "confidence": True},
+    "windowed": {"markov_rank": 5, "confidence": True, "window": 7},
 }
 LAYERS, SLOTS, MASK = 4, 6, 7
 FIRST = TrainStep(0, 1, (11, 8), (1, 2))
@@ -50,11 +51,15 @@ def target(tmp_path_factory) -> LlamaLM:
     return LlamaLM(lm.model.double(), lm.info)
 
 
+def config_of(llama: LlamaConfig, layers: tuple[int, ...], slots: int, mask: int, name: str) -> BlockConfig:
+    shape = dict(HEADS[name])
+    return BlockConfig(layers_like(llama, 2, shape.pop("window", None)), layers, slots, mask, **shape)
+
+
 @pytest.fixture(params=HEADS)
 def head(request, target) -> Any:
     """Random everywhere: what a new one has of zeros would hide mistakes."""
-    shape = HEADS[request.param]
-    config = BlockConfig(layers_like(target.config, 2), (1, 3), SLOTS, MASK, **shape)
+    config = config_of(target.config, (1, 3), SLOTS, MASK, request.param)
     torch.manual_seed(3)
     head = head_class("dspark" if config.markov_rank else "dflash")(config).double()
     for weight in head.parameters():
@@ -83,6 +88,7 @@ def batch_of(head: Any, target: Any, packed: bool = False) -> FeatureBatch:
 def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target, shared, monkeypatch):
     """shared: heads share keys in the kernel, as on a CPU, or each gets a copy, as on a GPU."""
     monkeypatch.setattr(net, "takes_shared", lambda tensor: shared)
+    monkeypatch.setattr(net, "GROUP_SLOTS", 2 * SLOTS)
     settings, config = head.Settings(anchors=100), head.config
     for packed in (False, True):
         batch = batch_of(head, target, packed)
@@ -95,13 +101,29 @@ def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target, s
         number = 0
         for own in blocks.documents:
             for anchor in own.anchors.tolist():
-                start = own.rows.start
-                states = features[start : start + anchor, :-width]
-                wanted = plain(head, target).slots(int(ids[start + anchor]), states, SLOTS)
+                states = features[own.start : own.start + anchor, :-width]
+                wanted = plain(head, target).slots(int(ids[own.start + anchor]), states, SLOTS)
                 assert torch.allclose(found[number], wanted, atol=1e-9)
                 number += 1
         # Answers are at 3..8 and 10 of the first text, at 3..7 of the second.
         assert number == len(found) == 5 + 4
+
+
+def test_spans_of_a_batch_add_up_to_it(head, target):
+    """Loss, gradients, sums and counts: parts of one text, of which some have no block, and whole texts together."""
+    batch, settings, found = batch_of(head, target, packed=True), head.Settings(anchors=4), []
+    for spans in ([None], [(0, 3), (3, 6), (6, 11), (11, 19)], [(0, 19)]):
+        head.zero_grad()
+        steps = [dataclasses.replace(FIRST, span=span) for span in spans]
+        outputs = [head.loss(batch, target, settings, step) for step in steps]
+        loss = sum(output.loss for output in outputs)
+        loss.backward()
+        names = [(kind, name) for kind in ("sums", "counts") for name in outputs[-1].sums]
+        zero = torch.zeros(())
+        totals = [sum(getattr(out, kind).get(name, zero).double() for out in outputs) for kind, name in names]
+        found.append([loss, *totals, *(weight.grad.clone() for weight in head.parameters())])
+    for whole, *others in zip(*found, strict=True):
+        assert all((whole - other).abs().max() < 1e-9 for other in others)
 
 
 @pytest.mark.parametrize(("size", "by"), [(0, "decay"), (80, "decay"), (0, "reach")])
@@ -262,7 +284,7 @@ SAMPLING = SamplingParams(temperature=0.9, top_k=3)
 
 
 def table_head(shape: str) -> Any:
-    config = BlockConfig(layers_like(TABLE_LAYERS, 2), (1, 2), 3, V - 1, **HEADS[shape])
+    config = config_of(TABLE_LAYERS, (1, 2), 3, V - 1, shape)
     torch.manual_seed(2)
     head = head_class("dspark" if config.markov_rank else "dflash")(config).double().requires_grad_(False)
     for weight in head.parameters():
