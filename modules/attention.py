@@ -271,12 +271,12 @@ def _causal_backward(
         to_query, to_key, to_value = (part.transpose(1, 2) for part in grads)
         return to_query, to_key, to_value
     to_queries, to_key, to_value = [], torch.zeros_like(key), torch.zeros_like(value)
-    random = iter(state)
+    states = iter(state)
     for own, seen, bias in _bands(query, key, reach):
-        parts = (part[:, :, own] for part in (attended, norm))
-        own_grad, own_query, own_key, own_value = grad[:, :, own], query[:, :, own], key[:, :, seen], value[:, :, seen]
-        states = [] if query.device.type == "cpu" else list(itertools.islice(random, 2))
-        grads = _attend_backward(own_grad, own_query, own_key, own_value, *parts, states, bias)
+        own_grad, own_query, own_attended, own_norm = (part[:, :, own] for part in (grad, query, attended, norm))
+        own_state = [] if query.device.type == "cpu" else list(itertools.islice(states, 2))
+        own_keys = key[:, :, seen], value[:, :, seen]
+        grads = _attend_backward(own_grad, own_query, *own_keys, own_attended, own_norm, own_state, bias)
         to_queries.append(grads[0])
         to_key[:, :, seen] += grads[1]
         to_value[:, :, seen] += grads[2]

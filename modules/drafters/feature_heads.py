@@ -89,11 +89,13 @@ class PairNet(DraftNet):
     # -- rows
 
     def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
-        most = min(capacity, self._max_position)
+        most, window = min(capacity, self._max_position), self.network.stack.config.sliding_window
         # The pair of a token stands one place before it, and the last token of a draft is not read.
         self.longest_text = most + 2
-        # The pairs that are read of each row.
-        self.cache = cached_rows(self.network, rows, most + slots, static)
+        # The pairs that are read of each row. With a window what is kept moves to the front when the cache is full.
+        self._room = depth + slots
+        kept = most if window is None else min(most, 2 * window + depth)
+        self.cache = cached_rows(self.network, rows, kept + slots, static)
         self._kept: Sequence[int] = self.cache.lengths
         self._themselves = as_bias(torch.eye(slots, dtype=torch.bool, device=self.device), self.network.stack.dtype)
 
@@ -105,10 +107,11 @@ class PairNet(DraftNet):
 
     def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
         ids, states = [], []
-        for row, read, limit in zip(rows, self.cache.lengths, limits, strict=True):
+        for place, (row, read, limit) in enumerate(zip(rows, self.cache.lengths, limits, strict=True)):
             unread = row.tokens[read + 1 :] if limit > 0 else []
-            ids.append(unread)
-            states.append(self.network.head.read(row.features[: len(unread)]))
+            skipped = self.cache.make_room(place, len(unread), self._room) if unread else 0
+            ids.append(unread[skipped:])
+            states.append(self.network.head.read(row.features[skipped : len(unread)]))
             row.features = row.features[len(unread) :]
         logits, hidden = self.cache.extend((ids, states))
         self._kept, self._states = self.cache.lengths, hidden

@@ -122,7 +122,7 @@ def any_shape(device: torch.device) -> AbstractContextManager[None]:
 class NoCache:
     """Teacher forcing: a call sees its own keys and values only, and nothing is kept."""
 
-    length = 0
+    length = offset = first = 0
     spans: Sequence[int] = ()
 
     def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,8 @@ class KVCache:
     """Keys and values [layers, 2, B, kv_heads, capacity, D] in one tensor; the first `length` slots are kept tokens.
 
     One tensor, so that keeping an accepted path is one copy over all layers.
-    spans: see `attend`.
+    spans: see `attend`. offset: position of slot 0: a window lets the first tokens go. first: the first slot that the
+    next forward reads.
     """
 
     spans: Sequence[int] = ()
@@ -144,25 +145,26 @@ class KVCache:
         """data: finite numbers everywhere, or 0 * nan spoils the attention to slots that a mask hides. written: slots
         that may hold something; None: all."""
         self.data, self.length, self.capacity = data, 0, data.shape[-2]
+        self.offset = self.first = 0
         self._written = self.capacity if written is None else written
         # As layers write and read it. Sliced once a forward for all layers: on small models making views is most of
         # the cost of writing.
         self._slots = data.permute(0, 2, 4, 1, 3, 5)  # [layers, B, capacity, 2, kv_heads, D]
         self._halves = data.flatten(0, 1)  # [layers * 2, B, kv_heads, capacity, D]
-        # First slot and number of the slices.
-        self._place: tuple[int, int] | None = None
+        # First slot and number of the slices, and the first one read.
+        self._place: tuple[int, int, int] | None = None
 
     def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys_values [B, T, 2 * kv_heads, D], the keys' heads first, behind the kept tokens.
 
-        Returns all that is cached: keys and values [B, kv_heads, length + T, D].
+        Returns all that is cached from slot `first` on: keys and values [B, kv_heads, length + T - first, D].
         """
-        place = self.length, keys_values.shape[1]
+        place = self.length, keys_values.shape[1], self.first
         if place != self._place:
-            end = sum(place)
-            self._written = max(self._written, end)
-            self._fresh = self._slots.narrow(2, *place).unbind(0)
-            self._seen = self._halves.narrow(3, 0, end).unbind(0)
+            start, count, first = place
+            self._written = max(self._written, start + count)
+            self._fresh = self._slots.narrow(2, start, count).unbind(0)
+            self._seen = self._halves.narrow(3, first, start + count - first).unbind(0)
             self._place = place
         fresh = self._fresh[layer]
         fresh.copy_(keys_values.view(fresh.shape))
@@ -184,6 +186,23 @@ class KVCache:
                 index = torch.tensor(slots, device=self.data.device)
                 self.data[..., length:end, :] = self.data.index_select(-2, index)
         self.length = end
+
+    def make_room(self, window: int | None, unread: int, room: int) -> int:
+        """Drop tokens that a layer's window hides from what comes next, if there is no room for that.
+
+        unread: inputs that come next. Returns how many of them are to be left out, because the window hides them from
+        the last one, whose output alone is wanted. room: slots for what follows them.
+        """
+        if window is None:
+            return 0
+        skipped = max(0, unread - window)
+        if skipped or self.length + unread + room > self.capacity:
+            kept = 0 if skipped else min(self.length, window - 1)
+            with torch.inference_mode():
+                self.data[..., :kept, :] = self.data[..., self.length - kept : self.length, :].clone()
+            self.offset += self.length - kept + skipped
+            self.length = kept
+        return skipped
 
 
 class RowsCache(KVCache):

@@ -357,21 +357,26 @@ class LeanStack:
         return rows if single else rows.view(*x.shape[:-1], -1)
 
     def chain(self, x: Tensor, cache: LayerCache, captured: Captured | None = None) -> Tensor:
-        """Run chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""
-        start, length = cache.length, x.shape[-2]
-        end = start + length
+        """Run chains of T inputs [B, T, H] or [T, H], behind the cached tokens."""
+        start, length, window = cache.length, x.shape[-2], self.config.sliding_window
         # Looking up a view takes less time than slicing.
+        position = start + cache.offset
         if length == 1:
-            if start >= len(self._ready):
-                first, last = len(self._ready), max(1024, 2 * start)
+            if position >= len(self._ready):
+                first, last = len(self._ready), max(1024, 2 * position)
                 self._ready += zip(self.cos[first:last].split(1), self.sin[first:last].split(1), strict=True)
-            cos, sin = self._ready[start]
+            cos, sin = self._ready[position]
         else:
-            cos, sin = self.cos[start:end], self.sin[start:end]
-        if self.config.sliding_window is not None and end > self.config.sliding_window:
-            positions = torch.arange(end, device=self.device)
-            mask = self._windowed(positions[start:, None] >= positions, positions)
-            return self.run(x, cos, sin, cache, mask, False, captured)
+            cos, sin = self.cos[position : position + length], self.sin[position : position + length]
+        if window is not None and start + length > window:
+            cache.first = max(0, start + 1 - window)
+            kept = start - cache.first
+            # Input i sees the slot of its own and window - 1 before it; of a single one no other slot is read.
+            visible = torch.ones(length, kept + length, dtype=torch.bool, device=self.device)
+            bias = as_bias(visible.tril(kept).triu(kept + 1 - window), self.dtype) if length > 1 else None
+            outputs = self.run(x, cos, sin, cache, bias, False, captured)
+            cache.first = 0
+            return outputs
         bias = None
         if length > 1 and start > 0:
             # Input i sees the first start + i + 1 slots. The strip's row i is 0 up to column `kept` + i: shifted left
@@ -397,13 +402,8 @@ class LeanStack:
 
         positions: [cache.length + T] of all slots, the new ones last. visible: [T, cache.length + T], bool.
         """
-        if self.config.sliding_window is not None:
-            visible = self._windowed(visible, positions)
-        own = positions[-len(x) :]
+        own, window = positions[-len(x) :], self.config.sliding_window
+        if window is not None:
+            # Mistral 7B, section 2.
+            visible = visible & (own[:, None] - positions < window)
         return self.run(x, self.cos[own], self.sin[own], cache, visible, False, captured)
-
-    def _windowed(self, mask: Tensor, positions: Tensor) -> Tensor:
-        """Add the sliding window (Mistral 7B, section 2) to mask [T, S]; positions [S] of all slots, the last T fed."""
-        assert self.config.sliding_window is not None
-        distance = positions[-mask.shape[0] :, None] - positions[None]
-        return mask & (distance < self.config.sliding_window)

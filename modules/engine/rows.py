@@ -8,7 +8,7 @@ Both run a `Network`, so that a target, a draft model and a draft head share the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import add, itemgetter
+from operator import add, itemgetter, sub
 from typing import Any, Protocol
 
 import torch
@@ -77,11 +77,12 @@ class OneRow:
 
     @property
     def lengths(self) -> Sequence[int]:
-        return [self.cache.length]
+        return [self.cache.offset + self.cache.length]
 
     def reset(self, rows: int) -> None:
         assert rows <= 1
         self.cache.keep(0)
+        self.cache.offset = 0
 
     def begin(self, row: int) -> None:
         self.reset(row + 1)
@@ -127,16 +128,23 @@ class OneRow:
         """
         stack, cache, count = self.stack, self.cache, seen.shape[1]
         before = cache.length + count - seen.shape[2]
-        position = before + depth - 1
+        position = cache.offset + before + depth - 1
+        if stack.config.sliding_window is not None:
+            cache.first = max(0, before + depth - stack.config.sliding_window)
         x = self._network.inputs(*(rows[0] for rows in inputs))
-        mask = F.pad(seen[0], (before, 0))
+        mask = F.pad(seen[0], (before - cache.first, 0))
         hidden = stack.run(x, stack.cos[position], stack.sin[position], cache, mask, False)
-        cache.length += count
+        cache.length, cache.first = cache.length + count, 0
         logits, states = self._network.outputs(hidden, None, None)
         return logits[None], states[None]
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        self.cache.keep(lengths[0], slots[0] if slots else ())
+        offset = self.cache.offset
+        self.cache.keep(lengths[0] - offset, [slot - offset for slot in slots[0]] if slots else ())
+
+    def make_room(self, row: int, unread: int, room: int) -> int:
+        """Make room in a row (`KVCache.make_room`)."""
+        return self.cache.make_room(self.stack.config.sliding_window, unread, room)
 
     def select(self, rows: Sequence[int]) -> None:
         assert list(rows) in ([], [0])
@@ -155,31 +163,36 @@ class ManyRows:
         slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
         self._cache = RowsCache(self._stack.new_slots(rows, slots))
         self._slots = torch.arange(slots, device=self._stack.device)
-        self.lengths = [0] * rows
+        # Of each row: filled slots, and the position of the first one (`make_room`).
+        self._filled, self._offsets = [0] * rows, [0] * rows
         self._chains, self._trees = Graphed(self._read_chains), Graphed(self._read_trees)
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        return list(map(add, self._filled, self._offsets))
+
     def reset(self, rows: int) -> None:
-        self.lengths = [0] * rows
+        self._filled, self._offsets = [0] * rows, [0] * rows
         self._cache.wipe(0, rows)
 
     def begin(self, row: int) -> None:
-        assert row <= len(self.lengths)
-        self.lengths[row : row + 1] = [0]
+        assert row <= len(self._filled)
+        self._filled[row : row + 1], self._offsets[row : row + 1] = [0], [0]
         self._cache.wipe(row, row + 1)
 
     def prefill(self, rows: Sequence[int], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         for row in rows:
             self.begin(row)
         for row, own in zip(rows, inputs[0], strict=True):
-            self.lengths[row] = len(own)
+            self._filled[row] = len(own)
         return _side_by_side(self._prompts(rows, inputs))
 
     def extend(
         self, inputs: Sequence[Any], parents: Parents | None = None, logits_to_keep: int = 1
     ) -> tuple[Tensor, ...]:
-        lengths, tokens = self.lengths, inputs[0]
+        lengths, tokens = self._filled, inputs[0]
         counts = [tokens.shape[1]] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
-        self.lengths = list(map(add, lengths, counts))
+        self._filled = list(map(add, lengths, counts))
         # Prompts are read alone: they would pad the other rows far too much.
         long = [count > MAX_WIDTH or (count > 0 and not length) for length, count in zip(lengths, counts, strict=True)]
         if isinstance(tokens, Tensor) or not any(long):
@@ -208,37 +221,49 @@ class ManyRows:
 
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
         count, width = seen.shape[1:]
-        starts = [length + count - width for length in self.lengths]
-        fresh, self.lengths = self.lengths, [length + count for length in self.lengths]
-        span = self._span(max(self.lengths))
+        starts = [length + count - width for length in self._filled]
+        fresh, self._filled = self._filled, [length + count for length in self._filled]
+        span = self._span(max(self._filled))
         if self.static:
             seen = F.pad(seen, (0, -width % SEEN_BUCKET), value=-torch.inf)
         depths = torch.full((1, 1), depth - 1, device=self._slots.device)
-        first, behind = to_device_together([starts, fresh], self._stack.device)
+        positions = list(map(add, starts, self._offsets))
+        first, behind, turned = to_device_together([starts, fresh, positions], self._stack.device)
         # All outputs are wanted, so `keep` is not used: any tensor will do.
-        return self._trees(first, behind, depths, seen, first, *inputs, static=(span, True))
+        return self._trees(first, behind, turned, depths, seen, first, *inputs, static=(span, True))
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
         moved = []
-        self.lengths = list(lengths)
+        self._filled = list(map(sub, lengths, self._offsets))
         for row, path in enumerate(slots or ()):
-            first = lengths[row]
+            first, offset = self._filled[row], self._offsets[row]
             # A contiguous path lies in its place already.
-            moved += [(row, old, first + i) for i, old in enumerate(path) if old != first + i]
-            self.lengths[row] += len(path)
+            moved += [(row, old - offset, first + i) for i, old in enumerate(path) if old - offset != first + i]
+            self._filled[row] += len(path)
         if moved:
             self._cache.move(*to_device(moved, self._stack.device).unbind(1))
 
     def select(self, rows: Sequence[int]) -> None:
         self._cache.select_rows(torch.tensor(rows))
-        self.lengths = [self.lengths[row] for row in rows]
+        self._filled, self._offsets = ([part[row] for row in rows] for part in (self._filled, self._offsets))
+
+    def make_room(self, row: int, unread: int, room: int) -> int:
+        cache = self._cache.row(row)
+        cache.length, cache.offset = self._filled[row], self._offsets[row]
+        skipped = cache.make_room(self._stack.config.sliding_window, unread, room)
+        self._filled[row], self._offsets[row] = cache.length, cache.offset
+        return skipped
 
     def _prompts(self, rows: Sequence[int], inputs: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
         """Read the prompts of empty rows, in groups of like lengths. Returns the last logits [1, V] and the states of
         each."""
         counts, device = [len(own) for own in inputs[0]], self._stack.device
         outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        for group in group_by_length(counts, *GROUPS.get(device.type, GROUPS["cuda"])):
+        groups = group_by_length(counts, *GROUPS.get(device.type, GROUPS["cuda"]))
+        if any(self._offsets[row] for row in rows):
+            # They stand at positions of their own.
+            groups = [[i] for i in range(len(rows))]
+        for group in groups:
             own = [[part[i] for i in group] for part in inputs]
             if len(group) == 1:
                 logits, states = self._alone(rows[group[0]], [part[0] for part in own], 0, None, 1)
@@ -260,7 +285,7 @@ class ManyRows:
     ) -> tuple[Tensor, ...]:
         """Read one row without padding, behind its first `length` slots. inputs, parents: of this row."""
         alone = OneRow(self._network, self._cache.row(row))
-        alone.cache.length = length
+        alone.cache.length, alone.cache.offset = length, self._offsets[row]
         with any_shape(self._stack.device):
             logits, states = alone.extend([[part] for part in inputs], parents, logits_to_keep)
         return logits[0], states[0]
@@ -290,28 +315,30 @@ class ManyRows:
                 visible &= depths[:, :, None] - depths[:, None] < window
             below, seen = depths.tolist(), to_device(as_bias(visible, self._stack.dtype), self._stack.device)
         on_host = [part for part in fed if not isinstance(part, Tensor)]
-        starts, keep, depths, *ids = to_device_together([lengths, places, below, *on_host], self._stack.device)
+        positions = list(map(add, lengths, self._offsets))
+        on_host = [lengths, positions, places, below, *on_host]
+        starts, turned, keep, depths, *ids = to_device_together(on_host, self._stack.device)
         fed = [part if isinstance(part, Tensor) else ids.pop(0) for part in fed]
 
         static = (self._span(max(lengths) + width), whole)
         if seen is None:
-            return self._chains(starts, keep, *fed, static=static)
-        return self._trees(starts, starts, depths, seen, keep, *fed, static=static)
+            return self._chains(starts, turned, keep, *fed, static=static)
+        return self._trees(starts, starts, turned, depths, seen, keep, *fed, static=static)
 
-    def _read_chains(self, starts: Tensor, keep: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        """Read inputs at the positions from starts [B] on, which see all that precedes them."""
+    def _read_chains(self, starts: Tensor, turned: Tensor, keep: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Read inputs into the slots from starts [B] on, at positions from turned [B] on, which see all before them."""
         *inputs, span, whole = rest
         x = self._network.inputs(*inputs)
-        positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
-        positions = positions.clamp_max(self._capacity)  # [B, n]
-        visible = self._slots[:span] <= positions[..., None]  # [B, n, span]
-        bias = as_bias(self._near(visible, positions), self._stack.dtype)
-        return self._run(x, positions, positions, bias, None if whole else keep)
+        own = torch.arange(x.shape[1], device=x.device)
+        slots = (starts[:, None] + own).clamp_max(self._capacity)  # [B, n]
+        visible = self._slots[:span] <= slots[..., None]  # [B, n, span]
+        bias = as_bias(self._near(visible, slots), self._stack.dtype)
+        return self._run(x, turned[:, None] + own, slots, bias, None if whole else keep)
 
     def _read_trees(
-        self, starts: Tensor, fresh: Tensor, depths: Tensor, seen: Tensor, keep: Tensor, *rest: Any
+        self, starts: Tensor, fresh: Tensor, turned: Tensor, depths: Tensor, seen: Tensor, keep: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        """Read inputs into the slots from fresh [B] on; trees begin at slots starts [B].
+        """Read inputs into the slots from fresh [B] on; trees begin at slots starts [B], at positions turned [B].
 
         Inputs see all slots before the tree, and the tree's by the bias seen [B, n, m]. depths: [B or 1, n or 1] of
         their positions behind starts.
@@ -319,14 +346,14 @@ class ManyRows:
         *inputs, span, whole = rest
         x = self._network.inputs(*inputs)
         count, width = seen.shape[1:]
-        positions = (starts[:, None] + depths).expand(-1, count)  # [B, n]
+        below = depths.expand(len(starts), count)
         slots = fresh[:, None] + torch.arange(count, device=x.device)
         place = (self._slots[:span] - starts[:, None])[:, None]  # [B, 1, span] of the slots in the tree
         own = seen.gather(2, place.clamp(0, width - 1).expand(-1, count, -1))
         own = own.masked_fill(place >= width, -torch.inf)
-        kept = as_bias(self._near(place.expand(-1, count, -1) < 0, positions), seen.dtype)
+        kept = as_bias(self._near(place.expand(-1, count, -1) < 0, starts[:, None] + below), seen.dtype)
         bias = torch.where(place < 0, kept, own)  # [B, n, span]
-        return self._run(x, positions, slots.clamp_max(self._capacity), bias, None if whole else keep)
+        return self._run(x, turned[:, None] + below, slots.clamp_max(self._capacity), bias, None if whole else keep)
 
     def _run(
         self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor, keep: Tensor | None
@@ -341,12 +368,12 @@ class ManyRows:
         hidden = stack.run(x, stack.cos[rotated], stack.sin[rotated], self._cache, bias[:, None], False, captured)
         return self._network.outputs(hidden, keep, captured)
 
-    def _near(self, visible: Tensor, positions: Tensor) -> Tensor:
-        """Apply the sliding window, if there is one, to visible [B, n, span]."""
+    def _near(self, visible: Tensor, slots: Tensor) -> Tensor:
+        """Apply the sliding window, if there is one, to visible [B, n, span]. slots: [B, n], where inputs stand."""
         window = self._stack.config.sliding_window
         if window is None:
             return visible
-        return visible & (self._slots[: visible.shape[-1]] > positions[..., None] - window)
+        return visible & (self._slots[: visible.shape[-1]] > slots[..., None] - window)
 
     def _span(self, end: int) -> int:
         """Return how many slots to read if the longest row ends at `end`; with static shapes one of few numbers."""

@@ -95,20 +95,23 @@ class SlotNet(DraftNet):
     def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
         self.longest_text = min(capacity, self.config.max_position)
         self._num_slots = self.config.slots(min(depth, self.config.drafts))
-        data = self.stack.new_slots(rows, self.longest_text + self.config.block_size)
+        # With a window what is kept moves to the front when the cache is full.
+        kept = min(self.longest_text, 2 * (self.config.llama.sliding_window or self.longest_text))
+        data = self.stack.new_slots(rows, kept + self.config.block_size)
         # A row alone lies in one piece and needs no indices.
         self._cache = KVCache(data) if rows == 1 else RowsCache(data)
-        self._read = list[int]()  # tokens of each row whose states are in the cache
+        # Tokens of each row that are read, and those of them that a window let go.
+        self._read, self._dropped = list[int](), list[int]()
 
     def begin(self, row: int) -> None:
-        self._read[row : row + 1] = [0]
+        self._read[row : row + 1], self._dropped[row : row + 1] = [0], [0]
         if isinstance(self._cache, RowsCache):
             self._cache.wipe(row, row + 1)
         else:
             self._cache.keep(0)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._read = [self._read[row] for row in rows]
+        self._read, self._dropped = ([part[row] for row in rows] for part in (self._read, self._dropped))
         if isinstance(self._cache, RowsCache):
             self._cache.select_rows(torch.tensor(rows))
 
@@ -122,32 +125,38 @@ class SlotNet(DraftNet):
 
     def _read_context(self, reading: Sequence[int], rows: Sequence[RowState]) -> None:
         """Read the unread states of the rows that draft."""
-        features = [rows[place].features for place in reading]
-        starts = [self._read[place] for place in reading]
-        places = [torch.arange(start, start + len(own)) for start, own in zip(starts, features, strict=True)]
-        keys_values = self._context(torch.cat(features), torch.cat(places).to(self.device))
-        for place, start, own in zip(reading, starts, keys_values.split(list(map(len, features))), strict=True):
+        caches, features, places = list[KVCache](), list[Tensor](), list[Tensor]()
+        for place in reading:
             cache = self._cache.row(place) if isinstance(self._cache, RowsCache) else self._cache
-            cache.length = start
+            unread, start, cache.offset = rows[place].features, self._read[place], self._dropped[place]
+            cache.length = start - cache.offset
+            skipped = cache.make_room(self.config.llama.sliding_window, len(unread), self.config.block_size)
+            self._read[place], self._dropped[place] = start + len(unread), cache.offset
+            caches.append(cache)
+            features.append(unread[skipped:])
+            places.append(torch.arange(start + skipped, start + len(unread)))
+            rows[place].features = unread[:0]
+        keys_values = self._context(torch.cat(features), torch.cat(places).to(self.device))
+        for cache, own in zip(caches, keys_values.split(list(map(len, features))), strict=True):
             for layer, fresh in enumerate(own.unbind(1)):
                 cache.write(layer, fresh[None])
-            cache.length = self._read[place] = start + len(own)
-            rows[place].features = rows[place].features[:0]
+            cache.length += len(own)
 
     def _run_block(self, anchors: Tensor) -> Tensor:
         """Return the states [B, n, H] of the slots that predict, of the blocks behind all rows."""
         stack, slots, window = self.stack, self._num_slots, self.config.llama.sliding_window
-        ends = torch.tensor(self._read) + slots
+        dropped = torch.tensor(self._dropped)
+        ends = torch.tensor(self._read) - dropped + slots
         span = int(ends.max())
-        own = (ends - slots)[:, None] + torch.arange(slots)  # [B, S]
+        own = (ends - slots)[:, None] + torch.arange(slots)  # [B, S], slots of the cache
         seen = torch.arange(span) < ends[:, None, None]  # [B, 1, span]
         if window is not None:
             # A block within a window is causal.
             seen = (torch.arange(span) <= own[..., None]) & (torch.arange(span) > own[..., None] - window)
         bias = as_bias(seen.expand(-1, slots, -1), stack.dtype).to(self.device)  # [B, S, span]
-        at = own.to(self.device)
         if isinstance(self._cache, RowsCache):
-            self._cache.place(at, span)
+            self._cache.place(own.to(self.device), span)
+        at = (own + dropped[:, None]).to(self.device)
         x = self._block(anchors, slots)
         with any_shape(self.device):
             x = stack.run(x, stack.cos[at], stack.sin[at], self._cache, bias[:, None], False)

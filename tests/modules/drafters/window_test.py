@@ -1,0 +1,91 @@
+"""Decoding with a window: caches that let tokens go draft what the head computes over the whole text."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from worlds import tiny_llama_dir
+
+from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
+from draftsmith.modules.decoding.stop import FixedLengthStop
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
+from draftsmith.modules.drafters.branches import BranchDrafter
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, layer_like
+from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
+from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import SamplingParams
+
+WINDOW, SLOTS, VOCAB = 6, 4, 300
+# Of the first nodes one is expanded three times over; ranks among a node's best tokens.
+PATHS = [[0], [1], [0, 0], [0, 1], [0, 0, 1]]
+PROMPTS = [[5, 9, 30], list(range(40, 61)), [8] * 7]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> LlamaLM:
+    lm: Any = load_lm(str(tiny_llama_dir(tmp_path_factory.mktemp("target"), layers=8, vocab=VOCAB)))
+    return LlamaLM(lm.model.double(), lm.info)
+
+
+@pytest.fixture(params=["eagle3", "dspark"])
+def head(request, target) -> Any:
+    if request.param == "eagle3":
+        layer = dataclasses.replace(layer_like(target.config), sliding_window=WINDOW)
+        config: Any = Eagle3Config(layer, (2, 4, 5), VOCAB)
+    else:
+        config = BlockConfig(layers_like(target.config, 2, WINDOW), (1, 3), SLOTS, 7, markov_rank=5, confidence=True)
+    torch.manual_seed(3)
+    head = head_class(request.param)(config).double().requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.4)
+    return head
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_rounds_far_behind_a_window_are_those_of_the_whole_text(head, target, shape, rows, static):
+    """Every drafted token is the one that `BranchDrafter` finds behind its path, over an uncut text."""
+    net, prompts, rounds, answered = head.net(target), PROMPTS[:rows][::-1], dict[int, list[Round]](), 60
+    capacity = max(map(len, prompts)) + answered + SLOTS
+    if shape == "chain":
+        stops = [FixedLengthStop(3) for _ in prompts]
+        drafter: Any = ChainDrafter(net, stops, capacity, static=static)
+    else:
+        drafter = TreeDrafter(net, StaticTree.from_paths(PATHS), capacity, rows, static=static)
+    options = DecodeOptions(on_round=lambda done: rounds.setdefault(done.row, []).append(done))
+    done = generate(
+        target, drafter, prompts, SamplingParams(), answered, [TorchSource(0) for _ in prompts], (), options
+    )
+    rows_of = getattr(net, "cache", net)
+    cache = rows_of.cache if hasattr(rows_of, "cache") else rows_of._cache
+    assert cache.capacity < 2 * WINDOW + 24 < len(prompts[-1]) + answered, "memory does not grow with the text"
+    oracle, seen = BranchDrafter(head.net(target), SLOTS), 0
+    for number, (prompt, answer) in enumerate(zip(prompts, done, strict=True)):
+        whole, at = [*prompt, *answer.tokens], len(prompt)
+        states = target.features(torch.tensor([whole]), aux_layers=head.aux_layers)[0]
+        for own in rounds[number]:
+            tree = own.tree
+            if tree is not None and tree.tokens and at > 2:
+                text = states[: at - 1]
+                oracle.open(whole[:at], torch.cat([text, text[:1]]))  # that of the last token is not read
+                for node, token in enumerate(tree.tokens):
+                    path, parent = list[int](), tree.parents[node]
+                    rank = PATHS[node][-1] if shape == "tree" else 0
+                    while parent >= 0:
+                        path.insert(0, tree.tokens[parent])
+                        parent = tree.parents[parent]
+                    found = oracle.states([at], torch.tensor([path or [0]]))[0, len(path)]
+                    best = oracle.lm_head(found, len(path)).topk(rank + 1).indices[-1]
+                    assert int(best) == token, (number, at, node)
+                    seen += 1
+            at += len(own.tokens)
+        assert at == len(whole)
+    assert seen > 60 * rows
