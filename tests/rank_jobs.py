@@ -208,11 +208,11 @@ def dying(dies: str, words: Sequence[str]) -> int:
 
     read, parts = LitHead.train_step, [0]
 
-    def train_step(self: Any, part: Any) -> Any:
+    def train_step(self: Any, part: Any, span: Any = None) -> Any:
         parts[0] = parts[0] + 1 if self.trainer.global_step == 3 else 0
         if os.environ.get("LOCAL_RANK", "0") == dies and parts[0] == self.config.accumulate:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(self, part)
+        return read(self, part, span)
 
     with mock.patch.object(LitHead, "train_step", train_step):
         return draftsmith(words)

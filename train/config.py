@@ -24,6 +24,7 @@ MOST = 2**31 - 1
 SHARE = (0, 1, "[)")
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("max_steps", "tokens_per_batch", "max_length", "num_workers", "num_threads"), (0, MOST)),
+    "span_tokens": (0, MOST),
     **dict.fromkeys(("val_every", "save_every", "max_bad_steps", "tau_every", "tau_prompts"), (0, MOST)),
     **dict.fromkeys(("plan_ranks", "num_blocks", "width"), (0, MOST)),
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "devices", "log_every", "keep"), (1, MOST)),
@@ -206,6 +207,11 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
         if 0 < self.max_length < MIN_LENGTH:
             raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
 
+    @property
+    def most_at_once(self) -> int:
+        """Most tokens of packed sequences whose loss is computed at once; 0: all of a micro-batch."""
+        return 0
+
     def num_steps(self, per_epoch: int) -> int:
         """Return the number of steps, of which an epoch has `per_epoch`; MOST if the clock decides."""
         if self.minutes:
@@ -281,6 +287,9 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
         feature_dtype: What the server sends: bf16, or fp8 with a scale for each token, half the bytes.
         feature_server: Address of the server, which `draftsmith launch vllm` starts.
         feature_window: GB of features that are asked for ahead of their steps, on each rank; 0 takes two steps'.
+        span_tokens: With --tokens-per-batch an EAGLE-3, DSpark or DFlash head learns so many tokens of a part at once,
+            whole sequences or a piece of a longer one, which still reads all before it: memory stays the same for rows
+            of any length. The gradients are those of the whole; 0 learns a part at once.
         device_map: Spread the layers of a target larger than a GPU over those of this one process, by transformers.
         init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
             width and vocabulary have to be this target's. For a draft model: any model of the target's tokenizer.
@@ -302,6 +311,7 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
     feature_dtype: FeatureDtype = "bf16"
     feature_server: str = volatile("http://127.0.0.1:8000")
     feature_window: float = volatile(0.0)
+    span_tokens: int = volatile(16_384)
     device_map: bool = volatile(False)
     init: str = "random"
 
@@ -317,6 +327,10 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
     @property
     def drafter(self) -> type[DraftHead]:
         return head_class(self.kind)
+
+    @property
+    def most_at_once(self) -> int:
+        return self.span_tokens if self.tokens_per_batch and self.drafter.takes_spans else 0
 
 
 @functools.cache

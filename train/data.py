@@ -49,7 +49,8 @@ class MicroBatch:
 
     data: dataclass of tensors that the collate function made. keys, lengths: its samples, and the tokens of each
     without padding. tokens: tokens that count in its loss, or the sum of their weights. logit_rows: positions that the
-    loss makes logits for, if the host has counted them.
+    loss makes logits for, if the host has counted them. spans: its loss is computed for each of these ranges of packed
+    tokens alone (`TrainStep.span`). The last one is repeated where another rank has more, and counts once.
     """
 
     data: Any
@@ -57,6 +58,7 @@ class MicroBatch:
     lengths: tuple[int, ...]
     tokens: float = 0
     logit_rows: int | None = None
+    spans: tuple[tuple[int, int] | None, ...] = (None,)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on the device. Copies from pinned memory are asynchronous."""
@@ -161,6 +163,38 @@ def rank_keys(
             yield tuple(SampleKey(epoch, i) for i in own) or (SampleKey(epoch, batch[0], filler=True),)
 
 
+def cut_spans(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Cut packed sequences of these lengths into spans of at most `most` tokens.
+
+    Each is several whole sequences, or one of equal parts of a longer one.
+    """
+    spans: list[tuple[int, int]] = []
+    start, whole = 0, False  # whole: the last span has whole sequences
+    for length in lengths:
+        stop, parts = start + length, -(-length // most)
+        if whole and stop - spans[-1][0] <= most:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            edges = [start + length * i // parts for i in range(parts + 1)]
+            spans += itertools.pairwise(edges)
+            whole = parts == 1
+        start = stop
+    return spans
+
+
+def with_spans(parts: Sequence[MicroBatch], order: Order, step: int, most: int) -> list[MicroBatch]:
+    """Cut this rank's packed micro-batches of a step into spans, as many on every rank: ZeRO exchanges gradients in
+    every backward."""
+    ranks, cut = num_ranks(), []
+    keys = [rank_keys(order, step, step + 1, number, ranks, len(parts)) for number in range(ranks)]
+    for part, all_ranks in zip(parts, zip(*keys, strict=True), strict=True):
+        count = max(len(cut_spans([int(order.lengths[key.index]) for key in own], most)) for own in all_ranks)
+        spans = cut_spans(part.lengths, most)
+        spans += spans[-1:] * (count - len(spans))
+        cut.append(dataclasses.replace(part, spans=tuple(spans)) if count > 1 else part)
+    return cut
+
+
 class Samples(Dataset):
     """Some rows of a dataset, numbered 0, 1, ..., as training reads them.
 
@@ -241,11 +275,12 @@ class WholeSteps:
         return self._data.total_steps
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        data, accumulate = self._data, self._data.config.accumulate
+        data, accumulate, most = self._data, self._data.config.accumulate, self._data.config.most_at_once
         keys = rank_keys(data.order, self._start, len(self), rank(), num_ranks(), accumulate)
         parts = iter(data.batches(data.train, keys))
-        while step := list(itertools.islice(parts, accumulate)):
-            yield step
+        for step in range(self._start, len(self)):
+            own = list(itertools.islice(parts, accumulate))
+            yield with_spans(own, data.order, step, most) if most else own
 
     def state_dict(self) -> dict[str, int]:
         """Return the state that Lightning stores. Checkpoints are taken between steps only."""

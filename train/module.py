@@ -161,20 +161,28 @@ class LitHead(pl.LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
 
-        # Forward and backward of each part; gradients are exchanged once, with those of the last.
+        # Forward and backward of each span of each part, which is read once; gradients are exchanged once, with the
+        # last of them.
         for number, part in enumerate(parts):
-            with optimizer.toggle_model(sync_grad=number == len(parts) - 1):
-                # Autocast is ours under every strategy; weights and optimizer stay float32.
-                with self.autocast():
-                    inputs, frozen_states = self.read(part.to(self.device))
-                    output = self.loss(inputs, self.train_step(part))
-                # Sums on the device: nothing waits for it until the step ends.
-                self.state.bad_steps.add(output.loss, part.samples, frozen_states, begins_step=number == 0)
-                self.state.means.add(output, only_finite=True)
-                # Every strategy takes the mean over ranks: undo it for a sum over ranks and parts.
-                self.manual_backward(output.loss * (part.tokens * ranks / tokens))
-                # Else the next part is read while the features of this one are still there.
-                del inputs, frozen_states, output
+            # Autocast is ours under every strategy; weights and optimizer stay float32.
+            with self.autocast():
+                inputs, frozen_states = self.read(part.to(self.device))
+            for place, span in enumerate(part.spans):
+                last = number == len(parts) - 1 and place == len(part.spans) - 1
+                with optimizer.toggle_model(sync_grad=last):
+                    with self.autocast():
+                        output = self.loss(inputs, self.train_step(part, span))
+                    repeated = span in part.spans[:place]
+                    # Sums on the device: nothing waits for it until the step ends.
+                    if not repeated:
+                        begins = number == place == 0
+                        self.state.bad_steps.add(output.loss, part.samples, frozen_states, begins_step=begins)
+                        self.state.means.add(output, only_finite=True)
+                    # Every strategy takes the mean over ranks: undo it for a sum over ranks and parts.
+                    self.manual_backward(output.loss * (0 if repeated else part.tokens * ranks / tokens))
+                    del output
+            # Else the next part is read while the features of this one are still there.
+            del inputs, frozen_states
 
         # Clip, and drop the gradient unless everything in it is finite on all ranks. DeepSpeed clips inside its step.
         if self.trainer.strategy.handles_gradient_accumulation:
@@ -211,8 +219,8 @@ class LitHead(pl.LightningModule):
         # Without a token that counts the loss is zero.
         return tokens or 1.0
 
-    def train_step(self, batch: MicroBatch) -> TrainStep:
-        """Return the position in the training, for a micro-batch."""
+    def train_step(self, batch: MicroBatch, span: tuple[int, int] | None = None) -> TrainStep:
+        """Return the position in the training, for a micro-batch or a span of it."""
         done = self.trainer.global_step
         return TrainStep(
             number=done,
@@ -221,8 +229,9 @@ class LitHead(pl.LightningModule):
             seeds=[(self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index for key in batch.keys],
             feature_std=1.0 if self.feature_std is None else self.feature_std,
             logged=self.logs(done + 1),
-            logit_rows=batch.logit_rows,
+            logit_rows=batch.logit_rows if span is None else None,
             loss_count=batch.tokens,
+            span=span,
         )
 
     @contextmanager

@@ -32,6 +32,8 @@ Captured = dict[int, Tensor]
 # Smaller weights stay in the processor's caches, where the layout matters less than the cost of oneDNN's call. Products
 # in bf16 pay that call in any layout.
 MIN_WEIGHTS = 2**19
+# Rows of a long text that pass an MLP together: what is wider than a hidden state exists for these alone.
+MLP_ROWS = 4096
 # Rows that a weight is laid out for; the layout for 8 is good at 1 and at 60.
 PACKED_ROWS = 8
 
@@ -252,6 +254,29 @@ class LeanLayer:
         rows: of a `PairLayer` [N, 2H].
         cos, sin: [B or 1, T, 1, rotary_dim]. mask: `prepared` bias [B or 1, 1, T, S]; None if T == 1, or with `causal`.
         """
+        rows = self._attend(rows, batch, cos, sin, cache, index, mask, causal)
+        if len(rows) <= MLP_ROWS:
+            return self._mlp(rows)
+        for part in rows.split(MLP_ROWS):
+            part.copy_(self._mlp(part))
+        return rows
+
+    def _mlp(self, rows: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
+        return self.down.add_to(rows, F.silu(gate).mul_(up))
+
+    def _attend(
+        self,
+        rows: Tensor,
+        batch: int,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        index: int,
+        mask: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """Add the attention to the residual stream: [N, H], a new tensor. Arguments as of `__call__`."""
         normed = rows
         if self.hidden_norm is not None and self.input_norm is not None:
             embeds, states = rows.chunk(2, -1)
@@ -272,9 +297,7 @@ class LeanLayer:
         queries, keys_values = qkv[:, :, : self.num_heads], qkv[:, :, self.num_heads :]
         keys, values = cache.write(index, keys_values)  # [B, kv_heads, S, D]
         attended = attend(queries, keys, values, self.groups, mask, causal, cache.spans)  # [B, T, heads, D]
-        rows = self.o.add_to(rows, attended.reshape(rows.shape[0], -1))
-        gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
-        return self.down.add_to(rows, F.silu(gate).mul_(up))
+        return self.o.add_to(rows, attended.reshape(rows.shape[0], -1))
 
 
 def swap_modules(module: nn.Module, make_linear: MakeLinear) -> Any:

@@ -27,6 +27,9 @@ from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.self_test import Refusals
 from draftsmith.modules.types import InputError
 
+# Most entries of a mask [T, S] while a text is read: longer texts than 5,792 tokens are read in parts.
+MASK_ELEMENTS = 2**25
+
 
 class HFLM:
     """A `CausalLM` over a transformers model (an architecture with a decoder and an output embedding).
@@ -67,7 +70,20 @@ class HFLM:
     ) -> Tensor:
         # Computed as decoding does, whatever precision a surrounding training uses for its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self.read(aux_layers, input_ids=input_ids, position_ids=position_ids, use_cache=False)[1]
+            length = input_ids.shape[1]
+            part = MASK_ELEMENTS // length
+            if length <= part or position_ids is not None or self.mixers.stepwise:
+                return self.read(aux_layers, input_ids=input_ids, position_ids=position_ids, use_cache=False)[1]
+            # As decoding reads: masks and the states of all layers exist for a part of the text alone.
+            features = torch.empty(0)
+            for row, ids in enumerate(input_ids.tolist()):
+                session = self.session(1, length, aux_layers)
+                for start in range(0, length, part):
+                    own = session.extend([ids[start : start + part]]).features  # [1, t, F]
+                    if not len(features):
+                        features = own.new_empty(*input_ids.shape, own.shape[-1])
+                    features[row, start : start + part] = own[0]
+            return features
 
     def read(self, aux_layers: tuple[int, ...] = (), **inputs: Any) -> tuple[Tensor, Tensor]:
         """Return hidden states after the final norm, and features (`base.CausalLM.session`).

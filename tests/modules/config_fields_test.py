@@ -72,7 +72,6 @@ def test_a_field_refuses_what_it_cannot_be(config):
         (lambda: Eagle3Config(PLAIN, (1, 1), 60), "each once"),
         (lambda: Eagle3Config(PLAIN, (), 60), "some layers"),
         # Decoding would look through the window, and training does not.
-        (lambda: Eagle3Config(LLAMA, (0,), 60), "sliding_window: found 8, expected none"),
         (lambda: EagleConfig(LLAMA), "sliding_window: found 8, expected none"),
         (lambda: HydraConfig(LLAMA), "sliding_window: found 8, expected none"),
         (lambda: dataclasses.replace(LLAMA, rms_eps=0.0), "rms_eps: found 0.0"),

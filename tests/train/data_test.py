@@ -16,7 +16,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train import data
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples, held_out, rank_keys
+from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples, held_out, rank_keys, with_spans
 
 LENGTHS = [5 + (i * 37) % 50 for i in range(103)]
 
@@ -82,6 +82,29 @@ def test_steps_by_tokens_are_of_equal_size_give_or_take_a_sample():
     tokens = [sum(LENGTHS[i] for i in order.step(step)[1]) for step in range(order.steps_per_epoch)]
     mean = sum(LENGTHS) / order.steps_per_epoch
     assert all(abs(count - mean) < max(LENGTHS) for count in tokens)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_rank_has_as_many_spans_of_whole_texts_or_parts_of_one(ranks, monkeypatch):
+    order, most = Order([3, 9, 31, 2, 8, 5, 12], 0, 7), 10
+    spans = []
+    for number in range(ranks):
+        monkeypatch.setattr(data, "num_ranks", lambda: ranks)
+        parts = [
+            MicroBatch(None, keys, tuple(int(order.lengths[key.index]) for key in keys))
+            for keys in rank_keys(order, 0, 1, number, ranks, accumulate=2)
+        ]
+        cut = with_spans(parts, order, 0, most)
+        spans.append([len(part.spans) for part in cut])
+        for part in cut:
+            edges = {0, *itertools.accumulate(part.lengths)}
+            own = [(0, sum(part.lengths))] if part.spans == (None,) else list(dict.fromkeys(part.spans))
+            assert [start for start, _ in own] == [0, *(stop for _, stop in own[:-1])] and own[-1][1] == max(edges)
+            for start, stop in own:
+                assert stop - start <= most
+                # Whole texts, or inside of one.
+                assert {start, stop} <= edges or not any(start < edge < stop for edge in edges)
+    assert all(own == spans[0] for own in spans) and max(spans[0]) >= 4
 
 
 def test_a_filler_counts_nothing():

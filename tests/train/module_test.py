@@ -83,6 +83,32 @@ def test_every_token_of_an_accumulated_step_counts_alike(target, rows, tmp_path)
         torch.testing.assert_close(own, four.state_dict()[name], rtol=1e-9, atol=1e-11)
 
 
+SPANNED = [("eagle3", 0), ("eagle3", 9), ("dspark", 0), ("dflash", 9)]
+
+
+@pytest.mark.parametrize(("kind", "window"), SPANNED)
+def test_span_by_span_a_head_learns_what_it_learns_at_once(kind, window, target, tmp_path):
+    """Packed texts: some in one span, the longest in several, and without an answer in one of these."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (61, 4, 40, 7, 23, 16, 9, 31)
+    ids = [torch.randint(target.info.vocab_size, (length,), generator=generator) for length in lengths]
+    rows = [{"input_ids": own, "loss_mask": torch.arange(len(own)) % 40 > 15 - n} for n, own in enumerate(ids)]
+    shape = {"eagle3": {"ttt_steps": 3}, "dflash": {"block": 3, "num_layers": 2}}.get(kind, {"block": 3, "anchors": 5})
+    whole, spans = (
+        trained(
+            module_of(
+                target, tmp_path / str(span), kind, max_steps=4, tokens_per_batch=110, span_tokens=span, window=window,
+                accumulate=2, **shape,
+            ), rows,
+        )
+        for span in (0, 16)
+    )  # fmt: skip
+    for name, own in whole.head.state_dict().items():
+        torch.testing.assert_close(spans.head.state_dict()[name], own, rtol=1e-9, atol=1e-11)
+    for column in ("train/loss", "train/top1", "grad_norm"):
+        assert losses(tmp_path / "16", column) == pytest.approx(losses(tmp_path / "0", column), rel=1e-6), column
+
+
 class Doubled(LitDrafter):
     def loss(self, batch, step):
         found = super().loss(batch, step)
