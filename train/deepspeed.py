@@ -30,6 +30,19 @@ BUCKET = 50_000_000
 KEPT_WHOLE = 100_000
 
 
+class _InOrder(torch.autograd.Function):
+    """A loss whose gradients are computed already. They reach the weights in the weights' order."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, grads: tuple[Tensor, ...], *weights: Tensor) -> Tensor:
+        ctx.grads = grads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> Any:
+        return None, None, *(grad * outer for grad in ctx.grads)
+
+
 class ZeroPrecision(DeepSpeedPrecision):
     """Precision plugin: float32 weights, gradients, optimizer. bf16 is autocast in the training step, as under DDP."""
 
@@ -40,6 +53,15 @@ class ZeroPrecision(DeepSpeedPrecision):
         return data
 
     # The signature differs from the base class as Lightning's does.
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Let the engine see gradients in one order on all ranks: stages 1 and 2 sum them in that in which they come,
+        and a part without a loss, or inside of a long text, has another graph."""
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        if not any(hasattr(weight, "ds_id") for weight in weights):
+            grads = torch.autograd.grad(tensor, weights, allow_unused=True, materialize_grads=True)
+            tensor = cast(Tensor, _InOrder.apply(tensor.detach(), grads, *weights))
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         # DeepSpeed skips a step by itself if the ranks' finite gradients have an infinite sum.

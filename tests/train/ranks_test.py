@@ -32,6 +32,9 @@ OFFLOAD = "deepspeed_stage_3_offload"
 HEADS = ["acceptance", "eagle"]
 # An EAGLE-3 head takes no strategy that leaves a rank parts of its weights.
 STRATEGIES = {"acceptance": ["ddp", ZERO[2]], "eagle": [ZERO[0], ZERO[1]], "eagle3": ["ddp"], "dspark": [ZERO[1]]}
+# Packed and learned span by span, of which a rank often has fewer than the other.
+SPANS = [("eagle3", "ddp"), ("eagle3", ZERO[1]), ("dspark", ZERO[1])]
+PACKED = {"tokens_per_batch": 300, "accumulate": 2}
 PAIRS = [(head, name) for head in HEADS for name in STRATEGIES[head]]
 POISONS = [("gradient", "ddp"), ("gradient", ZERO[1]), ("loss", ZERO[2])]
 POISONED_ROW = 5
@@ -95,6 +98,8 @@ def runs(artifacts, rollouts, tmp_path_factory) -> Runs:
     torch.set_num_threads(1)
     for head in (*HEADS, "eagle3", "dspark", "rollouts"):
         run_job(runs.job(f"{head}-one", head))
+    for head in dict(SPANS):
+        run_job(runs.job(f"packed-{head}-one", head, span_tokens=0, **PACKED))
     for head in FEW:
         run_job(runs.job(f"few-{head}-one", head, max_steps=6, val_every=3, val_share=1e-9))
     runs.said = run_on_ranks(two_rank_jobs(runs), 2, runs.root)[0]
@@ -110,6 +115,7 @@ def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
     jobs.append(job(f"acceptance-{OFFLOAD}", "acceptance", OFFLOAD))
     # Labels of real rounds have weights.
     jobs.append(job("rollouts-ddp", "rollouts", "ddp"))
+    jobs += [job(f"packed-{head}-{name}", head, name, span_tokens=14, **PACKED) for head, name in SPANS]
     for name in ("ddp", "deepspeed_stage_2"):
         jobs.append(job(f"bf16-{name}", "eagle", name, precision="bf16", max_steps=6, tau_prompts=0))
     for head, begun, then, accumulate in RESUMED_ON_TWO:
@@ -141,6 +147,13 @@ def furthest(ours: Path, theirs: Path) -> float:
 def test_two_ranks_train_as_one_does(runs, head, strategy):
     ours, one = runs[f"{head}-{strategy}"], runs[f"{head}-one"]
     assert len(losses(ours)) >= 8 and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
+    assert furthest(ours, one) < 1e-6
+
+
+@pytest.mark.parametrize(("head", "strategy"), SPANS)
+def test_two_ranks_learn_unlike_numbers_of_spans_as_one_learns_at_once(runs, head, strategy):
+    ours, one = runs[f"packed-{head}-{strategy}"], runs[f"packed-{head}-one"]
+    assert len(losses(ours)) == 8 and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
     assert furthest(ours, one) < 1e-6
 
 
