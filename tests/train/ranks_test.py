@@ -154,7 +154,8 @@ def test_two_ranks_train_as_one_does(runs, head, strategy):
 def test_two_ranks_learn_unlike_numbers_of_spans_as_one_learns_at_once(runs, head, strategy):
     ours, one = runs[f"packed-{head}-{strategy}"], runs[f"packed-{head}-one"]
     assert len(losses(ours)) == 8 and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
-    assert furthest(ours, one) < 1e-6
+    # Of a step's size, 2e-3: a span sums in float32 what lies apart in the whole.
+    assert furthest(ours, one) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["rollouts-ddp", f"acceptance-{OFFLOAD}"])
