@@ -119,6 +119,11 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
     max_new_tokens: int = field(default=256, kw_only=True)
 
 
+def number_of_tokens(text: str) -> int:
+    """Parse a number of tokens, in which k stands for 1,024."""
+    return 1024 * int(text[:-1]) if text[-1:].lower() == "k" else int(text)
+
+
 @dataclass(frozen=True)
 class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     """Measures decoding methods against this engine's own autoregressive decoding.
@@ -143,7 +148,10 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
             answers.
-        limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
+        limit: measure the first so many prompts, of each file where --tasks names several, of each length of
+            --contexts; 0 takes all.
+        contexts: lengths of prompts, such as 1k,4k,16k (1k is 1,024 tokens). They are built from the rows of --prompts
+            that are as long: conversations end at an earlier turn, and long messages are shortened in the middle.
         temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
             one. Equality with ar is checked in float32 only.
         batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
@@ -166,6 +174,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     methods: str = "ar"
     turns: Turns = "all"
     limit: int = 0
+    contexts: str | None = None
     temperatures: str | None = None
     batch_size: int = 1
     repeats: int = 3
@@ -173,6 +182,21 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     card: bool = False
     output: Path = field(kw_only=True)
     several: ClassVar[bool] = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of prompts, ascending; empty if prompts are taken as they are.
+
+        Raises:
+            InputError: `contexts` is no list of lengths, or goes with --tasks.
+        """
+        if self.contexts is None:
+            return []
+        if self.prompts is None:
+            raise InputError("contexts", "no --prompts", "--prompts with long rows", "Pass them in place of --tasks.")
+        lengths = sorted(comma_numbers("contexts", self.contexts, number_of_tokens))
+        check_range("contexts", lengths[0], 1)
+        return lengths
 
     @property
     def modes(self) -> list[SamplingParams]:

@@ -99,6 +99,14 @@ def _row(method: str, temperature: float) -> dict[str, Any]:
     whole |= {"acceptance_rate": 11 / 15, "copied_prompt": 0.1, "copied_answer": 0.2, "distinct_4grams": 0.9}
     whole |= {"macro_speedup": gain, "macro_tau": 2 * gain, "num_differing": 0}
     whole |= {"speedup_ci95": [gain - 0.1, gain + 0.1], "tau_ci95": [2 * gain - 0.2, 2 * gain + 0.2]}
+    if method != "ar":
+        ends = ((0, 256, "below 256", 2.5), (256, 512, "256+", 2.0), (512, 1024, "512+", 1.5))
+        whole["accepted_by_place"] = [0.5, 0.25]
+        whole["by_context"] = [
+            {"name": name, "from": low, "to": high, "rounds": 40 if low < 512 else 9, "tau": tau, "tau_ci95": None,
+             "acceptance_rate": 0.5}
+            for low, high, name, tau in ends
+        ]  # fmt: skip
     return {"method": method, "temperature": temperature, **whole, "by_task": {task: part for task in TASKS}}
 
 
@@ -114,7 +122,7 @@ def rows_to_draw() -> list[dict[str, Any]]:
 
 NAMED = ("temperature", "task")
 SERIES = ("method", "series")
-NUMBERS = ("low", "high", "speedup", "tau", "tokens_per_s", "at_step", "value", "prompts")
+NUMBERS = ("context", "low", "high", "speedup", "tau", "tokens_per_s", "at_step", "value", "prompts")
 
 
 def wide_rows() -> list[dict[str, Any]]:

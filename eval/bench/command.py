@@ -17,15 +17,21 @@ from draftsmith.data.settings import (
     check_positive,
 )
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.text.template import NO_TEMPLATE, context_length, load_chat_tokenizer
+from draftsmith.eval.bench.contexts import check_contexts, context_prompts
 from draftsmith.eval.bench.hf_baseline import BASELINES
+from draftsmith.eval.bench.kinds import add_kinds
 from draftsmith.eval.bench.measuring import Journal, PromptRunner
-from draftsmith.eval.bench.prompts import read_questions, task_sources
+from draftsmith.eval.bench.prompts import LONG_TEXT, BenchPrompt, kept_prompts, read_questions, task_sources
 from draftsmith.eval.bench.results import (
     BASELINE,
+    CLASSES,
+    CONTEXTS,
     NUMBERS,
     PER_PROMPT,
     failures_of,
     of_methods,
+    shown_classes,
     summarize,
     write_numbers,
     write_rows,
@@ -74,11 +80,12 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     journal = Journal(config.output)
 
     # Load.
-    sources = task_sources(config.prompts, config.tasks)
-    files = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
+    files = read_files(config)
     prompts = [prompt for file in files for prompt in file]
     models = load_run(config, named, prompts, config.modes, later_turns=True)
     target, tokenizer = models.target, load_tokenizer(config.target)
+    for kind, head in models.heads.items() if config.lengths else ():
+        check_contexts(config.lengths, config.max_new_tokens, f"the {kind} head", head.config.max_position)
     models.times.load_state_dict(journal.times)
     # Building runners measures costs, which meta holds.
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
@@ -113,11 +120,13 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     rows = prompt_runner.run_all(files, config.batch_size, journal)
 
     # Summarize and write.
+    add_kinds(rows, tokenizer)
     methods: list[dict[str, Any]] = []
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
         measured = of_methods(rows, params.temperature)
-        methods += summarize(measured, config.clock, config.seed, compare, params.temperature)
+        contexts = config.lengths or CONTEXTS
+        methods += summarize(measured, config.clock, config.seed, compare, params.temperature, contexts)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
         from draftsmith.eval.bench.trace import write_traces
@@ -133,6 +142,26 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if config.card:
         write_cards(results, named, heads, config.paths)
     return results
+
+
+def read_files(config: BenchConfig) -> list[list[BenchPrompt]]:
+    """Read the prompts of each file, or build those of each length of --contexts.
+
+    Raises:
+        InputError: as `read_questions`, `check_contexts` and `context_prompts`.
+    """
+    sources = task_sources(config.prompts, config.tasks)
+    if not config.lengths:
+        return read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
+    most = context_length(config.target)
+    check_contexts(config.lengths, config.max_new_tokens, f"the target, {config.target}", most)
+    # Recorded answers are history.
+    rows = kept_prompts(sources[0][1], config.target, config.split, config.keep_tasks, "last")
+    # Models without a template read prompts that `data prompts --chat-template none` made.
+    template = None if load_tokenizer(config.target).chat_template else Path(NO_TEMPLATE)
+    tokenizer = load_chat_tokenizer(config.target, template)
+    tokenizer.deprecation_warnings[LONG_TEXT] = True
+    return context_prompts(rows, tokenizer, config.lengths, config.limit)
 
 
 def check(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, str]:
@@ -157,7 +186,7 @@ def check(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, str]
     if config.card and not heads:
         remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
         raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
-    _ = config.chosen_device, config.modes  # checks the device and the temperatures
+    _ = config.chosen_device, config.modes, config.lengths  # checks the device, temperatures and lengths
     return heads
 
 
@@ -176,6 +205,7 @@ def write_cards(
 ) -> None:
     """Write the rows of the methods that used each head into its measured.json and model card."""
     names = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
+    kept = ("name", "rounds", "tau", "tau_ci95", "acceptance_rate")
     about = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
     meta = {name: results["meta"][name] for name in about}
     for kind, directory in heads.items():
@@ -183,6 +213,10 @@ def write_cards(
         rows = []
         for row in (row for row in results["methods"] if row["method"] in labels):
             by_task = {task: {key: part[key] for key in names} for task, part in row.get("by_task", {}).items()}
-            rows.append({**{key: row[key] for key in ("method", "temperature", *names)}, "by_task": by_task})
+            classes = {
+                name: [{key: part[key] for key in kept} for part in shown_classes(row, name)] for name in CLASSES
+            }
+            numbers = {key: row[key] for key in ("method", "temperature", *names)}
+            rows.append({**numbers, "by_task": by_task, **classes})
         write_measured(directory, {"schema_version": 1, **meta, "methods": rows})
         log_note(f"Model card: {Path(directory) / CARD}")

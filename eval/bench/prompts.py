@@ -31,6 +31,8 @@ from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task
+# A warning of transformers, once for each tokenizer. The bench reports prompts that are too long by their ids.
+LONG_TEXT = "sequence-length-is-longer-than-the-specified-maximum"
 TEMPLATE_TOKENS = 16  # estimate of what a template puts around a turn
 
 
@@ -41,19 +43,27 @@ Keep = Callable[[str, str], bool]  # whether rows of a task and split are wanted
 class BenchPrompt:
     """Prompt as the target reads it, with its chat template.
 
-    messages: the conversation that `prompt_ids` hold, where the user has more to ask. later: the user's later turns.
-    turn: turn of the conversation, from 1. number: number of the question in its run, from 0, the same in all its
+    messages: the conversation that `prompt_ids` hold. later: the user's later turns. turn: turn of the conversation,
+    from 1: one more than it has answers. number: number of the question in its run, from 0, the same in all its
     turns. template_inputs: what the template reads beside the messages.
     """
 
     id: str
     prompt_ids: list[int]
     task: str = ""
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     later: tuple[str, ...] = ()
     turn: int = 1
     number: int = 0
     template_inputs: TemplateInputs = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, row_id: str, ids: list[int], task: str, opening: Messages, later: tuple[str, ...], inputs: TemplateInputs
+    ) -> BenchPrompt:
+        """Make a prompt of an opening, whose tokens these are, and the user's turns behind it."""
+        turn = 1 + sum(message["role"] == "assistant" for message in opening)
+        return cls(row_id, ids, task, tuple(opening), later, turn, template_inputs=inputs)
 
 
 def read_prompts(
@@ -135,10 +145,8 @@ def artifact_prompts(directory: Path, target: str, turns: Turns, keep: Keep) -> 
             task = row.get("task") or ""
             if keep(task, row.get("split") or ""):
                 later = user_texts(json.loads(row["later"])) if turns == "all" else ()
-                first = tuple(json.loads(row["messages"])) if later else ()
-                inputs = json.loads(row.get("template_inputs") or "{}")
-                ids = list(row["prompt_ids"])
-                yield BenchPrompt(str(row["id"]), ids, task, first, later, template_inputs=inputs)
+                opening, inputs = json.loads(row["messages"]), json.loads(row.get("template_inputs") or "{}")
+                yield BenchPrompt.of(str(row["id"]), list(row["prompt_ids"]), task, opening, later, inputs)
 
 
 def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:
@@ -148,10 +156,9 @@ def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:
 
 
 def chat_prompts(source: str, target: str, split: str | None, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
-    """Yield prompts of a file or data set of chats; a prompt has messages where more turns may follow them."""
+    """Yield prompts of a file or data set of chats."""
     opened, tokenizer = open_source(source, split), load_chat_tokenizer(target)
-    # The bench reports prompts that are too long by their ids.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    tokenizer.deprecation_warnings[LONG_TEXT] = True
     for number in range(len(opened)):
         with row_errors(opened.where(number)):
             raw = opened.row(number)
@@ -161,9 +168,7 @@ def chat_prompts(source: str, target: str, split: str | None, turns: Turns, keep
                 continue
             asked = open_turns(chat := read_chat(raw, {}), turns)
             ids = list(prompt_ids(tokenizer, asked.opening, chat.inputs))
-        later = user_texts(asked.later)
-        messages = tuple(asked.opening) if later else ()
-        yield BenchPrompt(row_id or str(number), ids, task, messages, later, template_inputs=chat.inputs)
+        yield BenchPrompt.of(row_id or str(number), ids, task, asked.opening, user_texts(asked.later), chat.inputs)
 
 
 @contextmanager

@@ -14,13 +14,16 @@ each method, temperature, prompt and turn:
     wall_s, cpu_s         medians over repeats; wall_s_runs, cpu_s_runs: every repeat, in the order taken
     num_target_calls, num_draft_tokens, num_accepted, num_discarded, draft_calls    counts of `DecodeTrace`
     prefill_emitted, prefill_calls, rounds    the trace itself, one struct a round
+    kinds                 what each round's first token is part of: thinking, call, code or prose (kinds.py)
     error                 why the prompt was not measured; then the measures are zero and empty
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith.data.text.answers import Repetition, distinct_4grams
+from draftsmith.eval.bench.kinds import KINDS
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
 from draftsmith.modules.decoding.loop import Generation
-from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, accepted_by_place, pool
 from draftsmith.modules.pretrained.files import write_table, write_text
 from draftsmith.modules.types import InputError
 
@@ -60,12 +64,17 @@ SCHEMA = pa.schema(
         **dict.fromkeys((*COUNTS, "prefill_emitted", "prefill_calls"), INT),
         "token_ids": INTS,
         "rounds": pa.list_(STEP),
+        "kinds": pa.list_(TEXT),
         "error": TEXT,
     }
 )
 PLACES = 16  # of a draft that are counted
-SHORTEST = 256  # tokens of the first class of context lengths; each later one is twice as long
+# Where classes of rounds begin: tokens before the round, and the turn of its conversation.
+CONTEXTS = tuple(2**power for power in range(8, 24))
+TURNS = (1, 2, 3, 5, 9, 17, 33, 65)
 FEWEST_PROMPTS = 5  # of a class with an interval
+FEWEST_ROUNDS = 30  # of a class that is shown
+CLASSES = ("by_context", "by_turn", "by_kind")
 NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
 
 
@@ -108,6 +117,7 @@ def row_of(
         "prefill_calls": answer.trace.prefill_calls,
         "token_ids": answer.tokens,
         "rounds": [dataclasses.asdict(step) for step in answer.trace.steps],
+        "kinds": [],
         "error": error,
     }
 
@@ -194,6 +204,7 @@ def summarize(
     seed: int,
     compare: bool,
     temperature: float = 0.0,
+    contexts: Sequence[int] = CONTEXTS,
 ) -> list[dict[str, Any]]:
     """Summarize each method at one temperature, in the order measured (`of_methods`).
 
@@ -201,7 +212,7 @@ def summarize(
     are means over tasks, each of which counts alike, as papers print them. Rows have `by_task` where prompts carry
     tasks and no group mixes them: the seconds of a mixed group belong to no task.
 
-    compare: greedy in float32, where equality with ar is a fair test.
+    compare: greedy in float32, where equality with ar is a fair test. contexts: where classes of context lengths begin.
     """
     # A group that mixes tasks was timed as a whole: its seconds belong to no task.
     baseline = measured[BASELINE]
@@ -210,12 +221,12 @@ def summarize(
     summaries = []
     for label, rows in measured.items():
         summary: dict[str, Any] = {"method": label, "temperature": temperature}
-        summary |= summary_row(rows, baseline, clock, seed, compare)
+        summary |= summary_row(rows, baseline, clock, seed, compare, contexts)
         if tasks:
             summary["by_task"] = by_task = {}
             for task in tasks:
                 own, base = ([row for row in part if row["task"] == task] for part in (rows, baseline))
-                by_task[task] = summary_row(own, base, clock, seed, compare)
+                by_task[task] = summary_row(own, base, clock, seed, compare, contexts)
             for name in ("speedup", "tau"):
                 summary[f"macro_{name}"] = statistics.fmean(part[name] for part in by_task.values())
         summaries.append(summary)
@@ -223,9 +234,14 @@ def summarize(
 
 
 def summary_row(
-    rows: Sequence[Row], baseline: Sequence[Row], clock: ClockName, seed: int, compare: bool
+    rows: Sequence[Row],
+    baseline: Sequence[Row],
+    clock: ClockName,
+    seed: int,
+    compare: bool,
+    contexts: Sequence[int] = CONTEXTS,
 ) -> dict[str, Any]:
-    """Summarize one method over some prompts. compare: as of `summarize`."""
+    """Summarize one method over some prompts. compare, contexts: as of `summarize`."""
     totals, resamples = totals_of(rows), MeasuredResamples(rows, seed)
     pairs = list(zip(rows, baseline, strict=True))
     differing = sum(row["token_ids"] != other["token_ids"] for row, other in pairs)
@@ -249,7 +265,7 @@ def summary_row(
         **{name: getattr(totals, name) for name in COUNTS},
         "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
         "discard_rate": totals.discard_rate,
-        **acceptance(rows, resamples),
+        **acceptance(rows, resamples, contexts),
         "verification_rate": totals.verification_rate,
         "matches_ar": differing == 0 if compare else None,
         "num_differing": differing if compare else None,
@@ -261,43 +277,71 @@ def summary_row(
     }
 
 
-def acceptance(rows: Sequence[Row], resamples: Resamples) -> dict[str, Any]:
+def acceptance(rows: Sequence[Row], resamples: Resamples, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
     """Return what results.json holds of one method's drafts; empty for a method without any.
 
     accepted_by_place: of the rounds that drafted n tokens or more, the share in which n or more were accepted (servers'
-    acceptance rate per position). by_context, by_turn: acceptance length of the rounds, with its interval.
+    acceptance rate per position). by_context, by_turn, by_kind: acceptance of the rounds of each class, which has a
+    `name`, and all numbers `from` one up to before the next (`to`) where classes are of numbers.
     """
-    import pandas  # takes most of a second, and only finished runs need it
-
-    rounds = pandas.DataFrame(round_of for number, row in enumerate(rows) for round_of in rounds_of(number, row))
-    if not len(rounds) or not rounds["num_drafted"].any():
+    # Class -> of each answer the rounds in it, without the prefill.
+    classes: dict[str, dict[Any, list[DecodeTrace]]] = {name: {} for name in CLASSES}
+    steps = list[DecodeStep]()
+    for number, row in enumerate(rows):
+        for step, owners in rounds_of(row, contexts):
+            steps.append(step)
+            for name, owner in zip(CLASSES, owners, strict=True):
+                traces = classes[name].setdefault(owner, [DecodeTrace(prefill_calls=0) for _ in rows])
+                traces[number].steps.append(step)
+    if not any(step.num_drafted for step in steps):
         return {}
-    drafted, accepted = rounds["num_drafted"], rounds["num_accepted"]
 
-    def lengths(key: str) -> list[dict[str, Any]]:
-        classes = []
-        for value, own in rounds.groupby(key):
-            sums = own.groupby("answer")["num_emitted"].agg(["sum", "count"]).reindex(range(len(rows)), fill_value=0)
-            emitted, counts = resamples.sums(sums["sum"]), resamples.sums(sums["count"]).clip(min=1)
-            # Of fewer prompts, some resamples would hold none.
-            enough = sums["count"].astype(bool).sum() >= FEWEST_PROMPTS
-            interval = resamples.interval(emitted / counts) if enough else None
-            tau = float(own["num_emitted"].mean())
-            classes.append({key: int(value), "rounds": len(own), "tau": tau, "tau_ci95": interval})
-        return classes
+    def part(traces: Sequence[DecodeTrace]) -> dict[str, Any]:
+        totals = pool(traces)
+        emitted, calls = (
+            resamples.sums([getattr(trace, name) for trace in traces]) for name in ("num_tokens", "num_target_calls")
+        )
+        # Of fewer prompts, some resamples would hold none.
+        enough = sum(bool(trace.steps) for trace in traces) >= FEWEST_PROMPTS
+        return {
+            "rounds": totals.num_target_calls,
+            "tau": totals.tau,
+            "tau_ci95": resamples.interval(emitted / calls.clip(min=1)) if enough else None,
+            "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
+            "accepted_by_place": accepted_by_place([step for trace in traces for step in trace.steps], PLACES),
+        }
 
-    places = range(1, min(PLACES, int(drafted.max())) + 1)
-    by_place = [float((accepted[drafted >= n] >= n).mean()) for n in places]
-    return {"accepted_by_place": by_place, "by_context": lengths("from"), "by_turn": lengths("turn")}
+    found: dict[str, Any] = {"accepted_by_place": accepted_by_place(steps, PLACES)}
+    for name, edges in zip(CLASSES, (contexts, TURNS, None), strict=True):
+        own = classes[name]
+        order = sorted(own) if edges is not None else [kind for kind in KINDS if kind in own]
+        found[name] = [{**named(owner, edges), **part(own[owner])} for owner in order]
+    return found
 
 
-def rounds_of(number: int, row: Row) -> Iterator[dict[str, Any]]:
-    """Yield each round of an answer with the class of the tokens before it: `from`, a first number of tokens."""
-    context = row["prompt_tokens"] + row["prefill_emitted"]
-    for step in row["rounds"]:
-        begin = 0 if context < SHORTEST else 1 << (context.bit_length() - 1)
-        yield {"answer": number, "turn": row["turn"], "from": begin, **step}
+def rounds_of(row: Row, contexts: Sequence[int]) -> Iterator[tuple[DecodeStep, tuple[int, int, str]]]:
+    """Yield each round of an answer with its classes of CLASSES: numbers of edges up to it, and the kind."""
+    context, turn = row["prompt_tokens"] + row["prefill_emitted"], bisect_right(TURNS, row["turn"])
+    for step, kind in itertools.zip_longest(row["rounds"], row["kinds"], fillvalue="prose"):
+        yield DecodeStep(**step), (bisect_right(contexts, context), turn, kind)
         context += step["num_emitted"]
+
+
+def named(owner: Any, edges: Sequence[int] | None) -> dict[str, Any]:
+    """Return the name of a class of rounds: of a kind, or of the numbers between two edges."""
+    if edges is None:
+        return {"name": owner}
+    low, high = edges[owner - 1] if owner else 0, edges[owner] if owner < len(edges) else None
+    if edges is TURNS:
+        name = f"{low}" if high == low + 1 else f"{low}+" if high is None else f"{low}-{high - 1}"
+    else:
+        name = f"{low:,}+" if low else f"below {high:,}"
+    return {"name": name, "from": low, "to": high}
+
+
+def shown_classes(row: Mapping[str, Any], name: str) -> list[Row]:
+    """Return the classes of one of CLASSES that have enough rounds to be shown."""
+    return [part for part in row.get(name) or () if part["rounds"] >= FEWEST_ROUNDS]
 
 
 def with_ends(row: Row, names: Sequence[str]) -> dict[str, Any]:
@@ -309,14 +353,13 @@ def with_ends(row: Row, names: Sequence[str]) -> dict[str, Any]:
 
 
 def numbers_of(row: Row) -> Iterator[dict[str, Any]]:
-    """Yield the lines of results.csv for one method: all prompts, each task, each class of context length and turn.
+    """Yield the lines of results.csv for one method: all prompts, each task, each class of rounds.
 
     Intervals are two numbers. Speeds belong to whole answers, and classes of rounds have none.
     """
     names = ("rounds", "prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar")
     parts = [("all", row), *((f"task {task}", own) for task, own in (row.get("by_task") or {}).items())]
-    parts += [(f"context from {own['from']}", own) for own in row.get("by_context") or ()]
-    parts += [(f"turn {own['turn']}", own) for own in row.get("by_turn") or ()]
+    parts += [(f"{name.removeprefix('by_')} {own['name']}", own) for name in CLASSES for own in row.get(name) or ()]
     for part, own in parts:
         shares = dict(enumerate(own.get("accepted_by_place") or (), start=1))
         places = {f"accepted_{n}": shares.get(n) for n in range(1, PLACES + 1)}

@@ -7,12 +7,14 @@ from typing import Any
 
 from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.data.text.answers import Repetition
-from draftsmith.eval.bench.results import BASELINE, SHORTEST
+from draftsmith.eval.bench.kinds import KINDS
+from draftsmith.eval.bench.results import BASELINE, shown_classes
 from draftsmith.modules.drafters.methods import LOSSY
 
 Row = Mapping[str, Any]
 SHOWN_PLACES = 8
-FEWEST_ROUNDS = 30  # of a class of context lengths, or of a turn
+# Classes of rounds and what their table is named by.
+CLASS_TITLES = {"by_context": "tokens before the round", "by_turn": "turn", "by_kind": "kind of token"}
 METHOD_COLUMNS = (
     Column("method", "method"),
     Column("tokens_per_s", "tokens/s", ",.1f"),
@@ -129,7 +131,7 @@ def task_table(rows: Sequence[Row]) -> list[Table]:
 
 
 def acceptance_tables(rows: Sequence[Row], about: str, mode: str) -> list[Table]:
-    """Return the tables of the methods at one temperature: by place, and by context and turn where they vary.
+    """Return the tables of the methods at one temperature: by place, and by context, turn and kind where they vary.
 
     about, mode: ends of the tables' names and titles.
     """
@@ -138,10 +140,13 @@ def acceptance_tables(rows: Sequence[Row], about: str, mode: str) -> list[Table]
         return []
     note = "Of the drafts of n tokens or more, the share whose first n were accepted (acceptance rate per position)."
     tables = [places_table(rows, f"places{about}", f"Accepted by place in the draft, {mode}", note)]
-    for key, value, title in (("by_context", "from", "tokens before the round"), ("by_turn", "turn", "turn")):
-        parts = [{part[value]: part for part in row[key] if part["rounds"] >= FEWEST_ROUNDS} for row in rows]
-        if len(classes := sorted(set().union(*parts))) > 1:
-            tables.append(lengths_table(rows, parts, classes, f"{key}{about}", f"Acceptance length by {title}, {mode}"))
+    for key, title in CLASS_TITLES.items():
+        parts = [{part["name"]: part for part in shown_classes(row, key)} for row in rows]
+        begins = {name: part.get("from", 0) for own in parts for name, part in own.items()}
+        order = sorted(begins, key=lambda name: (begins[name], KINDS.index(name) if name in KINDS else 0))
+        if len(order) > 1:
+            title = f"Acceptance length by {title}, {mode}"
+            tables.append(classes_table(rows, parts, order, f"{key}{about}", title))
     return tables
 
 
@@ -155,18 +160,23 @@ def places_table(rows: Sequence[Row], name: str, title: str, note: str, first: s
     return Table(name, title, columns, cells, note)
 
 
-def lengths_table(
-    rows: Sequence[Row], parts: Sequence[Mapping[int, Row]], classes: Sequence[int], name: str, title: str
+def classes_table(
+    rows: Sequence[Row], parts: Sequence[Mapping[str, Row]], classes: Sequence[str], name: str, title: str
 ) -> Table:
-    """Return a table of acceptance lengths. parts: of each method, by class: a first number of tokens, or a turn."""
+    """Return a table of acceptance lengths. parts: classes of rounds of each method, by their names."""
+    by_kind = name.startswith("by_kind")
     columns = [Column("method", "method")]
-    for begin in classes:
-        heading = f"{begin:,}" if name.startswith("by_turn") else f"{begin:,}+" if begin else f"below {SHORTEST}"
-        columns += [Column(str(begin), heading, ".2f"), Column(f"{begin}_ci", "", below=True)]
+    for heading in classes:
+        columns += [Column(heading, heading, ".2f"), Column(f"{heading}_ci", "", below=True)]
+        columns += [Column(f"{heading}_accepted", "", ".0%", below=True)] if by_kind else []
     cells = []
     for row, own in zip(rows, parts, strict=True):
-        numbers = {str(begin): part["tau"] for begin, part in own.items()}
-        intervals = {f"{begin}_ci": format_interval(part["tau_ci95"]) for begin, part in own.items()}
-        cells.append({"method": row["method"], **numbers, **intervals})
+        line = {"method": row["method"]}
+        for heading, part in own.items():
+            line |= {heading: part["tau"], f"{heading}_ci": format_interval(part["tau_ci95"])}
+            line[f"{heading}_accepted"] = part["acceptance_rate"]
+        cells.append(line)
     note = "Of rounds, without the prefill; 95 % bootstrap intervals over prompts."
+    if by_kind:
+        note += " Then the accepted share of the drafted tokens. A round counts by its first token."
     return Table(name, title, columns, cells, note)

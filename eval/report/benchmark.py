@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from draftsmith.data.console import Column, Table, format_interval, json_values
-from draftsmith.eval.bench.results import BASELINE
+from draftsmith.eval.bench.results import BASELINE, shown_classes
 from draftsmith.eval.bench.tables import mode, results_tables
 from draftsmith.eval.report.drawing import (
     BAR_HEIGHT,
@@ -28,6 +28,7 @@ from draftsmith.modules.drafters.methods import LOSSY
 
 Row = dict[str, Any]
 RATES = ("speedup", "tau")
+BY_CONTEXT = "tau-by-context"
 
 
 def bench_figures(run: Run) -> list[Table | Chart]:
@@ -94,7 +95,25 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
         cells = {key: row.get(key) for key in (*RATES, "tokens_per_s")}
         named = {"method": row["method"], "temperature": mode(row["temperature"])}
         data.append(json_values({**named, **cells, "low": low, "high": high}))
-    return [chart(name, drawing, data) for name, drawing in DRAWINGS.items()]
+    points = points_by_context(rows)
+    return [
+        chart(name, drawing, points if name == BY_CONTEXT else data)
+        for name, drawing in DRAWINGS.items()
+        if name != BY_CONTEXT or points
+    ]
+
+
+def points_by_context(rows: Sequence[Row]) -> list[Row]:
+    """Return the points of acceptance length by context; none if all rounds are of one class."""
+    points = []
+    for row in rows:
+        for part in shown_classes(row, "by_context"):
+            low, high = part["tau_ci95"] or (None, None)
+            named = {"method": row["method"], "temperature": mode(row["temperature"])}
+            # A class from 0 has no place on a logarithmic axis but in its middle.
+            place = part["from"] or part["to"] // 2
+            points.append(json_values({**named, "context": place, "tau": part["tau"], "low": low, "high": high}))
+    return points if len({point["context"] for point in points}) > 1 else []
 
 
 def draw_speedup(rows: Rows) -> Any:
@@ -120,6 +139,21 @@ def draw_tau_and_speedup(rows: Rows) -> Any:
     return drawn([alt.Chart().mark_point().encode(x, y, *marks, tooltip=texts)], rows)
 
 
+def draw_tau_by_context(rows: Rows) -> Any:
+    """Draw a line for each method, with intervals."""
+    contexts = sorted({row["context"] for row in rows})
+    axis = alt.Axis(values=contexts, format=",", grid=False)
+    x = alt.X("context:Q", title="tokens before the round", scale=alt.Scale(type="log", base=2, padding=10), axis=axis)
+    y, texts = y_number("tau", "τ of rounds", ".2f"), tips("method", context=",", tau=".2f", low=".2f", high=".2f")
+    line = alt.Chart().mark_line(point=alt.OverlayMarkDef(filled=True, size=38))
+    layers = [line.encode(x, y, color("method"), tooltip=texts)]
+    if any(row["low"] is not None for row in rows):
+        low = alt.Y("low:Q", **{key: y[key] for key in ("title", "scale", "axis")})
+        rules = alt.Chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.6)
+        layers.append(rules.encode(x, low, color("method"), y2=alt.Y2("high:Q")))
+    return drawn(layers, rows)
+
+
 DRAWINGS = {
     "speedup": Drawing(
         "Speed-up by method", draw_speedup,
@@ -128,5 +162,9 @@ DRAWINGS = {
     "tau-and-speedup": Drawing(
         "Speed-up against τ", draw_tau_and_speedup,
         "A method far to the right and low emits many tokens per call, and pays for them with its drafts.",
+    ),
+    BY_CONTEXT: Drawing(
+        "τ by context", draw_tau_by_context,
+        "Of rounds, by the tokens before them, with 95 % bootstrap intervals over prompts.",
     ),
 }  # fmt: skip

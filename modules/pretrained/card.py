@@ -168,6 +168,13 @@ def model_card(
             for label, row in labels.items()
             for task, part in {"all": row, **(row.get("by_task") or {})}.items()
         ],
+        classes=[
+            (of, part, label, "-".join(f"{end:.2f}" for end in part["tau_ci95"] or ()))
+            for of in ("context", "turn", "kind")
+            for label, row in labels.items()
+            if len(parts := row.get(f"by_{of}") or ()) > 1
+            for part in parts
+        ],
         modes=" and under ".join(
             f"sampling at temperature {t:g}, {cuts}" if t else "greedy decoding" for t in temperatures
         ),

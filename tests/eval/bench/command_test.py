@@ -169,6 +169,36 @@ def test_batches_of_prompts_have_the_same_answers_and_counts(config, results, pe
     assert "2 prompts at a time" in caption(found) and "at a time" not in caption(results)
 
 
+def test_classes_of_rounds_are_a_recount_of_every_round(results, per_prompt):
+    """Every round by itself, from prompts.parquet: its context is the prompt and what was emitted before it."""
+    for summary in results["methods"]:
+        rounds = []
+        for row in (row for row in per_prompt if row["method"] == summary["method"]):
+            assert len(row["kinds"]) == len(row["rounds"])
+            for number, (step, kind) in enumerate(zip(row["rounds"], row["kinds"], strict=True)):
+                before = row["prefill_emitted"] + sum(earlier["num_emitted"] for earlier in row["rounds"][:number])
+                rounds.append({**step, "context": row["prompt_tokens"] + before, "turn": row["turn"], "kind": kind})
+        if not any(item["num_drafted"] for item in rounds):
+            assert "by_context" not in summary
+            continue
+        for name in ("context", "turn", "kind"):
+            assert sum(part["rounds"] for part in summary[f"by_{name}"]) == len(rounds)
+            for part in summary[f"by_{name}"]:
+                if name == "kind":
+                    own = [item for item in rounds if item["kind"] == part["name"]]
+                else:
+                    ends = part["from"], part["to"] or float("inf")
+                    own = [item for item in rounds if ends[0] <= item[name] < ends[1]]
+                drafted = sum(item["num_drafted"] for item in own)
+                kept = sum(min(item["num_accepted"], item["num_emitted"]) for item in own)
+                assert part["rounds"] == len(own)
+                assert part["tau"] == pytest.approx(sum(item["num_emitted"] for item in own) / len(own))
+                assert part["acceptance_rate"] == (pytest.approx(kept / drafted) if drafted else None)
+                for place, share in enumerate(part["accepted_by_place"], 1):
+                    reached = [item["num_accepted"] >= place for item in own if item["num_drafted"] >= place]
+                    assert share == pytest.approx(sum(reached) / len(reached))
+
+
 def test_several_drafters_of_a_kind_are_measured_beside_each_other(config, models, tmp_path):
     """Each has the counts of a bench of its own, and its own identity in the results."""
     head = load_head(models["eagle"])
@@ -223,6 +253,9 @@ def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, mo
             numbers = f"{part['prompts']} | {part['tokens']:,} | {part['tau']:.3f} | {part['speedup']:.2f}x"
             assert f"| {task} | {label} | {numbers} |" in card
         assert "emitted tokens per target call under greedy decoding" in card and "spec:k=3" not in card
+        classes = [part for part in wanted[label]["by_context"] if part["rounds"] >= 30]
+        for part in classes if len(classes) > 1 else ():
+            assert f"| context | {part['name']} | {label} | {part['rounds']:,} | {part['tau']:.3f} |" in card
         assert [row["method"] for row in measured["methods"]] == [label]
         assert measured["methods"][0]["by_task"]["b"]["tau"] == wanted[label]["by_task"]["b"]["tau"]
         assert measured["prompts"] == found["meta"]["prompts"] and measured["settings"]["max_new_tokens"] == NEW_TOKENS

@@ -213,7 +213,7 @@ def test_places_contexts_and_turns_are_counted_by_round():
         (256, 1, 1.0),
         (512, 2, (1 + 2) / 2),
     ]
-    assert [(part["turn"], part["rounds"], part["tau"]) for part in found["by_turn"]] == [(1, 3, 7 / 3), (2, 2, 1.5)]
+    assert [(part["from"], part["rounds"], part["tau"]) for part in found["by_turn"]] == [(1, 3, 7 / 3), (2, 2, 1.5)]
     assert all(part["tau_ci95"] is None for part in found["by_context"])
     assert acceptance([row(10, 1, [(0, 0)])], Resamples([0], 0)) == {}
 
@@ -230,9 +230,9 @@ def test_tables_show_classes_with_enough_rounds_and_csv_has_all(tmp_path):
     with (tmp_path / "results.csv").open() as file:
         lines = {(line["method"], line["part"]): line for line in csv.DictReader(file)}
     assert {part for method, part in lines if method == "spec"} == {
-        "all", "context from 0", "context from 256", "context from 2048", "turn 1",
+        "all", "context below 256", "context 256+", "context 2,048+", "turn 1", "kind prose",
     }  # fmt: skip
-    whole, long = lines["spec", "all"], lines["spec", "context from 256"]
+    whole, long = lines["spec", "all"], lines["spec", "context 256+"]
     assert float(whole["tau_low"]) < methods[1]["tau"] == float(whole["tau"]) < float(whole["tau_high"])
     assert float(whole["acceptance_rate"]) == pytest.approx(methods[1]["num_accepted"] / methods[1]["num_draft_tokens"])
     assert float(long["tau_low"]) <= float(long["tau"]) <= float(long["tau_high"]) and int(long["rounds"]) == 40

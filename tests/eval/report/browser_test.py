@@ -76,7 +76,7 @@ def choose_method(page, method):
 
 def test_every_chart_is_drawn_and_every_table_filled(seen):
     charts = seen.page.locator("[data-chart]")
-    assert charts.count() == 2 + 3  # two of the benchmark, three of the training
+    assert charts.count() == 3 + 3  # three of the benchmark, three of the training
     for index in range(charts.count()):
         box = charts.nth(index).locator("svg.marks").bounding_box()
         assert box["width"] > 100 and box["height"] > 40

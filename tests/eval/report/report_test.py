@@ -24,7 +24,7 @@ from report_runs import (
 from draftsmith.data.console import merged
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
-from draftsmith.eval.report.benchmark import counts, verdicts
+from draftsmith.eval.report.benchmark import counts, points_by_context, verdicts
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.drawing import chart
 from draftsmith.eval.report.page import VEGA_LITE, json_text
@@ -93,6 +93,20 @@ def test_tables_and_verdicts_say_what_the_results_say(tmp_path):
         claim = f"{best['method']} is faster than the target alone: {best['speedup']:.2f} times"
         assert claim in verdict and f"acceptance length {best['tau']:.2f}" in verdict
         assert ("the target's own" in verdict) == (temperature == 0)
+
+
+def test_tau_by_context_is_drawn_for_classes_with_enough_rounds(tmp_path):
+    path = bench_run(tmp_path / "run")
+    rows = json.loads((path / "results.json").read_text())["methods"]
+    found = {
+        (point["method"], point["temperature"], point["context"]): point["tau"] for point in points_by_context(rows)
+    }
+    modes = "greedy", "temperature 1"
+    # From 0 has no place on a logarithmic axis: it is drawn at half of 256.
+    assert found == {(name, at, x): tau for name in METHODS[1:] for at in modes for x, tau in ((128, 2.5), (256, 2.0))}
+    for row in rows:
+        row["by_context"] = row.get("by_context", [])[:1]
+    assert points_by_context(rows) == []
 
 
 def test_a_verdict_claims_what_its_interval_holds_and_names_the_best_head(tmp_path):
