@@ -59,7 +59,7 @@ def context_prompts(
     files, counts, number = list[list[BenchPrompt]](), list[str](), itertools.count()
     for context in contexts:
         name, long = context_name(context), [row for row in rows if len(row.prompt_ids) >= context]
-        built = (prompt for row in long if (prompt := at_length(tokenizer, row, context)) is not None)
+        built = (made for row in long if (made := at_length(tokenizer, row, context)) is not None)
         file = list(itertools.islice(built, limit or None))
         if not file:
             found = f"no prompt of {name} in {num_read} rows, the longest of {longest:,} tokens"

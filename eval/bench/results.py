@@ -322,7 +322,7 @@ def acceptance(rows: Sequence[Row], resamples: Resamples, contexts: Sequence[int
 def rounds_of(row: Row, contexts: Sequence[int]) -> Iterator[tuple[DecodeStep, tuple[int, int, str]]]:
     """Yield each round of an answer with its classes of CLASSES: numbers of edges up to it, and the kind."""
     context, turn = row["prompt_tokens"] + row["prefill_emitted"], bisect_right(TURNS, row["turn"])
-    for step, kind in itertools.zip_longest(row["rounds"], row["kinds"], fillvalue="prose"):
+    for step, kind in zip(row["rounds"], row["kinds"] or itertools.repeat("prose"), strict=False):
         yield DecodeStep(**step), (bisect_right(contexts, context), turn, kind)
         context += step["num_emitted"]
 
