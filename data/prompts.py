@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +21,11 @@ from draftsmith.data.console import Advance
 from draftsmith.data.engines.process import end_with_parent
 from draftsmith.data.settings import SELF, PromptsConfig
 from draftsmith.data.store.manifest import MANIFEST, STARTED, Field
-from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
+from draftsmith.data.store.shards import SPLIT, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
+    Chat,
+    OpenTurns,
     check_answers,
     named_column,
     open_turns,
@@ -36,8 +38,10 @@ from draftsmith.data.text.conversations import (
 from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import (
+    Messages,
     RowError,
     TemplateInputs,
+    answered_ids,
     check_mask,
     context_length,
     load_chat_tokenizer,
@@ -46,6 +50,8 @@ from draftsmith.data.text.template import (
     shows_date,
     supervised_ids,
 )
+from draftsmith.modules.pretrained.checkpoint import end_tokens
+from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.reading import read_object
@@ -60,6 +66,7 @@ FIELDS = (
     Field("task", "string"),
     Field("later", "string"),
     Field("template_inputs", "string"),
+    Field("turn", "int32"),
 )
 SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
 
@@ -72,8 +79,8 @@ class Place(NamedTuple):
     id: str | RowError
 
 
-# A prompt's row with its counts, or the reason for dropping it.
-Encoded = tuple[dict[str, Any], Counter[str]] | RowError
+# Rows of prompts with their counts, or the reason for dropping them.
+Encoded = tuple[list[dict[str, Any]], Counter[str]] | RowError
 
 
 @sole_writer(shared=True)
@@ -116,16 +123,18 @@ def run(config: PromptsConfig) -> Path:
                 check_dropped(sources[place.source].where(place.row), encoded, config)
                 counts[f"{encoded.reason}_dropped"] += 1
             else:
-                row, row_counts = encoded
-                check_ids(row["input_ids" if config.supervised else "prompt_ids"], vocab_size or sys.maxsize)
-                rows.append(row)
-                counts.update(row_counts)
-                counts["prompt_tokens"] += len(row["prompt_ids"])
-                counts["tokens"] += len(row.get("input_ids", ()))
+                counts.update(encoded[1])
+                for row in encoded[0]:
+                    check_ids(row["input_ids" if config.supervised else "prompt_ids"], vocab_size or sys.maxsize)
+                    rows.append(row)
+                    counts["prompt_tokens"] += len(row["prompt_ids"])
+                    counts["tokens"] += len(row.get("input_ids", ()))
             advance(1)
         return ShardContent(rows, dict(counts))
 
-    with in_processes(RowEncoder(sources, mapping, tokenizer, config, context, dated), config.num_proc) as encode:
+    ends = end_tokens(model_directory(config.target), read_config(config.target)) if config.supervised else ()
+    encoder = RowEncoder(sources, mapping, tokenizer, config, context, dated, ends)
+    with in_processes(encoder, config.num_proc) as encode:
         run_stage(plan, make_shard)
     return config.output
 
@@ -214,14 +223,19 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
 
 def check_dropped(where: str, error: RowError, config: PromptsConfig) -> None:
     """Raise InputError for a row that the options do not allow to be dropped."""
-    if (config.overlong if error.reason == "overlong" else config.invalid) == "error":
+    if not may_drop(error, config):
         remedy = error.remedy or "Correct it, or pass --invalid drop."
         raise InputError(where, error, "a usable row", remedy) from error
 
 
+def may_drop(error: RowError, config: PromptsConfig) -> bool:
+    """Return whether the options allow to drop a row for this reason."""
+    return (config.overlong if error.reason == "overlong" else config.invalid) == "drop"
+
+
 @dataclass(frozen=True)
 class RowEncoder:
-    """Makes rows of the artifact. dated: the date, for a template that shows it."""
+    """Makes rows of the artifact. dated: the date, for a template that shows it. ends: the target's end tokens."""
 
     sources: Sequence[RowSource]
     mapping: Mapping[str, str]
@@ -229,6 +243,7 @@ class RowEncoder:
     config: PromptsConfig
     context: int | None
     dated: TemplateInputs
+    ends: Collection[int]
 
     def __call__(self, place: Place) -> Encoded:
         try:
@@ -238,44 +253,78 @@ class RowEncoder:
         except RowError as error:
             return error
 
-    def encode(self, row_id: str, row: Row) -> tuple[dict[str, Any], Counter[str]]:
-        """Tokenize a source's row; return the prompt's row and its counts (later_turns, ...).
+    def encode(self, row_id: str, row: Row) -> tuple[list[dict[str, Any]], Counter[str]]:
+        """Tokenize a source's row; return the prompts' rows and their counts (later_turns, ...).
 
         Raises:
             RowError: the row cannot be used.
         """
-        tokenizer, config, counts = self.tokenizer, self.config, Counter[str]()
+        config, counts = self.config, Counter[str]()
         if config.source == SELF:
-            return open_prompt(row, tokenizer, self.dated), counts
+            return [open_prompt(row, self.tokenizer, self.dated)], counts
         chat = read_chat(row, self.mapping)
-        inputs = {**chat.inputs, **self.dated}
-        # The recorded answers to these turns are left out: the target's own take their place.
+        task, inputs = row_label(row, self.mapping, "task"), {**chat.inputs, **self.dated}
         asked = open_turns(chat, config.turns)
+        if config.supervised and config.turns == "all":
+            # One row holds all recorded answers.
+            asked = asked[:1]
+        elif config.supervised:
+            learned = set(range(len(chat.messages))).difference(chat.not_learned)
+            asked = [turn for turn in asked if len(turn.opening) in learned]
+            if not asked:
+                raise RowError("no answer to learn from")
+        rows: list[dict[str, Any]] = []
+        for number, turn in enumerate(asked):
+            turn_id = f"{row_id}/turn-{turn.turn}" if number else row_id
+            try:
+                encoded, used = self.encode_turn(chat, turn, inputs)
+            except RowError as error:
+                # The turns behind this one hold what it fails on.
+                if not rows or not may_drop(error, config):
+                    raise
+                reason = "beyond_context" if error.reason == "overlong" else "refused_by_template"
+                counts[f"turns_{reason}"] += len(asked) - number
+                break
+            rows.append({"id": turn_id, "task": task, **encoded})
+            counts["later_turns"] += len(turn.later)
+            counts["turns_not_asked"] += turn.not_asked
+        counts[SPLIT] += len(rows) - 1
+        counts.update(f"{name}_ignored" for name in chat.ignored)
+        counts.update(f"{name}_not_shown" for name in not_shown(self.tokenizer, used, inputs))
+        return rows, counts
+
+    def encode_turn(self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs) -> tuple[dict[str, Any], Messages]:
+        """Tokenize what is asked in one turn; return the prompt's fields and the messages that they were made from.
+
+        Raises:
+            RowError: the template refuses it, it is too long, or has nothing to learn from.
+        """
+        tokenizer, used = self.tokenizer, turn.opening
         encoded: dict[str, Any] = {
-            "id": row_id,
-            "prompt_ids": prompt_ids(tokenizer, asked.opening, inputs),
-            "messages": to_json(asked.opening, "a message"),
-            "task": row_label(row, self.mapping, "task"),
-            "later": to_json(asked.later, "a later turn"),
+            "prompt_ids": prompt_ids(tokenizer, turn.opening, inputs),
+            "messages": to_json(turn.opening, "a message"),
+            "later": to_json(turn.later, "a later turn"),
             "template_inputs": to_json(inputs, "tools or chat_template_kwargs"),
+            "turn": turn.turn,
         }
         # Leave room for one token of an answer.
-        length, used = len(encoded["prompt_ids"]) + 1, asked.opening
-        if config.supervised:
+        length = len(encoded["prompt_ids"]) + 1
+        if self.config.supervised:
             # What follows the last answer has nothing to learn from.
-            used = up_to_last("assistant", chat.messages)
+            alone = self.config.turns == "each"
+            used = up_to_last("assistant", chat.messages[: len(turn.opening) + 1] if alone else chat.messages)
             check_answers(used)
-            encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, used, inputs, chat.not_learned)
-            length = len(encoded["input_ids"])
+            if alone:
+                ids, mask = answered_ids(tokenizer, used, inputs, self.ends)
+            else:
+                ids, mask = supervised_ids(tokenizer, used, inputs, chat.not_learned, self.ends)
+            encoded |= {"input_ids": ids, "loss_mask": mask}
+            length = len(ids)
         if self.context is not None and length > self.context:
             found = f"{length} tokens (one for an answer included), more than {self.context}"
             remedy = "Raise --max-length within the target's context, or pass --overlong drop."
             raise RowError(found, remedy, "overlong")
-        counts["later_turns"] += len(asked.later)
-        counts["turns_not_asked"] += asked.not_asked
-        counts.update(f"{name}_ignored" for name in chat.ignored)
-        counts.update(f"{name}_not_shown" for name in not_shown(tokenizer, used, inputs))
-        return encoded, counts
+        return encoded, used
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from draftsmith.modules.types import InputError, SamplingParams, check_range
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Engine = Literal["auto", "lean", "hf"]
 ROLES = ("target", "mid", "acceptance")  # other models, named by their options
-Turns = Literal["all", "first", "last"]  # of the user's
+Turns = Literal["all", "first", "last", "each"]
 FeatureDtype = Literal["bf16", "fp8"]
 ANSWER_S = 600.0  # longest wait for a server's answer
 SELF = "self"  # the source of prompts that the target writes
@@ -226,10 +226,11 @@ class PromptsConfig(RemoteCode):
         num_proc: Processes that apply the template and tokenize.
         subset: Configuration name of a `datasets` source.
         revision: Revision of a hub data set.
-        turns: User turns that the target answers: all, each after its own answers to those before; the first; or the
-            last, after the source's answers to those before.
+        turns: Turns that the target answers: all of the user's, each after its own answers to those before; the first;
+            the last, or each by itself, after the source's answers and results of tools. A chat with results of tools
+            has no all: each of its turns is answered by itself.
         supervised: Keep the source's answers: input_ids of whole conversations, and a loss mask on the assistant's
-            tokens of all turns, except answers of weight 0.
+            tokens of all turns, except answers of weight 0. With --turns each every answer has a row by itself.
         chat_template: File with a Jinja chat template to use instead of the tokenizer's own; none for a model that
             continues plain text.
         max_length: Longest prompt (supervised: conversation) in tokens, for later turns with the answers before them;
@@ -264,8 +265,8 @@ class PromptsConfig(RemoteCode):
         check_not_negative(self, "limit", "max_length")
         if self.streaming and not self.limit:
             raise InputError("limit", "0 with --streaming", "a number of rows", "Pass --limit, for example 20000.")
-        if self.supervised and self.turns != "all":
-            expected = "all with --supervised: the mask is on every answer"
+        if self.supervised and self.turns not in ("all", "each"):
+            expected = "all or each with --supervised: the mask is on every answer"
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
         if self.supervised and self.source == SELF:
             raise InputError("source", f"{SELF} with --supervised", "prompts with answers", "Leave --supervised out.")

@@ -147,7 +147,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
             runs/a/best and runs/b/best.
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
-            answers.
+            answers. each: every one after recorded answers and results of tools, which all does where there are any.
         limit: measure the first so many prompts, of each file where --tasks names several, of each length of
             --contexts; 0 takes all.
         contexts: lengths of prompts, such as 1k,4k,16k (1k is 1,024 tokens). They are built from the rows of --prompts

@@ -164,23 +164,24 @@ R1 = """\
 
 
 @functools.cache
-def chat_tokenizer(template: str, end: str = "<|im_end|>") -> Any:
-    """A byte-level tokenizer of single bytes, two line breaks in one token, and the special tokens of all templates."""
+def chat_tokenizer(template: str, end: str = "<|im_end|>", more: tuple[str, ...] = ()) -> Any:
+    """A byte-level tokenizer of single bytes, two line breaks in one token, the special tokens of all templates, and
+    more of them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(["\n\n"] * 9, trainers.BpeTrainer(vocab_size=257, initial_alphabet=alphabet))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *more)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=end, pad_token="<s>", chat_template=template, model_max_length=2048
     )
 
 
-def chat_model(path: Path, template: str, end: str = "<|im_end|>") -> Path:
-    """A tiny target with this template."""
-    tokenizer = chat_tokenizer(template, end)
-    directory = tiny_llama_dir(path, vocab=len(tokenizer), max_position_embeddings=2048)
+def chat_model(path: Path, template: str, end: str = "<|im_end|>", more: tuple[str, ...] = (), **extra: Any) -> Path:
+    """A tiny target with this template. more: special tokens. extra: fields of its config."""
+    tokenizer = chat_tokenizer(template, end, more)
+    directory = tiny_llama_dir(path, vocab=len(tokenizer), **{"max_position_embeddings": 2048, **extra})
     tokenizer.save_pretrained(str(directory))
     return directory
 

@@ -113,8 +113,10 @@ class ArtifactDataset(Dataset):
             self.lengths = self.lengths + self._list_lengths("draft_ids")
         self.rows = np.arange(len(self.lengths))
         # A row that continues the conversation before it begins at a later turn.
-        begins = self._table["turn"].to_numpy() == 1 if "turn" in names else np.ones(len(self.rows), dtype=bool)
-        begins[:1] = True
+        begins = np.ones(len(self.rows), dtype=bool)
+        if "turn" in names:
+            ids = pc.replace_substring_regex(self._table["id"], r"/turn-\d+$", "").to_numpy()
+            begins[1:] = (self._table["turn"].to_numpy()[1:] == 1) | (ids[1:] != ids[:-1])
         self.conversations = np.cumsum(begins) - 1
         self._starts: np.ndarray | None = None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from draftsmith.data.settings import Turns
+from draftsmith.data.text.agents import EMPTY, openai_tool, openai_turns, parse_json
 from draftsmith.data.text.template import Messages, RowError
 from draftsmith.modules.types import InputError
 
@@ -23,8 +23,12 @@ ROLES = {
     "system": "system",
     "developer": "system",
     "tool": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+    "ipython": "tool",
+    "ai": "assistant",
 }
-# User turns of a conversation that the target answers. `last`: after the recorded answers to those before.
 # Columns beside the chat: our name -> usual names.
 COLUMNS = {
     "id": ("id", "question_id", "conversation_id", "prompt_id", "conv_id"),
@@ -32,7 +36,7 @@ COLUMNS = {
     "split": ("split",),
     "system": ("system", "system_prompt"),
     "history": ("history",),
-    "tools": ("tools",),
+    "tools": ("tools", "functions"),
     "chat_template_kwargs": ("chat_template_kwargs",),
 }
 MAPPABLE = (*COLUMNS, "prompt", "answer", "messages")
@@ -41,10 +45,9 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 TURN_KEYS = ("tool_calls", "tool_call_id", "name")
 # An answer with 0 or false under one of these is not learned (OpenAI, ms-swift, axolotl).
 WEIGHTS = ("weight", "loss", "train")
-EMPTY: tuple[Any, ...] = (None, "", [], {})
-READ_KEYS = {"role", "from", "content", "value", *TURN_KEYS, *REASONING, *WEIGHTS}
-CHAT_COLUMNS = ("messages", "conversations", "conversation")
-KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
+READ_KEYS = {"role", "content", *TURN_KEYS, *REASONING, *WEIGHTS}
+CHAT_COLUMNS = ("messages", "conversations", "conversation", "trajectory")
+KNOWN_COLUMNS = "messages, conversations, trajectory, turns, instruction (Alpaca) or prompt"
 # Where the license of NVIDIA's SPEED-Bench forbids a copy of a text, this stands for it until a script fetches it.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 FETCH = (
@@ -56,7 +59,7 @@ SHOWN_CHARS = 200  # of a row, in errors
 
 # Columns beside a chat that are read if they hold this; else they are counted as ignored.
 READABLE: dict[str, Callable[[Any], bool]] = {
-    "system": lambda value: isinstance(value, str),
+    "system": lambda value: isinstance(value, str | list),
     "history": lambda pairs: isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 2 for p in pairs),
     "tools": lambda tools: isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools),
     "chat_template_kwargs": lambda values: isinstance(values, Mapping),
@@ -83,12 +86,13 @@ class Chat:
 class OpenTurns:
     """Turns of a chat that the target answers.
 
-    opening: waits for the first answer. later: messages that follow each answer, up to where the next one begins.
-    not_asked: number of user turns that it does not answer.
+    opening: waits for the first answer. later: messages that follow each answer, up to where the next one begins. turn:
+    of the first answer among the chat's, from 1. not_asked: number of turns that it does not answer.
     """
 
     opening: Messages
     later: tuple[Messages, ...] = ()
+    turn: int = 1
     not_asked: int = 0
 
 
@@ -178,12 +182,13 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
     system, inputs = readable.get("system"), _template_inputs(readable)
     later: tuple[Any, ...] = ()
     spoken: list[Any] = []
+    ignored: set[str] = set()
     if shape == "turns":
         first, *others = _listed(row.get(column), column)
         messages, later = [{"role": "user", "content": _filled(first, "the first turn")}], tuple(others)
     elif shape == "messages":
         # A system turn without text is common, and means none.
-        turns = _listed(row.get(column), column)
+        turns, ignored = openai_turns(_listed(parse_json(row.get(column)), column))
         spoken = [turn for turn in turns if not (_role(turn) == "system" and _content(turn) in (None, ""))]
         messages = [_message(turn) for turn in spoken]
         if all(message["role"] == "user" for message in messages):
@@ -193,17 +198,20 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
         messages = [*_history(readable.pop("history", ())), *_prompt(row, mapping, shape, column)]
 
     not_learned = [i for i, turn in enumerate(spoken) if _role(turn) == "assistant" and _weight(turn) == 0]
-    ignored = {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
+    ignored |= {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
     ignored |= {key for turn in spoken for key in REASONING if turn.get(key) not in EMPTY and not _is_text(turn[key])}
     # A weight is all or nothing.
     ignored |= {key for turn in spoken for key in WEIGHTS if turn.get(key) not in (None, 0, 1)}
     ignored |= beside.keys() | ({"history"} & readable.keys())
     # The chat's own system message is nearer to it than a column.
-    if system is not None and messages and messages[0]["role"] == "system":
-        ignored |= {"system"} if system != messages[0]["content"] else set()
-    elif system is not None:
-        messages = [{"role": "system", "content": _filled(system, "the system column")}, *messages]
-        not_learned = [i + 1 for i in not_learned]
+    if system is not None:
+        (first_turn,), unread = openai_turns([{"role": "system", "content": system}])
+        opening = _message(first_turn)
+        if messages and messages[0]["role"] == "system":
+            ignored |= {"system"} if opening != messages[0] else set()
+        else:
+            messages, ignored = [opening, *messages], ignored | unread
+            not_learned = [i + 1 for i in not_learned]
     # A name goes into the counts of the stage.
     names = frozenset(name if name.isidentifier() else "fields" for name in ignored)
     return Chat(messages, later, inputs, tuple(not_learned), names)
@@ -228,39 +236,53 @@ def up_to_last(role: str, messages: Messages) -> Messages:
     return messages[: last + 1]
 
 
-def open_turns(chat: Chat, turns: Turns) -> OpenTurns:
-    """Choose the turns that the target answers.
+def open_turns(chat: Chat, turns: Turns) -> list[OpenTurns]:
+    """Choose the turns that the target answers, together or each by itself.
 
-    all: every user turn, and tool messages that an assistant turn followed. Recorded answers are left out: the target's
-    own take their place.
+    all: every user turn, together. Recorded answers are left out: the target's own take their place. A recorded result
+    of a tool does not fit another call, so a chat with such results is asked as by `each`. each, last: as
+    `recorded_turns`.
 
     Raises:
-        RowError: no user turn, or one without text.
+        RowError: no user turn, or one without text; or a recorded answer without text, where these are read.
     """
-    later = [[{"role": "user", "content": _filled(text, "a later turn")}] for text in chat.later]
-    # The recorded answers stay as context, so only the last turn is asked.
-    if turns == "last":
-        opening = up_to_last("user", chat.messages)
-        check_answers(opening)
-        before = sum(message["role"] == "user" for message in opening) - 1
-        return OpenTurns(opening, not_asked=before + len(later))
+    later = tuple([{"role": "user", "content": _filled(text, "a later turn")}] for text in chat.later)
+    up_to_last("user", chat.messages)
+    tools = any(message["role"] == "tool" for message in chat.messages)
+    if turns in ("each", "last") or (turns == "all" and tools):
+        asked = recorded_turns(chat.messages)
+        check_answers(asked[-1].opening)
+        begin = len(asked) - 1 if turns == "last" else 0
+        asked[-1] = replace(asked[-1], not_asked=begin + len(later))
+        return asked[begin:]
 
     # Collect what is said between the assistant's turns, each stretch up to where the assistant speaks.
     stretches: list[Messages] = []
     stretch: Messages = []
-    up_to_last("user", chat.messages)
-    for message, following in zip(chat.messages, [*chat.messages[1:], None], strict=True):
-        role = message["role"]
-        if role != "assistant":
+    for message in chat.messages:
+        if message["role"] != "assistant":
             stretch.append(message)
-        answered_tool = role == "tool" and following is not None and following["role"] == "assistant"
-        if role == "user" or answered_tool:
+        if message["role"] == "user":
             stretches.append(stretch)
             stretch = []
-    stretches += later
-    if turns == "first":
-        return OpenTurns(stretches[0], not_asked=len(stretches) - 1)
-    return OpenTurns(stretches[0], tuple(stretches[1:]))
+    first, *others = *stretches, *later
+    return [OpenTurns(first, not_asked=len(others)) if turns == "first" else OpenTurns(first, tuple(others))]
+
+
+def recorded_turns(messages: Messages) -> list[OpenTurns]:
+    """Return every turn that the assistant answered, and one at the end that it did not, each behind all recorded
+    messages before it.
+
+    Such a turn ends with what a user said, or with the results of tools.
+    """
+    asked: list[OpenTurns] = []
+    turn, spoken = 1, False
+    for i, message in enumerate([*messages, {"role": "assistant"}]):
+        if message["role"] == "assistant":
+            asked += [OpenTurns(messages[:i], turn=turn)] if spoken else []
+            turn, spoken = turn + 1, False
+        spoken = spoken or message["role"] in ("user", "tool")
+    return asked
 
 
 def _prompt(row: Mapping[str, Any], mapping: Mapping[str, str], shape: str, column: str) -> Messages:
@@ -283,7 +305,7 @@ def _beside(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any
     """Return what a row says in columns beside its chat; lists and objects may be written as JSON."""
     columns = {name: named_column(row, mapping, name) for name in READABLE}
     values = {name: row[column] for name, column in columns.items() if column is not None}
-    values = {name: value if name == "system" else _parse_json(value) for name, value in values.items()}
+    values = {name: value if name == "system" else parse_json(value) for name, value in values.items()}
     return {name: value for name, value in values.items() if value not in EMPTY and not str(value).isspace()}
 
 
@@ -294,13 +316,8 @@ def _history(pairs: Sequence[Sequence[Any]]) -> Messages:
 
 
 def _template_inputs(readable: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template reads beside the messages; functions without OpenAI's wrapper get it."""
-    tools = [
-        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-        if "name" in tool and tool.get("type") in (None, "function")
-        else tool
-        for tool in readable.get("tools", ())
-    ]
+    """Return what a template reads beside the messages; tools in OpenAI's form."""
+    tools = [openai_tool(tool) for tool in readable.get("tools", ())]
     variables = readable.get("chat_template_kwargs")
     return ({"tools": tools} if tools else {}) | ({"variables": variables} if variables else {})
 
@@ -326,29 +343,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     if _is_text(reasoning := _first(turn, REASONING)):
         message["reasoning_content"] = well_formed(reasoning, "the reasoning of a turn")
     if "tool_calls" in message:
-        message["tool_calls"] = [_call(call) for call in _listed(message["tool_calls"], "tool_calls")]
+        _listed(message["tool_calls"], "tool_calls")
     return message
-
-
-def _call(call: Any) -> Mapping[str, Any]:
-    """Return a call of a tool with its arguments as an object: OpenAI writes them as JSON, templates read objects."""
-    if not isinstance(call, Mapping):
-        raise RowError(f"a call of a tool is {call!r:.60}, expected an object")
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        return call
-    parsed = {"arguments": _parse_json(function["arguments"])} if "arguments" in function else {}
-    return {**call, "function": {**function, **parsed}}
-
-
-def _parse_json(value: Any) -> Any:
-    """Return a list or an object that is written as JSON; anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
 
 
 def _is_text(value: Any) -> bool:
@@ -369,7 +365,7 @@ def _first(turn: Mapping[str, Any], keys: Sequence[str]) -> Any:
 def _role(turn: Any) -> str:
     if not isinstance(turn, Mapping):
         raise RowError(f"a turn is {turn!r:.60}, expected role and content (or from and value)")
-    name = _first(turn, ("role", "from"))
+    name = turn.get("role")
     role = ROLES.get(str(name).lower())
     if role is None:
         raise RowError(f"unknown role {repr(name)[:60]}, expected one of {', '.join(ROLES)}")
@@ -377,17 +373,17 @@ def _role(turn: Any) -> str:
 
 
 def _content(turn: Mapping[str, Any]) -> Any:
-    content = _first(turn, ("content", "value"))
+    content = turn.get("content")
     if not isinstance(content, list):
         return content
     # OpenAI's content parts.
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         raise RowError("a turn holds something other than text")
-    # Parts of one turn are one text.
+    # Parts of one turn are one text; servers write a tool's one below the other.
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise RowError("a part of a turn says it is text and has none")
-    return "".join(texts)
+    return ("\n" if _role(turn) == "tool" else "").join(texts)
 
 
 def _filled(value: Any, what: str) -> str:

@@ -68,7 +68,7 @@ def open_prompt(row: Row, tokenizer: Any, inputs: TemplateInputs) -> dict[str, A
     words = row["prompt"]
     ids = user_turn(tokenizer, inputs)[0] + encode(tokenizer, words)
     messages = json.dumps([{"role": "user", "content": words}])
-    labels = {"id": row["id"], "task": row["task"]}
+    labels = {"id": row["id"], "task": row["task"], "turn": 1}
     return {**labels, "prompt_ids": ids, "messages": messages, "later": "[]", "template_inputs": json.dumps(inputs)}
 
 

@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ PLAIN_TEXT = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
     "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
 )
+# What templates write around messages and their parts.
+MARKUP = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 # Stands for an answer where the text around it is looked for.
 PLACEHOLDER = "draftsmith-answer"
 # Two turns that any template for chats can show.
@@ -112,6 +114,11 @@ def pin_date(template: str, date: str | None) -> str:
     return f"{{% macro strftime_now(format) %}}{{{{ format{values} }}}}{{% endmacro %}}\n{template}"
 
 
+def template_of(tokenizer: Any, inputs: TemplateInputs) -> str:
+    """Return the tokenizer's template for these inputs, with their date."""
+    return pin_date(tokenizer.get_chat_template(tools=inputs.get("tools")), inputs.get("date"))
+
+
 def render(
     tokenizer: Any, messages: Messages, inputs: TemplateInputs | None = None, add_generation_prompt: bool = False
 ) -> str:
@@ -122,10 +129,12 @@ def render(
     """
     from jinja2 import TemplateError
 
-    tools, variables, date = map((inputs or {}).get, ("tools", "variables", "date"))
+    tools, variables = map((inputs or {}).get, ("tools", "variables"))
     try:
         options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-        options["chat_template"] = pin_date(tokenizer.get_chat_template(tools=tools), date)
+        options["chat_template"] = template_of(tokenizer, inputs or {})
+        if "length != 9" in options["chat_template"]:
+            messages = nine_letter_ids(messages)
         text = tokenizer.apply_chat_template(messages, **options, **(variables or {}))
         # No tokenizer takes half of a surrogate pair.
         text.encode()
@@ -135,6 +144,19 @@ def render(
         # Expressions in the template raise these.
         raise RowError(f"the chat template fails on it ({type(error).__name__}: {error})") from error
     return text
+
+
+def nine_letter_ids(messages: Messages) -> Messages:
+    """Return messages with ids of calls as Mistral's templates want them: the last nine letters, as vLLM takes them."""
+
+    def short(part: Mapping[str, Any], name: str) -> dict[str, Any]:
+        return {**part, name: str(part[name])[-9:].rjust(9, "0")} if part.get(name) is not None else dict(part)
+
+    return [
+        {**short(message, "tool_call_id"), **({"tool_calls": [short(call, "id") for call in calls]} if calls else {})}
+        for message in messages
+        for calls in (message.get("tool_calls"),)
+    ]
 
 
 def prompt_ids(tokenizer: Any, messages: Messages, inputs: TemplateInputs | None = None) -> list[int]:
@@ -156,6 +178,9 @@ def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set
         for name in message.keys() - {"role", "content"}:
             other = {key: value for key, value in message.items() if key != name}
             without.append((name, [*messages[:i], other, *messages[i + 1 :]], inputs))
+        if len(calls := message.get("tool_calls") or []) > 1:
+            other = {**message, "tool_calls": calls[:-1]}
+            without.append(("tool_calls", [*messages[:i], other, *messages[i + 1 :]], inputs))
     if "tools" in inputs:
         without.append(("tools", messages, {**inputs, "tools": None}))
     for name, fewer, others in without:
@@ -223,8 +248,6 @@ def follow_answer(
     behind = encode(tokenizer, whole.rpartition(PLACEHOLDER)[2])
     if PLACEHOLDER not in whole or encode(tokenizer, whole)[-len(behind) :] != behind:
         raise RowError("the chat template does not show where an answer ends")
-    if following[0]["role"] == "tool" and behind[0] in special:
-        body, behind = answer, behind[1:]
     return answered, [*asked, *body, *behind]
 
 
@@ -241,12 +264,17 @@ def check_mask(tokenizer: Any, inputs: TemplateInputs) -> None:
 
 
 def supervised_ids(
-    tokenizer: Any, messages: Messages, inputs: TemplateInputs | None = None, not_learned: Sequence[int] = ()
+    tokenizer: Any,
+    messages: Messages,
+    inputs: TemplateInputs | None = None,
+    not_learned: Sequence[int] = (),
+    ends: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
     """Tokenize a whole conversation; return ids and a mask that is true on the assistant's tokens.
 
     A token that holds the end of one part and the beginning of another is not in the mask. not_learned: numbers of
-    messages whose answers are left out of it.
+    messages whose answers are left out of it. ends: end tokens of the target. One behind an answer that has none is in
+    the mask: GLM ends a call with the token in front of its result.
 
     Raises:
         RowError: the template refuses these messages, or no token is left to learn from.
@@ -260,9 +288,31 @@ def supervised_ids(
     else:
         # A tokenizer joins two parts, or begins each with a blank.
         mask = joined_mask(tokenizer, text, ids, spans)
+    if TAG.search(template_of(tokenizer, inputs or {})) is None:
+        for end in [i for i, (left, right) in enumerate(itertools.pairwise(mask), 1) if left and not right]:
+            mask[end] = ids[end] in ends and ids[end - 1] not in ends
     if not any(mask):
         raise RowError("no answer to learn from: the template shows none, or all have weight 0")
     return ids, mask
+
+
+def answered_ids(
+    tokenizer: Any, messages: Messages, inputs: TemplateInputs, ends: Collection[int] = ()
+) -> tuple[list[int], list[bool]]:
+    """Tokenize a prompt and the recorded answer to it, the last message; return ids and a mask that is true on it.
+
+    Some templates drop thoughts from the prompt once the answer stands behind it (gpt-oss): here they stay.
+
+    Raises:
+        RowError: as `supervised_ids`.
+    """
+    earlier = [i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
+    text, spans = answer_spans(tokenizer, messages, inputs, earlier)
+    prompt = render(tokenizer, messages[:-1], inputs, add_generation_prompt=True)
+    if len(spans) != 1 or text.startswith(prompt) or not text[: spans[0][0]].endswith(prompt[-8:]):
+        return supervised_ids(tokenizer, messages, inputs, earlier, ends)
+    asked, said = encode(tokenizer, prompt), encode(tokenizer, text[slice(*spans[0])])
+    return [*asked, *said], [False] * len(asked) + [True] * len(said)
 
 
 def joined_mask(tokenizer: Any, text: str, ids: list[int], spans: Sequence[tuple[int, int]]) -> list[bool]:
@@ -293,54 +343,128 @@ def answer_spans(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     text = render(tokenizer, messages, inputs)
-    template = pin_date(tokenizer.get_chat_template(tools=inputs.get("tools")), inputs.get("date"))
+    template = template_of(tokenizer, inputs)
     tagged = TAG.search(template) is not None
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    searched = not_learned if tagged else answers
-    found = {number: answer_span(tokenizer, messages, inputs, number, text) for number in searched}
-    left_out = [found[number] for number in not_learned]
+    searched = not_learned if tagged else [number for number in answers if number not in not_learned]
+    found = [answer_span(tokenizer, messages, inputs, number, text) for number in searched]
     if tagged:
         variables = {**tokenizer.special_tokens_map, **(inputs.get("variables") or {})}
         options = {"tools": inputs.get("tools"), "chat_template": template, "return_assistant_tokens_mask": True}
         (again,), (spans,) = render_jinja_template([messages], **options, **variables)
         assert again == text
-    else:
-        spans = list(found.values())
-    return text, [(s, e) for s, e in spans if s < e and not any(s < stop and start < e for start, stop in left_out)]
+        return text, [(s, e) for s, e in spans if s < e and not any(s < stop and start < e for start, stop in found)]
+    return text, [(start, end) for start, end in found if start < end]
 
 
 def answer_span(tokenizer: Any, messages: Messages, inputs: TemplateInputs, number: int, text: str) -> tuple[int, int]:
     """Return [start, end) of answer `number` in the conversation's text, with its end token.
 
     It begins where the prompt for it ends, and ends where the conversation up to it ends, if these are the beginning of
-    the whole. Where a template shows earlier answers otherwise than the last one, or begins a prompt with words that
-    it leaves out later (an empty thought), another answer is put into its place: what stays equal is not the answer.
+    the whole. Else a mark is put into the message before it, or into the answer itself: the answer begins where what
+    stands behind the mark differs from a prompt, and ends where it differs from the end of a conversation. That is so
+    for templates that show earlier answers otherwise than the last one, list tools in the last question, or open a
+    prompt with a thought that they leave out later.
 
     Raises:
         RowError: neither shows where it is.
     """
-
-    def beginning(part: Messages, **options: Any) -> int | None:
-        """Return the length of a part's text if the whole begins with it."""
-        with contextlib.suppress(RowError):
-            if part and text.startswith(shown := render(tokenizer, part, inputs, **options)):
-                return len(shown)
-        return None
-
     special = "|".join(map(re.escape, sorted(special_tokens(tokenizer).values(), key=len, reverse=True))) or "(?!)"
-    start = beginning(messages[:number], add_generation_prompt=True)
-    end = beginning(messages[: number + 1])
+    start, end = (
+        answer_start(tokenizer, messages, inputs, number, text),
+        shown(tokenizer, messages[: number + 1], inputs, text),
+    )
+    if end is None and (found := behind_mark(tokenizer, messages, inputs, number, text)):
+        place, tail, last = found
+        length, more = agreement(tail, last)
+        # The last answer may be closed by another token (<|return|>) than those before it.
+        if (
+            more
+            and not re.search(special, tail[:length])
+            and (closing := re.match(rf"\s*(?:{special})", tail[length:]))
+        ):
+            length += closing.end()
+        end = place + length
     if start is None or end is None:
-        other = [*messages[:number], {"role": "assistant", "content": PLACEHOLDER}, *messages[number + 1 :]]
-        head, *tails = render(tokenizer, other, inputs).split(PLACEHOLDER)
-        if len(tails) != 1 or not text.startswith(head) or not text.endswith(tails[0]):
-            remedy = "Pass --chat-template FILE with {% generation %} tags, or --invalid drop."
-            raise RowError(f"the chat template does not show where the answer in message {number} is", remedy)
-        start = len(head) if start is None else start
-        closing = re.match(rf"\s*(?:{special})", tails[0])
-        end = len(text) - len(tails[0]) + (closing.end() if closing else 0) if end is None else end
-    # Behind the end token some templates write a line break, which no target samples.
-    if ended := re.fullmatch(rf"(.*(?:{special}))\s+", text[start:end], re.DOTALL):
+        remedy = "Pass --chat-template FILE with {% generation %} tags, or --invalid drop."
+        raise RowError(f"the chat template does not show where the answer in message {number} is", remedy)
+    # The target samples nothing behind its end token; behind others some templates write a line break.
+    eos = tokenizer.eos_token
+    if eos and (cut := text.find(eos, start, end)) >= 0:
+        end = cut + len(eos)
+    elif ended := re.fullmatch(rf"(.*(?:{special}))\s+", text[start:end], re.DOTALL):
         end = start + ended.end(1)
     # An answer that the template leaves empty has an end token at most.
     return (start, end) if re.sub(special, "", text[start:end]).strip() else (start, start)
+
+
+def answer_start(tokenizer: Any, messages: Messages, inputs: TemplateInputs, number: int, text: str) -> int | None:
+    """Return where answer `number` begins in the conversation's text; None if the template does not show it."""
+    start = shown(tokenizer, messages[:number], inputs, text, add_generation_prompt=True)
+    if start is not None:
+        return start
+    found = number and behind_mark(tokenizer, messages, inputs, number - 1, text, add_generation_prompt=True)
+    if found:
+        place, tail, last = found
+        length, more = agreement(tail, last)
+        # A prompt may open a thought, but not end a turn, where the whole does not.
+        if not tokenizer.eos_token or tokenizer.eos_token not in more:
+            return place + length
+    # Put another answer into its place.
+    other = [*messages[:number], {"role": "assistant", "content": PLACEHOLDER}, *messages[number + 1 :]]
+    head, mark, _ = render(tokenizer, other, inputs).partition(PLACEHOLDER)
+    return len(head) if mark and text.startswith(head) else None
+
+
+def shown(tokenizer: Any, part: Messages, inputs: TemplateInputs, text: str, **options: Any) -> int | None:
+    """Return the length of the text of a conversation's first messages if the whole text begins with it."""
+    with contextlib.suppress(RowError):
+        if part and text.startswith(beginning := render(tokenizer, part, inputs, **options)):
+            return len(beginning)
+    return None
+
+
+def behind_mark(
+    tokenizer: Any, messages: Messages, inputs: TemplateInputs, number: int, text: str, **options: Any
+) -> tuple[int, str, str] | None:
+    """Return a place in the conversation's text behind the last words of a message, what stands there, and what would
+    stand there if the message were the last. None if the template does not show the message's words."""
+    for marked in marked_messages(messages[number]):
+        with contextlib.suppress(RowError):
+            begun = [*messages[:number], marked]
+            _, mark, tail = render(tokenizer, [*begun, *messages[number + 1 :]], inputs).rpartition(PLACEHOLDER)
+            last = render(tokenizer, begun, inputs, **options).rpartition(PLACEHOLDER)[2]
+            # A mark where nothing was (no arguments) may have brought more with it.
+            more = 0 if text.endswith(tail) else len(tail) - num_common(reversed(text), reversed(tail))
+            if mark and more < len(tail) and more < max(len(last), 1):
+                return len(text) - len(tail) + more, tail[more:], last[more:]
+    return None
+
+
+def marked_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a message with PLACEHOLDER as its last words: in the last call's arguments, if it has any; as its text."""
+    calls = message.get("tool_calls") or []
+    # Some templates show the first call only.
+    for i, call in reversed(list(enumerate(calls))):
+        if isinstance(function := call.get("function"), Mapping):
+            arguments = function.get("arguments")
+            names = arguments if isinstance(arguments, Mapping) and arguments else [PLACEHOLDER]
+            marked = {**call, "function": {**function, "arguments": dict.fromkeys(names, PLACEHOLDER)}}
+            yield {**message, "tool_calls": [*calls[:i], marked, *calls[i + 1 :]]}
+    yield {**message, "content": PLACEHOLDER}
+
+
+def agreement(left: str, right: str) -> tuple[int, str]:
+    """Return how far one text agrees with another but for white space, up to a token in whose midst they part; and how
+    the other goes on."""
+    # Letters of both, and their places.
+    (letters, places), (others, other_places) = (
+        ("".join(text.split()), [0, *(i for i, letter in enumerate(text, 1) if not letter.isspace())])
+        for text in (left[: 2 * len(right)], right)
+    )
+    length = num_common(letters, others)
+    if length < len(others):
+        tags = (tag.span() for text in (letters, others) for tag in MARKUP.finditer(text))
+        length = min([length, *(start for start, end in tags if start < length < end)])
+    behind, more = left[places[length] :], right[other_places[length] :]
+    return places[length] + num_common(behind, more[: len(more) - len(more.lstrip())]), more

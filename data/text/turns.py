@@ -68,8 +68,8 @@ class Conversation:
     """A conversation while it is answered.
 
     prompt: token ids of the turn that waits for an answer; None at the end. messages: the same as chat messages, only
-    if there are later turns. turn: its number, from 1. counts: turns that cannot be asked, by reason, and rows that had
-    to begin anew.
+    if there are later turns. turn: its number, from 1, or from that of the row of prompts. counts: turns that cannot be
+    asked, by reason, and rows that had to begin anew.
     """
 
     def __init__(self, row: Mapping[str, Any], tokenizer: Any, max_length: int | None):
@@ -81,12 +81,13 @@ class Conversation:
         self._rows: list[dict[str, Any]] = []
         self.prompt: list[int] | None = list(row["prompt_ids"])
         self.messages: Messages = json.loads(row["messages"]) if self._later else []
-        self.turn = 1
+        self.turn = self._first = row.get("turn", 1)
         self.counts: Counter[str] = Counter()
 
     def to_prompt_row(self) -> dict[str, Any]:
         """Return the waiting turn as a row of prompts."""
-        messages = json.dumps(self.messages, ensure_ascii=False) if self.turn > 1 else self._prompt_row["messages"]
+        asked = self._prompt_row["messages"]
+        messages = json.dumps(self.messages, ensure_ascii=False) if self.turn > self._first else asked
         return {**self._prompt_row, "prompt_ids": self.prompt, "messages": messages}
 
     def add_answer(self, answer: TargetTurn) -> None:
@@ -139,7 +140,7 @@ class Conversation:
                 row["loss_mask"] += [False] * (len(prompt) - known)
                 return row
             self.counts[SPLIT] += 1
-        row_id = self._prompt_row["id"] if self.turn == 1 else f"{self._prompt_row['id']}/turn-{self.turn}"
+        row_id = self._prompt_row["id"] if self.turn == self._first else f"{self._prompt_row['id']}/turn-{self.turn}"
         row = {"id": row_id, "input_ids": list(prompt), "loss_mask": [False] * len(prompt), "turn": self.turn}
         row |= {"ended": False, "retokenized": False, "task": self._prompt_row["task"], "text": "", "server_tokens": 0}
         self._rows.append(row)

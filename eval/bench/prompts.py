@@ -166,9 +166,13 @@ def chat_prompts(source: str, target: str, split: str | None, turns: Turns, keep
             # Only the rows that are kept apply the template, which takes most of the time.
             if not keep(task, (split or "") if opened.split_taken else row_split):
                 continue
-            asked = open_turns(chat := read_chat(raw, {}), turns)
-            ids = list(prompt_ids(tokenizer, asked.opening, chat.inputs))
-        yield BenchPrompt.of(row_id or str(number), ids, task, asked.opening, user_texts(asked.later), chat.inputs)
+            chat = read_chat(raw, {})
+            asked = open_turns(chat, turns)
+        for turn in asked:
+            with row_errors(opened.where(number)):
+                ids = prompt_ids(tokenizer, turn.opening, chat.inputs)
+            name = f"{row_id or number}/turn-{turn.turn}" if turn is not asked[0] else row_id or str(number)
+            yield BenchPrompt.of(name, ids, task, turn.opening, user_texts(turn.later), chat.inputs)
 
 
 @contextmanager

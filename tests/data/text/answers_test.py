@@ -131,7 +131,7 @@ def test_supervised_rows_keep_the_sources_answers_of_all_turns(talks, tmp_path, 
     for number, row in enumerate(rows_of(directory)):
         said = [tokenizer.decode(row["input_ids"][a:b], skip_special_tokens=True) for a, b in spans(row["loss_mask"])]
         assert said == [m["content"] for m in conversation(number) if m["role"] == ASSISTANT]
-    with pytest.raises(InputError, match="turns: found last, expected all with --supervised"):
+    with pytest.raises(InputError, match="turns: found last, expected all or each with --supervised"):
         make_prompts(talks, tmp_path / "other", supervised=True, turns="last")
 
 

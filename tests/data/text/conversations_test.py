@@ -169,7 +169,7 @@ def test_what_is_not_read_or_not_shown_is_counted_by_its_name(make, targets):
 
 def test_answers_may_be_empty_where_they_are_not_read(make):
     rows = [
-        {"messages": [CALLED[0], {"role": ASSISTANT, "content": None, "tool_calls": [{}]}, *CALLED[2:]]},
+        {"messages": [CALLED[0], {"role": ASSISTANT, "content": None, "tool_calls": [{}]}, CALLED[0]]},
         {
             "conversations": [
                 {"from": "human", "value": "Q"},

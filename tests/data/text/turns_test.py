@@ -37,6 +37,7 @@ from draftsmith.data.engines.openai import chat_body
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.server import Server
 from draftsmith.data.prompts import PromptsConfig, run
+from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import STARTED, Manifest
 from draftsmith.data.store.shards import account
 from draftsmith.data.text.answers import spans
@@ -57,23 +58,51 @@ ASKED = [
     (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "last", "abc", [], 1),
     (chat((SYSTEM, "s"), (USER, "a"), (ASSISTANT, "b"), (SYSTEM, "t"), (USER, "c")), "all", "sa", ["tc"], 0),
     (chat((ASSISTANT, "x"), (USER, "a"), (USER, "b"), (ASSISTANT, "c")), "all", "a", ["b"], 0),
-    (chat((USER, "a"), (ASSISTANT, "b"), (TOOL, "t"), (ASSISTANT, "c"), (USER, "d")), "all", "a", ["t", "d"], 0),
-    (chat((USER, "a"), (ASSISTANT, "b"), (TOOL, "t"), (USER, "d")), "all", "a", ["td"], 0),
     (chat((USER, "a"), (SYSTEM, "s")), "all", "a", [], 0),
 ]
 
 
 @pytest.mark.parametrize(("messages", "turns", "opening", "later", "not_asked"), ASKED)
 def test_every_user_turn_is_asked_and_the_recorded_answers_are_left_out(messages, turns, opening, later, not_asked):
-    found = open_turns(Chat(messages), turns)
+    (found,) = open_turns(Chat(messages), turns)
     said = ["".join(message["content"] for message in part) for part in (found.opening, *found.later)]
     assert (said[0], said[1:], found.not_asked) == (opening, later, not_asked)
 
 
+# Without results of tools, every answer is recorded; with them, the target's own call has none that fits it.
+LOOP = chat((USER, "a"), (ASSISTANT, "b"), (TOOL, "t"), (TOOL, "u"), (ASSISTANT, "c"), (SYSTEM, "s"), (USER, "d"))
+BY_ITSELF = [
+    (LOOP, "all", ["a", "abtu", "abtucsd"], [1, 2, 3], 0),
+    (LOOP, "last", ["abtucsd"], [3], 2),
+    (LOOP[:5], "last", ["abtu"], [2], 1),
+    (LOOP[:3], "last", ["abt"], [2], 1),
+    (LOOP[:5], "first", ["a"], [1], 0),
+    (chat((ASSISTANT, "x"), (USER, "a"), (USER, "b"), (ASSISTANT, "c")), "each", ["xab"], [2], 0),
+    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "each", ["a", "abc"], [1, 2], 0),
+]
+
+
+@pytest.mark.parametrize(("messages", "turns", "openings", "numbers", "not_asked"), BY_ITSELF)
+def test_a_turn_behind_recorded_ones_is_asked_by_itself(messages, turns, openings, numbers, not_asked):
+    found = open_turns(Chat(messages), turns)
+    assert ["".join(message["content"] for message in turn.opening) for turn in found] == openings
+    assert [turn.turn for turn in found] == numbers and not any(turn.later for turn in found)
+    assert sum(turn.not_asked for turn in found) == not_asked
+
+
+def test_rows_of_one_session_are_one_conversation(talks, tmp_path):
+    """A validation split must not part them."""
+    made = make_responses(make_prompts(talks, tmp_path / "prompts", turns="each"), tmp_path / "out", max_new_tokens=3)
+    dataset = open_dataset(made)
+    sessions = [row["id"].split("/")[0] for row in rows_of(made)]
+    assert len(sessions) == 13 and len(set(sessions)) == NUM_ROWS
+    assert dataset.conversations.tolist() == [int(name.split("-")[1]) for name in sessions]
+
+
 def test_turns_of_fastchat_are_all_asked_and_an_empty_one_is_the_rows_fault():
     three = read_chat({"turns": ["a", "b", "c"]}, {})
-    assert [part[0]["content"] for part in open_turns(three, "all").later] == ["b", "c"]
-    assert open_turns(three, "last").not_asked == 2  # only the first turn has no unanswered one before it
+    assert [part[0]["content"] for part in open_turns(three, "all")[0].later] == ["b", "c"]
+    assert open_turns(three, "last")[0].not_asked == 2  # only the first turn has no unanswered one before it
     with pytest.raises(RowError, match="a later turn has no text"):
         open_turns(read_chat({"turns": ["a", " "]}, {}), "all")
     with pytest.raises(RowError, match="no user turn"):
@@ -236,11 +265,6 @@ TURNS = {
         HARMONY, [ASK, ASK], [CHANNELS + "<|return|>", "B<|return|>"],
         [CHANNELS + BEHIND, "B" + BEHIND],
     ),
-    "a call that ends with a token of its own": (
-        LLAMA3.partition("{%- for")[1] + LLAMA3.partition("{%- for")[2],
-        [[{"role": "tool", "content": "5"}]], ["<|python_tag|>f(1)<|eom|>"],
-        ["<|python_tag|>f(1)<|eom|><|header|>ipython<|/header|>\n\n5<|eot|><|header|>assistant<|/header|>\n\n"],
-    ),
     "a call, and the user speaks": (
         MISTRAL, [ASK], ['[TOOL_CALLS][{"name": "f"}]</s>'], ['[TOOL_CALLS][{"name": "f"}]</s>[INST] Q[/INST]'],
     ),
@@ -263,9 +287,9 @@ def test_a_later_turn_shows_an_answer_as_it_was_sampled(case):
         talk.add_answer(TargetTurn(ids, True))
         text += behind
         assert tokenizer.decode(talk.prompt) == text and not talk.counts.keys() - {"rows_split"}
-        if later[0][0]["role"] == USER:  # the bench shows them alike
-            prompt = next_turn(tokenizer, prompt, ids)
-            assert prompt.prompt_ids == talk.prompt
+        # The bench shows them alike.
+        prompt = next_turn(tokenizer, prompt, ids)
+        assert prompt.prompt_ids == talk.prompt
 
 
 class Tomorrow(datetime.datetime):
