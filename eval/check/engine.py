@@ -355,7 +355,7 @@ def locate_drafts(
     state, rope = stored_tensors(head), rope_settings(facts.text)
     candidates = [
         *readings(head.config, state, target.info.num_layers, rope, masks=(0,)),
-        *engine_readings(head.config, state),
+        *engine_readings(head.config, state, facts.window),
     ]
     assert ours.package is not None
     try:

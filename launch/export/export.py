@@ -144,7 +144,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
     tau = (manifest.get("metrics") or {}).get("tau")
     count = config.num_drafted or num_drafted(measured, format, drafts, tau)
-    command = format.serve(Served(model, written, count, verifier, source.facts.family))
+    window = getattr(getattr(settings, "llama", None), "sliding_window", None)
+    command = format.serve(Served(model, written, count, verifier, source.facts.family, window))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.path, directory)):
         notes.append(note)

@@ -73,6 +73,12 @@ class TargetFacts:
         return "sliding_attention" in (self.text.get("layer_types") or [])
 
     @property
+    def window(self) -> int | None:
+        """The window of a target whose layers all have one, as a Mistral's."""
+        kinds = self.text.get("layer_types") or ["sliding_attention"] * (self.family == "mistral")
+        return self.text.get("sliding_window") if set(kinds) == {"sliding_attention"} else None
+
+    @property
     def hidden_size(self) -> int | None:
         return self.text.get("hidden_size")
 
@@ -110,6 +116,7 @@ class Served:
     model: whose hidden states the head reads.
     verifier: the target of an acceptance head's draft model.
     family: of the model, as of `TargetFacts`; empty if it is unknown.
+    window: most tokens that the head attends to, itself included.
     """
 
     model: str
@@ -117,6 +124,7 @@ class Served:
     num_drafted: int
     verifier: str | None = None
     family: str = ""
+    window: int | None = None
 
 
 class HeadFormat(ABC):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers
 from draftsmith.modules.formats.base import same_values
-from draftsmith.modules.formats.llama import UNSUPPORTED, HeadFiles, LlamaFormat, Raw, flat, inner_object
+from draftsmith.modules.formats.llama import UNSUPPORTED, HeadFiles, LlamaFormat, Raw, flat, inner_object, layer_window
 from draftsmith.modules.layers import LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
@@ -191,20 +191,14 @@ def window(raw: Raw, num_layers: int) -> int | None:
     Raises:
         InputError: layers differ, or a block's causality is another than that.
     """
-    types = raw.get("layer_types") or ["full_attention"]
-    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-        raise InputError("config.json, layer_types", repr(types)[:80], "a list of names", "Correct config.json.")
-    kinds = set(types[:num_layers])
-    if len(kinds) > 1 or raw.get("use_swa"):
-        raise InputError("config.json, layer_types", ", ".join(sorted(kinds)), "layers of one kind", UNSUPPORTED)
-    slides = kinds == {"sliding_attention"}
+    own = layer_window(raw, num_layers)
     causal = raw.get("is_causal", raw.get("causal"))
-    if raw.get(NON_CAUSAL) and slides:
+    if raw.get(NON_CAUSAL) and own is not None:
         causal = False
-    if causal is not None and bool(causal) != slides:
-        expected = f"{str(slides).lower()}, as in layers {'with' if slides else 'without'} a window"
+    if causal is not None and bool(causal) != (own is not None):
+        expected = f"{str(own is not None).lower()}, as in layers {'without' if own is None else 'with'} a window"
         raise InputError("config.json, is_causal", causal, expected, UNSUPPORTED)
-    return positive(raw, "sliding_window", 0) if slides else None
+    return own
 
 
 def _mask_token(raw: Raw, vocab: int) -> int:

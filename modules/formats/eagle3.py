@@ -16,7 +16,16 @@ from torch import Tensor
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
 from draftsmith.modules.formats.base import Problem, TargetFacts
-from draftsmith.modules.formats.llama import UNSUPPORTED, HeadFiles, LlamaFormat, Raw, check_layer, flat, inner_object
+from draftsmith.modules.formats.llama import (
+    UNSUPPORTED,
+    HeadFiles,
+    LlamaFormat,
+    Raw,
+    check_layer,
+    flat,
+    inner_object,
+    layer_window,
+)
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
@@ -80,8 +89,12 @@ class Eagle3Format(LlamaFormat):
         drafted = take_vocabulary(files, llama)
         biases: dict[str, Any] = files.take_biases()
         del biases["fc_bias"]
-        qk_norm, longest = "layer.self_attn.q_norm.weight" in tensors, files.longest_text(llama)
-        llama = dataclasses.replace(llama, num_layers=1, max_position=longest, qk_norm=qk_norm, **biases)
+        window = layer_window(raw, 1)
+        if row.name == "sglang" and window:
+            flag = f"--speculative-draft-window-size {window - 1}"
+            files.notes.append(f"SGLang reads no window from the files: without {flag} the head attends to all tokens")
+        own = {"qk_norm": "layer.self_attn.q_norm.weight" in tensors, "max_position": files.longest_text(llama)}
+        llama = dataclasses.replace(llama, num_layers=1, sliding_window=window, **own, **biases)
         return Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
 
     def aux_layers(self, files: HeadFiles, size: int) -> tuple[int, ...]:

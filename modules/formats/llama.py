@@ -35,6 +35,7 @@ from draftsmith.modules.layers import (
     RotarySettings,
     config_object,
     llama_sizes,
+    positive,
     rope_attention_scale,
     rope_frequencies,
     rope_number,
@@ -56,6 +57,7 @@ PLAIN_VALUES: dict[str, Any] = {
 # Fields that change a distribution and not its first choice.
 OF_LOGITS = ("output_multiplier", "final_logit_softcapping", "logits_scaling", "lm_head_multiplier")
 BLOCK_KINDS = ("dflash", "dspark")
+VLLM_READS = ("vllm", "speculators")  # formats
 UNSUPPORTED = "Such heads are not supported."
 AGAIN = "Train it again: heads trained from now on have none."
 # Field of `Biases` -> its tensors.
@@ -247,8 +249,8 @@ class HeadFiles:
             if raw.get(name) not in (None, plain) and not (is_block and name == "is_causal"):
                 expected = "nothing" if plain is None else f"{plain} or nothing"
                 raise InputError(f"config.json, {name}", raw[name], expected, UNSUPPORTED)
-        if not is_block and "sliding_attention" in (raw.get("layer_types") or []):
-            raise InputError("config.json, layer_types", "sliding_attention", "full_attention", UNSUPPORTED)
+        if self.row.kind == "eagle" and (window := layer_window(raw, llama.num_layers)):
+            raise InputError("config.json, sliding_window", window, "layers without a window", UNSUPPORTED)
         vocab = llama.vocab_size if target is None else target.text.get("vocab_size", llama.vocab_size)
         for name in vocabularies:
             if raw.get(name) not in (None, vocab):
@@ -386,6 +388,8 @@ class LlamaFormat(HeadFormat):
             check_tensors(head_class(self.kind)(config), files.tensors, self.disk_name)
         if target is not None and target.scale != 1:
             files.tensors = self.scaled(files.tensors, 1 / target.scale)
+        if target is not None and target.window and not config.llama.sliding_window and self.name in VLLM_READS:
+            files.notes.append(f"vLLM gives the head the target's window of {target.window} tokens")
         if target is not None and target.left_out and self.kind != "eagle3":
             files.notes.append(f"{self.system} drafts from logits without the target's {target.left_out}")
         # A setting that this system does not compute with.
@@ -410,6 +414,21 @@ def inner_object(raw: Raw, name: str) -> Raw:
 def flat(config: Raw) -> dict[str, Any]:
     """Return a `config.json` with the layer's fields at the top; speculators keep them inside an object."""
     return {**inner_object(config, "transformer_layer_config"), **config}
+
+
+def layer_window(raw: Raw, num_layers: int) -> int | None:
+    """Return the sliding window of all layers: most keys that a token attends to, itself included; None without one.
+
+    Raises:
+        InputError: layers differ, or have a window of no size.
+    """
+    types = raw.get("layer_types") or ["full_attention"]
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise InputError("config.json, layer_types", repr(types)[:80], "a list of names", "Correct config.json.")
+    kinds = set(types[:num_layers])
+    if len(kinds) > 1 or raw.get("use_swa"):
+        raise InputError("config.json, layer_types", ", ".join(sorted(kinds)), "layers of one kind", UNSUPPORTED)
+    return positive(raw, "sliding_window", 0) if kinds == {"sliding_attention"} else None
 
 
 def safeailab_rope(raw: Raw) -> RotarySettings:
@@ -481,8 +500,19 @@ def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         **({PARTIAL: scaling.partial_rotary_factor} if PARTIAL in new else {}),
         "pretraining_tp": 1,
         "tie_word_embeddings": False,
+        **({} if llama.sliding_window is None else window_fields(llama)),
         "torch_dtype": name,
         "dtype": name,
+    }
+
+
+def window_fields(llama: LlamaConfig) -> dict[str, Any]:
+    """Return the fields by which vLLM and speculators read a sliding window, as transformers' configs have them."""
+    kind = "full_attention" if llama.sliding_window is None else "sliding_attention"
+    return {
+        "layer_types": [kind] * llama.num_layers,
+        "use_sliding_window": llama.sliding_window is not None,
+        "sliding_window": llama.sliding_window,
     }
 
 

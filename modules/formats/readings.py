@@ -23,6 +23,7 @@ from draftsmith.modules.formats.llama import frequencies
 from draftsmith.modules.layers import BASE, ROPE_KINDS, RopeScaling, RotarySettings
 
 BIASES = {"fc": r"fc\.bias", "q, k and v": r".*\.[qkv]_proj\.bias", "o": r".*\.o_proj\.bias"}
+USUAL_WINDOW = 2048  # speculators' default
 SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3 heads; no tensor shows them
 ROTATED = re.compile(r".*\.[qk]_proj\.(weight|bias)")
 NORMS = re.compile(r".*\.[qk]_norm\.weight")
@@ -57,15 +58,15 @@ def readings(
         return
     yield from other_rotary(config, state, target_rope)
     yield from other_weights(config, state)
+    yield from other_windows(config, state)
     if isinstance(config, BlockConfig):
         if config.block_size > 1:
             other: Layout = "fill-in" if config.layout == "anchor-first" else "anchor-first"
             label = f"layout {other} in place of {config.layout}"
             yield Reading("layout", label, dataclasses.replace(config, layout=other), state)
         if config.llama.sliding_window is None:
-            # Within a window that is longer than any text slots see no later ones.
-            causal = dataclasses.replace(config.llama, sliding_window=config.max_position + config.block_size)
-            yield Reading("causality", "slots that see no later ones", dataclasses.replace(config, llama=causal), state)
+            causal = with_window(config, config.max_position + config.block_size)
+            yield Reading("causality", "slots that see no later ones", causal, state)
         for token in masks:
             if token != config.mask_token:
                 changed = dataclasses.replace(config, mask_token=token)
@@ -117,6 +118,23 @@ def other_rotary(config: Any, state: Mapping[str, Tensor], target_rope: RotarySe
             yield Reading("rotary", label, dataclasses.replace(config, llama=other), state)
 
 
+def other_windows(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]:
+    """Yield readings without the window, and of a head without one with that of speculators."""
+    own, none = config.llama.sliding_window, f"no window in place of {config.llama.sliding_window} tokens"
+    if own is None and config.windowed and config.max_position > USUAL_WINDOW:
+        yield Reading("window", f"a window of {USUAL_WINDOW} tokens", with_window(config, USUAL_WINDOW), state)
+    if own is not None:
+        yield Reading("window", none, with_window(config, None), state)
+    if own is not None and isinstance(config, BlockConfig):
+        causal = with_window(config, config.max_position + config.block_size)
+        yield Reading("window", f"{none}, and causal blocks", causal, state)
+
+
+def with_window(config: Any, window: int | None) -> Any:
+    """Return the config with another window. Of a block, one longer than any text leaves its causality."""
+    return dataclasses.replace(config, llama=dataclasses.replace(config.llama, sliding_window=window))
+
+
 def other_weights(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]:
     """Yield readings of the weights as another convention stores them."""
     # Weights that read an embedding and a state side by side.
@@ -136,8 +154,18 @@ def other_weights(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]
             yield Reading("weights", label, config, {**state, **other})
 
 
-def engine_readings(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]:
-    """Yield readings that an engine may have and no file means: parts of the head that it leaves out, and the like."""
+def engine_readings(config: Any, state: Mapping[str, Tensor], target_window: int | None = None) -> Iterator[Reading]:
+    """Yield readings that an engine may have and no file means: parts of the head that it leaves out, and the like.
+
+    target_window: the sliding window of a target whose layers all have one, which vLLM gives heads without one.
+    """
+    if (own := getattr(config, "llama", None) and config.llama.sliding_window) is not None:
+        for window in (own - 1, own + 1):  # as a server counts that leaves the token out, or counts it twice
+            label = f"a window of {window} tokens in place of {own}"
+            yield Reading("window", label, with_window(config, max(1, window)), state)
+    elif target_window and getattr(config, "windowed", False):
+        label = f"the target's window of {target_window} tokens"
+        yield Reading("window", label, with_window(config, target_window), state)
     for name, pattern in BIASES.items():
         zeros = {key: torch.zeros_like(state[key]) for key in state if re.fullmatch(pattern, key)}
         if any(bool(state[key].any()) for key in zeros):

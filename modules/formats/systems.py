@@ -48,6 +48,7 @@ from draftsmith.modules.formats.llama import (
     llama_fields,
     max_positions,
     safeailab_rope,
+    window_fields,
 )
 from draftsmith.modules.layers import PARTIAL, config_object, rope_attention_scale, rope_settings
 from draftsmith.modules.types import InputError
@@ -120,6 +121,7 @@ def safeailab_refused(system: System, config: Any, target: TargetFacts | None) -
         yield "rope_scaling", found, f"a factor over 1 on base 10000: {rule}", OTHERS_SGLANG
     if system.kind == "eagle":
         return
+    yield from no_window(system, config, target)
     for name in Flags._fields:
         if getattr(config, name):
             yield name, True, f"false: {system.system} ignores it and says nothing", OTHERS_VLLM
@@ -130,6 +132,12 @@ def safeailab_refused(system: System, config: Any, target: TargetFacts | None) -
     usual_layers = None if target is None else default_layers(target)
     if usual_layers not in (None, config.aux_layers):
         yield "layers", list(config.aux_layers), f"{list(usual_layers or ())}, {always} of this target", OTHERS_VLLM
+
+
+def no_window(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
+    if config.llama.sliding_window is not None:
+        expected = f"none: {system.system} ignores it, and the head attends to the whole text"
+        yield "sliding_window", config.llama.sliding_window, expected, OTHERS_SGLANG
 
 
 def whole_rotation(system: System, config: Any, target: TargetFacts | None) -> Iterator[Refusal]:
@@ -161,6 +169,7 @@ def sglang_eagle3_refused(system: System, config: Eagle3Config, target: TargetFa
 
 
 def llamacpp_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
+    yield from no_window(system, config, target)
     remedy = "Train the head with --version 3 and default layers."
     if config.fc_norm:
         yield "fc_norm", True, "no norms of the target's states: llama.cpp has no EAGLE-3.1", remedy
@@ -336,15 +345,11 @@ def eagle3_fields(
 
 def qwen3_fields(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of transformers' Qwen3Config."""
-    window = config.llama.sliding_window
-    kind = "full_attention" if window is None else "sliding_attention"
     own = {
         "model_type": "qwen3",
         "attention_bias": False,
-        "layer_types": [kind] * config.llama.num_layers,
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": 0 if window is not None else config.llama.num_layers,
+        **window_fields(config.llama),
+        "max_window_layers": config.llama.num_layers if config.llama.sliding_window is None else 0,
     }
     fields = {**llama_fields(config.llama, dtype), **own}
     del fields["pretraining_tp"]
@@ -484,6 +489,9 @@ def vllm_command(method: str, served: Served) -> str:
 def sglang_command(kind: str, served: Served) -> str:
     # A chain; the target's own token counts among those that it verifies.
     chain = f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1" if "eagle" in kind else ""
+    if kind == "eagle3" and served.window:
+        # Of tokens before the one that attends (radix attention's window_left).
+        chain += f" --speculative-draft-window-size {served.window - 1}"
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(served.model)}"
         f" --speculative-algorithm {kind.upper()} --speculative-draft-model-path {shlex.quote(served.directory)}"

@@ -9,6 +9,7 @@ from foreign_heads import (
     DEFAULT,
     EAGLE3,
     IDS,
+    LAYERS,
     LINEAR,
     LLAMA3,
     PART,
@@ -27,6 +28,7 @@ from oracles.heads import PlainEagle3
 
 from draftsmith.modules.formats.base import ImportedHead, Package
 from draftsmith.modules.formats.foreign import ForeignHead, detect
+from draftsmith.modules.formats.llama import flat
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.types import InputError
 
@@ -42,6 +44,7 @@ HELD = {
     "linear rope": ({"llama_config": llama(rope_scaling=LINEAR, rope_theta=10000.0)}, tuple(EAGLE3)),
     "yarn rope": ({"llama_config": llama(head_dim=8, rope_scaling=YARN)}, ("vllm", "sglang", "speculators")),
     "half a head, scaled": ({"llama_config": llama(head_dim=8, rope_scaling=PART)}, ("vllm",)),
+    "window": ({"llama_config": llama(sliding_window=4)}, ("vllm", "sglang", "speculators")),
     "wide heads": ({"llama_config": llama(head_dim=8)}, ("vllm", "sglang", "speculators")),
 }
 CASES = [(case, name) for case, (_, names) in HELD.items() for name in names]
@@ -94,6 +97,34 @@ def test_layers_are_numbered_as_each_system_does_and_left_out_if_they_are_its_de
         EAGLE3["eagle"].write(head.config, stored_tensors(head), torch.float32, other)
 
 
+def test_a_window_is_read_where_each_server_has_it():
+    """vLLM's models/llama.py and speculators' eagle3/core.py by the type of the layer; SGLang's llama_eagle3.py by a
+    flag, of the tokens before the one that attends."""
+    window = {"llama_config": llama(sliding_window=4)}
+    fields = {"layer_types": ["sliding_attention"], "sliding_window": 4}
+    for name in ("vllm", "speculators"):
+        package = written(name, **window)
+        layer = package.config.get("transformer_layer_config", package.config)
+        assert {key: layer[key] for key in fields} == fields
+        assert not {"layer_types", "sliding_window"} & flat(written(name).config).keys()
+        # A window that no layer has is none.
+        idle = changed(package, {"layer_types": ["full_attention"]})
+        assert EAGLE3[name].read(idle, TARGET).config.llama.sliding_window is None
+    (note,) = EAGLE3["sglang"].read(written("sglang", **window), TARGET).notes
+    assert note.endswith("without --speculative-draft-window-size 3 the head attends to all tokens")
+    assert where(EAGLE3["eagle"].read(changed(written("eagle"), fields), TARGET)) == ["sliding_window"]
+    # speculators train with one by default since 0.8.
+    published = changed(written("vllm"), {**fields, "sliding_window": 2048, "use_sliding_window": True})
+    assert EAGLE3["vllm"].read(published, TARGET).config.llama.sliding_window == 2048
+    # A target whose layers all have one lends it to a head without (vLLM's attention.py).
+    mistral = facts(num_hidden_layers=LAYERS, model_type="mistral", sliding_window=32)
+    assert (
+        EAGLE3["vllm"].read(written("vllm"), mistral).notes[-1]
+        == "vLLM gives the head the target's window of 32 tokens"
+    )
+    assert not EAGLE3["vllm"].read(written("vllm", **window), mistral).notes
+
+
 def test_the_tables_of_a_draft_vocabulary():
     for name in EAGLE3:
         tensors = written(name).tensors
@@ -114,6 +145,7 @@ REFUSED = [
     ({"llama_config": llama(rope_scaling=LLAMA3)}, "rope_scaling: found llama3", ("eagle",)),
     ({"llama_config": llama(head_dim=8)}, "head_dim: found 8", ("eagle",)),
     ({"llama_config": llama(qkv_bias=True)}, "qkv_bias: found True", tuple(EAGLE3)),
+    ({"llama_config": llama(sliding_window=4)}, "sliding_window: found 4, expected none: SafeAILab", ("eagle",)),
 ]  # fmt: skip
 
 

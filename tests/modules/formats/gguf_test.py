@@ -70,6 +70,7 @@ def test_rotary_pairs_are_neighbors():
         ({"norm_output": True}, "norm_output: found True.*--version 3"),
         ({"aux_layers": (1, 4)}, r"layers: found \[1, 4\], expected 3 layers"),
         ({"llama_config": llama(qkv_bias=True)}, "qkv_bias"),
+        ({"llama_config": llama(sliding_window=4)}, "sliding_window: found 4, expected none: llama.cpp ignores it"),
     ],
 )
 def test_a_head_that_llamacpp_cannot_serve_is_refused(settings, words):

@@ -53,3 +53,17 @@ def test_every_reading_is_a_head_and_says_what_differs():
     again = {one.label: one for one in readings(twice.config, twice.state, LAYERS)}
     back = again["the rotary pairs of q and k as if not converted from interleaved"].state
     assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_a_window_may_be_left_out_counted_otherwise_or_lent():
+    windowed = random_eagle3(llama(sliding_window=4), norm_output=True)
+    state = stored_tensors(windowed)
+    lost = next(one for one in readings(windowed.config, state, LAYERS) if one.factor == "window")
+    assert lost.label == "no window in place of 4 tokens" and lost.config.llama == llama()
+    others = [one for one in engine_readings(windowed.config, state, 32) if one.factor == "window"]
+    assert [one.config.llama.sliding_window for one in others] == [3, 5]
+    plain = random_eagle3()
+    lent = next(engine_readings(plain.config, stored_tensors(plain), 32))
+    assert lent.label == "the target's window of 32 tokens" and lent.config.llama.sliding_window == 32
+    long = random_eagle3(llama(max_position=4096))
+    assert "a window of 2048 tokens" in [one.label for one in readings(long.config, stored_tensors(long), LAYERS)]

@@ -47,6 +47,14 @@ def test_vllm_takes_the_kind_of_a_head_for_its_method(name, kind):
     assert json.loads(options) == {"method": kind, "model": HEAD, "num_speculative_tokens": 4}
 
 
+def test_sglangs_command_has_the_window_of_an_eagle3_head():
+    """It counts the tokens before the one that attends. Block drafters have theirs in the files."""
+    served = Served(MODEL, HEAD, 4, window=256)
+    assert "--speculative-draft-window-size 255 " in formats()["sglang", "eagle3"].serve(served)
+    for name, kind in (("sglang", "dflash"), ("vllm", "eagle3")):
+        assert "window" not in formats()[name, kind].serve(served)
+
+
 def test_vllm_reads_states_of_other_families_by_the_transformers_backend():
     eagle3, eagle = formats()["vllm", "eagle3"], formats()["vllm", "eagle"]
     assert "--model-impl transformers --spec" in eagle3.serve(Served(MODEL, HEAD, 4, family="gemma3"))
