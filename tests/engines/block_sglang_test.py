@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from sglang_code import load_draft, start  # isort: skip (before SGLang)
 from exported import Exported, assert_close, cases, read
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
@@ -24,11 +25,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> ServerArgs:
 
 
 class BlockAttention(nn.Module):
-    """One block behind a context, all of which its slots see, in place of the server's attention and cache."""
+    """One block behind a context, in place of the server's attention and cache. Its slots see all of both, or the
+    tokens of a window before them."""
 
     def __init__(self, attention: nn.Module):
         super().__init__()
         self.heads, self.kv_heads = attention.num_heads, attention.num_kv_heads
+        self.left, self.causal = attention.sliding_window_size, attention.attn_type == AttentionType.DECODER
         self.context: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
@@ -37,7 +40,11 @@ class BlockAttention(nn.Module):
             x.reshape(len(x), heads, -1).transpose(0, 1)[None]
             for x, heads in ((query, self.heads), (key, self.kv_heads), (value, self.kv_heads))
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        place = torch.arange(len(key))
+        own = place[-len(query) :, None]
+        seen = (place <= own) | (not self.causal)
+        seen = seen if self.left < 0 else seen & (own - place <= self.left)
+        mixed = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         return mixed[0].transpose(0, 1).reshape(len(query), -1)
 
 

@@ -130,6 +130,8 @@ EAGLE3 = {
     "norm_before_residual": Defect({"norm_before_residual": True}, case="reduced"),
     "norm_before_residual-unsaid": Defect({"norm_before_residual": ...}, case="residual"),
     "norm_output": Defect({"norm_output": True}, case="reduced"),
+    "no-window": Defect({"layer_types": ...}, case="window"),
+    "a-window": Defect({"layer_types": ["sliding_attention"], "sliding_window": 12}, case="reduced"),
     "rope-of-the-target": Defect({"rope_theta": 10000.0, "rope_parameters": ..., "rope_scaling": ...}, case="theta"),
 }
 DEFECTS: dict[str, dict[str, Defect]] = {"eagle": EAGLE, "eagle3": EAGLE3, "dflash": {}, "dspark": {}}

@@ -56,6 +56,7 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 LENGTH, PASSES = 48, 3
+WINDOW = 12
 SPREAD = 0.1  # of random weights: far from any initial value
 
 
@@ -65,7 +66,7 @@ class Case:
 
     target: arguments of `tiny_llama_dir`. num_layers: of an EAGLE-1 head. shape: fields of `Eagle3Config`, of a target
     of eight layers, whose default is 2, 4 and 5, or of `BlockConfig`. rope_theta: of an EAGLE-3 head; the target has
-    10000. rope: the head's scaling; the target has none.
+    10000. rope: the head's scaling; the target has none. window: the head's sliding window.
     """
 
     formats: tuple[str, ...]
@@ -74,9 +75,10 @@ class Case:
     shape: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
     rope: RopeScaling | None = None
+    window: int | None = None
 
     def layers(self, like: LlamaConfig) -> LlamaConfig:
-        return like if self.rope is None else dataclasses.replace(like, rope_scaling=self.rope)
+        return dataclasses.replace(like, rope_scaling=self.rope or like.rope_scaling, sliding_window=self.window)
 
 
 LLAMA3_ROPE = {
@@ -109,13 +111,18 @@ CASES = {
         "gpt-oss": Case(ALL[1:], rope=GPT_OSS),
         "deepseek": Case(ALL[1:], rope=DEEPSEEK),
         "part": Case(("vllm",), rope=PART),
+        "window": Case(ALL[1:], shape={"draft_vocab_size": 100}, window=WINDOW),
     },
-    "dflash": {"block": Case(ALL[1:], shape={"layout": "fill-in"})},
+    "dflash": {
+        "block": Case(ALL[1:], shape={"layout": "fill-in"}),
+        "window": Case(ALL[1:], shape={"layout": "fill-in"}, window=WINDOW),
+    },
     "dspark": {
         "vanilla": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True}),
         "filling": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True, "layout": "fill-in"}),
         "gpt-oss": Case(ALL[1:], shape={"markov_rank": 6}, rope=GPT_OSS),
         "part": Case(("vllm", "sglang"), shape={"markov_rank": 6}, rope=PART),
+        "window": Case(ALL[1:], shape={"markov_rank": 6}, window=WINDOW),
         "gated": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "gated"}),
         "rnn": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "rnn", "confidence": True}),
     },

@@ -3,6 +3,9 @@ the target's layers it captures. Run by `make test-engines`."""
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,6 +28,7 @@ from exported import (
     whole,
 )
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.models import llama_eagle3
 from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
@@ -74,8 +78,14 @@ def draft_on(args: ServerArgs, target: nn.Module, draft: nn.Module, exported: Ex
 
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
-def test_an_export_is_loaded_whole_and_gives_our_logits(case: str, server: ServerArgs, targets: dict[str, nn.Module]):
+def test_an_export_is_loaded_whole_and_gives_our_logits(
+    case: str, server: ServerArgs, targets: dict[str, nn.Module], monkeypatch: pytest.MonkeyPatch
+):
     exported = read("eagle3", case, "sglang")
+    # The flag of the printed command, which it counts in tokens before the one that attends.
+    window = json.loads((exported.directory / "config.json").read_text()).get("sliding_window")
+    flag = SimpleNamespace(speculative_draft_window_size=window and window - 1)
+    monkeypatch.setattr(llama_eagle3, "get_spec", lambda: flag)
     draft = load_draft(server, exported)[0]
     loaded = dict(draft.named_parameters())
     assert loaded.pop("model.embed_tokens.weight").isnan().all()  # the target's takes its place
@@ -94,7 +104,7 @@ def compute(server: ServerArgs, exported: Exported, target: nn.Module) -> Tensor
 
 
 # Other heads elsewhere: it ignores the field.
-HARMLESS = {"norm_before_residual", "ids-by-the-other-count"}
+HARMLESS = {"norm_before_residual", "ids-by-the-other-count", "a-window"}
 
 
 @pytest.mark.parametrize("defect", asked("eagle3", "sglang"))

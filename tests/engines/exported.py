@@ -189,11 +189,14 @@ def whole(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
 
 class CausalAttention(nn.Module):
     """One sequence without a cache, in place of an engine's compiled attention: q, k, v [T, heads * D] in, the heads'
-    outputs out. Projections, biases, rotation and scale are the engine's."""
+    outputs out. Projections, biases, rotation, scale and window are the engine's.
 
-    def __init__(self, heads: int, kv_heads: int, scale: float):
+    left: tokens before its own that each attends to; None: all.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, scale: float, left: int | None):
         super().__init__()
-        self.heads, self.kv_heads, self.scale = heads, kv_heads, scale
+        self.heads, self.kv_heads, self.scale, self.left = heads, kv_heads, scale, left
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         rows = len(query)
@@ -201,7 +204,8 @@ class CausalAttention(nn.Module):
             x.reshape(rows, heads, -1).transpose(0, 1)
             for x, heads in ((query, self.heads), (key, self.kv_heads), (value, self.kv_heads))
         )
+        seen = torch.ones(rows, rows, dtype=torch.bool).tril().triu(-rows if self.left is None else -self.left)
         mixed = F.scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=self.scale, enable_gqa=True
+            query[None], key[None], value[None], seen, scale=self.scale, enable_gqa=True
         )
         return mixed[0].transpose(0, 1).reshape(rows, -1)

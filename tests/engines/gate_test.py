@@ -60,9 +60,10 @@ def edited(export: str, to: Path, config: dict[str, Any]) -> Path:
     return to
 
 
-@pytest.mark.parametrize(
-    "export", ["eagle/vllm", "taught/vllm", "reduced/speculators", "dflash/vllm", "dflash/speculators"]
-)
+EXPORTS = ["eagle/vllm", "taught/vllm", "reduced/speculators", "dflash/vllm", "dflash/speculators", "window/vllm"]
+
+
+@pytest.mark.parametrize("export", [*EXPORTS, "dflash-window/vllm"])
 def test_an_export_is_served_as_it_drafts_here(gate, export: str):
     code, shown = gate(SERVED / export, head=SERVED / export / "../head")
     assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown
@@ -76,6 +77,19 @@ def test_wrong_layers_of_a_block_drafter_are_named(gate, tmp_path: Path):
     directory = edited("dflash/vllm", tmp_path / "layers", {"dflash_config": late})
     code, shown = gate(directory, head=SERVED / "dflash/head")
     assert code == 1 and "exactly what our chain gives with layers 3, 5, 7, 9, 11 in place of 2, 4, 6, 8, 10" in shown
+
+
+@pytest.mark.parametrize(
+    ("export", "edit", "words"),
+    [
+        ("window", {"layer_types": ["full_attention"]}, "no window in place of 12 tokens"),
+        ("window", {"sliding_window": 11}, "a window of 11 tokens in place of 12"),
+        ("dflash-window", {"layer_types": ["full_attention"]}, "no window in place of 12 tokens"),
+    ],
+)
+def test_another_window_is_named(gate, tmp_path: Path, export: str, edit: dict[str, Any], words: str):
+    code, shown = gate(edited(f"{export}/vllm", tmp_path / "other", edit), head=SERVED / export / "head")
+    assert code == 1 and re.search(rf"exactly what our chain gives with .*{words}", shown)
 
 
 def test_dspark_is_not_served_without_triton():

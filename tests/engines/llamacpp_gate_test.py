@@ -70,7 +70,10 @@ def edited(to: Path, edit: Edit, case: str = "three") -> Path:
     return to
 
 
-@pytest.mark.parametrize("case", ["three", "whole", "dflash", "dspark", "filling"])
+CASES = ["three", "whole", "dflash", "dspark", "filling", "dflash-window", "dspark-window"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_an_export_is_served_as_it_drafts_here(gate, case: str):
     code, shown = gate(SERVED / case / "llamacpp", head=SERVED / case / "head")
     assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown

@@ -14,6 +14,7 @@ rounds.K
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -50,7 +51,8 @@ class Case:
     """shape: fields of `Eagle3Config` that are not the default; None is an EAGLE-1 head. rope_theta: of the head.
     fc_bias: as of `quick_eagle_head`; no export holds such a head: `gate_test.py` writes its directory.
     first: learns the answers to the first so many held-out prompts, which `gate_test.py` asks, in place of TAUGHT.
-    block: kind of a block drafter, whose training takes `shape` as options."""
+    block: kind of a block drafter, whose training takes `shape` as options. window: sliding window of the head, several
+    times shorter than the prompts."""
 
     formats: tuple[str, ...]
     shape: dict[str, Any] | None = field(default_factory=dict)
@@ -59,6 +61,7 @@ class Case:
     fc_bias: float = 0.0
     first: int = 0
     block: str = ""
+    window: int | None = None
 
     @property
     def kind(self) -> str:
@@ -79,6 +82,9 @@ CASES = {
     "dflash": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash"),
     "dspark": Case(("llamacpp", "vllm"), first=4, block="dspark"),
     "filling": Case(("llamacpp",), {"layout": "fill-in"}, first=4, block="dspark"),
+    "window": Case(("vllm", "speculators"), draft_vocab=512, first=4, window=12),
+    "dflash-window": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash", window=12),
+    "dspark-window": Case(("llamacpp",), first=4, block="dspark", window=12),
 }
 
 
@@ -91,10 +97,11 @@ def answers(target: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def trained(target: Any, case: Case, rows: Sequence[Sequence[int]]) -> Any:
     if case.block:
-        return quick_block_head(target, rows, BLOCK_STEPS, case.block, block=5, anchors=256, **(case.shape or {}))
+        options = {"block": 5, "anchors": 256, "window": case.window, **(case.shape or {})}
+        return quick_block_head(target, rows, BLOCK_STEPS, case.block, **options)
     if case.shape is None:
         return quick_eagle_head(target, rows, STEPS, fc_bias=case.fc_bias)
-    llama = layer_like(target.config, case.rope_theta)
+    llama = dataclasses.replace(layer_like(target.config, case.rope_theta), sliding_window=case.window)
     return quick_eagle3_head(target, rows, STEPS, case.draft_vocab, PASSES, llama=llama, **case.shape)
 
 

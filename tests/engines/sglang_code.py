@@ -61,7 +61,9 @@ def load(
         loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
     for layer in getattr(model, "model", model).layers:
         attention = layer.self_attn
-        attention.attn = CausalAttention(attention.num_heads, attention.num_kv_heads, attention.scaling)
+        left = attention.attn.sliding_window_size
+        left = None if left is None or left < 0 else left
+        attention.attn = CausalAttention(attention.num_heads, attention.num_kv_heads, attention.scaling, left)
     for module in model.modules():
         if isinstance(module, BaseFusedOp):
             module._forward_method = module.forward_native

@@ -57,7 +57,9 @@ def load(config: VllmConfig, draft: bool) -> tuple[nn.Module, dict[str, Tensor]]
         process_weights_after_loading(model, model_config, torch.device("cpu"))
     for layer in model.model.layers:
         attention = layer.self_attn
-        attention.attn = CausalAttention(attention.num_heads, attention.num_kv_heads, attention.scaling)
+        # Itself included (FlashAttentionImpl passes one less).
+        left = None if attention.attn.sliding_window is None else attention.attn.sliding_window - 1
+        attention.attn = CausalAttention(attention.num_heads, attention.num_kv_heads, attention.scaling, left)
     return model.eval(), started
 
 

@@ -33,7 +33,7 @@ DIRECTORIES = sorted(
     f"{path.parent.name}/{path.name}"
     for kind in ("vllm", "speculators")
     for path in SERVED.glob(f"*/{kind}")
-    if path.parent.name != "dspark"
+    if not path.parent.name.startswith("dspark")
 )
 NEW_TOKENS = 96
 COUNTERS = ("num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos")
@@ -42,7 +42,7 @@ COUNTERS = ("num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 @contextmanager
 def served(directory: Path, length: int, rows: int = 1, **more: Any) -> Iterator[LLM]:
     """The engine with that head, `rows` requests at a time. more: of its speculative config."""
-    method = {"eagle": "eagle", "dflash": "dflash"}.get(directory.parent.name, "eagle3")
+    method = {"eagle": "eagle", "dflash": "dflash"}.get(directory.parent.name.split("-")[0], "eagle3")
     llm = LLM(
         model=str(SERVED / "target"),
         dtype="float32",
