@@ -194,6 +194,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
     if config.init != "random" and not drafter.saved_as_model:
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
         assert isinstance(head, DraftHead)
+        head.config = head_shape
         head.update_from_target(weights)
     else:
         with torch.random.fork_rng(devices=[]):
@@ -220,6 +221,11 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
         shape = dataclasses.replace(shape, vocab_size=target.vocab_size)
         return config.drafter.new_config(dataclasses.replace(options, keep_layers=kept), shape)
     found = starting_settings(config.init, config.kind, target.hidden_size, target.vocab_size)
+    window = getattr(config, "window", None)
+    if window is not None:
+        # No weight depends on it.
+        llama = dataclasses.replace(found.llama, sliding_window=window or None)
+        found = dataclasses.replace(found, llama=llama)
     config.drafter.check_init(config, found, target)
     return found
 
