@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftsmith.modules.types import InputError, check_ranges
+from draftsmith.modules.types import InputError, check_range, check_ranges
 
 if TYPE_CHECKING:
     from draftsmith.modules.drafters.base import TrainStep
@@ -20,6 +20,14 @@ Mask = Literal["input", "previous"]
 Normalizer = Literal["sequence", "tokens", "padded"]
 Layout = Literal["anchor-first", "fill-in"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
+
+
+def check_window(window: int | None, drafted: int | None) -> None:
+    """Raise InputError unless a window, if there is one, is longer than drafts of so many tokens."""
+    check_range("window", window, 0)
+    if window and window <= (drafted or 0):
+        expected = f"0 for none, or more than the {drafted} tokens of a draft"
+        raise InputError("window", window, expected, "Pass --window 2048, or as long as the texts to train on.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +144,7 @@ class Eagle3Settings:
     def __post_init__(self) -> None:
         check_ranges(self, ttt_steps=1, ttt_steps_after=(0.0, 1.0, "[)"), ttt_step_decay=(0.0, 1.0, "(]"))
         check_ranges(self, draft_vocab=0, rope_theta=(0.0, math.inf, "()"))
+        check_window(self.window, self.ttt_steps)
 
     def num_ttt_steps(self, step: TrainStep | None) -> int:
         """Return the passes that a training step learns from; validation measures all."""
@@ -297,6 +306,7 @@ class BlockSettings:
     def __post_init__(self) -> None:
         check_ranges(self, block=1 + self.vary_block, anchors=1, markov_rank=0, loss_vocab=0, num_layers=1)
         check_ranges(self, confidence_weight=0.0, decay=(0.0, math.inf, "()"))
+        check_window(self.window, self.block)
         if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
             weights = f"{self.ce_weight}, {self.l1_weight}"
             raise InputError("ce_weight, l1_weight", weights, "not negative, not both 0", "Change them.")

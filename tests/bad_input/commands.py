@@ -59,6 +59,8 @@ ROWS = [
     Row("train hydra: no such loss", f"train hydra --data {{features}} {TARGET}{OUT}--loss mean", ("loss", "mean")),
     Row("train draft: a layer that is not there", f"train draft --data {{features}} {TARGET}{OUT}--keep-layers 0,99",
         ("keep_layers", "0 99", "from 0 to")),
+    Row("train eagle3: a window that hides the draft's own tokens",
+        f"train eagle3 --data {{features}} {TARGET}{OUT}--window 7", ("window", "more than the 7 tokens of a draft")),
     Row("train dspark: a block of no tokens", f"train dspark --data {{features}} {TARGET}{OUT}--block 0", ("block",)),
     Row("train dflash: no such layout", f"train dflash --data {{features}} {TARGET}{OUT}--layout last", ("last",)),
     Row("train eagle: a plan for no target", "train eagle --plan --data x --output y --target ./nosuch", ("./nosuch",)),

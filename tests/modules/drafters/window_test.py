@@ -28,10 +28,10 @@ PATHS = [[0], [1], [0, 0], [0, 1], [0, 0, 1]]
 PROMPTS = [[5, 9, 30], list(range(40, 61)), [8] * 7]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> LlamaLM:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request, tmp_path_factory) -> LlamaLM:
     lm: Any = load_lm(str(tiny_llama_dir(tmp_path_factory.mktemp("target"), layers=8, vocab=VOCAB)))
-    return LlamaLM(lm.model.double(), lm.info)
+    return LlamaLM(lm.model.double().to(request.param), lm.info)
 
 
 @pytest.fixture(params=["eagle3", "dspark"])
@@ -70,7 +70,7 @@ def test_rounds_far_behind_a_window_are_those_of_the_whole_text(head, target, sh
     oracle, seen = BranchDrafter(head.net(target), SLOTS), 0
     for number, (prompt, answer) in enumerate(zip(prompts, done, strict=True)):
         whole, at = [*prompt, *answer.tokens], len(prompt)
-        states = target.features(torch.tensor([whole]), aux_layers=head.aux_layers)[0]
+        states = target.features(torch.tensor([whole], device=target.device), aux_layers=head.aux_layers)[0]
         for own in rounds[number]:
             tree = own.tree
             if tree is not None and tree.tokens and at > 2:
