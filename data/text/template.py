@@ -173,21 +173,36 @@ def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set
     """Return the fields beside role and content, tools included, without which the text would be the same."""
     template = tokenizer.get_chat_template(tools=inputs.get("tools"))
     names = {"chat_template_kwargs"} if any(name not in template for name in inputs.get("variables", ())) else set()
-    without: list[tuple[str, Messages, TemplateInputs]] = []
-    for i, message in enumerate(messages):
-        for name in message.keys() - {"role", "content"}:
-            other = {key: value for key, value in message.items() if key != name}
-            without.append((name, [*messages[:i], other, *messages[i + 1 :]], inputs))
-        if len(calls := message.get("tool_calls") or []) > 1:
-            other = {**message, "tool_calls": calls[:-1]}
-            without.append(("tool_calls", [*messages[:i], other, *messages[i + 1 :]], inputs))
-    if "tools" in inputs:
-        without.append(("tools", messages, {**inputs, "tools": None}))
-    for name, fewer, others in without:
+    text = render(tokenizer, messages, inputs)
+
+    def is_same(messages: Messages, inputs: TemplateInputs) -> bool:
         # A template that refuses less than this reads it.
         with contextlib.suppress(RowError):
-            if render(tokenizer, fewer, others) == render(tokenizer, messages, inputs):
+            return render(tokenizer, messages, inputs) == text
+        return False
+
+    for name in {name for message in messages for name in message.keys() - {"role", "content"}}:
+        # Sessions are long: marks in all messages tell by one rendering which of them may be dropped.
+        marked, marks = list(map(dict, messages)), dict[str, tuple[int, int]]()
+        for i, message in enumerate(messages):
+            values = message.get(name, ()) if name == "tool_calls" else [message[name]] if name in message else []
+            new = [f"mark{number:05d}" for number in range(len(marks), len(marks) + len(values))]
+            marks |= {mark: (i, j) for j, mark in enumerate(new)}
+            if name == "tool_calls" and new:
+                marked[i][name] = list(map(marked_call, values, new))
+            elif new:
+                marked[i][name] = new[0]
+        shown = ""
+        with contextlib.suppress(RowError):
+            shown = render(tokenizer, marked, inputs)
+        for i, j in (place for mark, place in marks.items() if mark not in shown):
+            fewer = [call for k, call in enumerate(messages[i][name]) if k != j] if name == "tool_calls" else []
+            other = {key: value for key, value in messages[i].items() if key != name} | ({name: fewer} if fewer else {})
+            if is_same([*messages[:i], other, *messages[i + 1 :]], inputs):
                 names.add(name)
+                break
+    if "tools" in inputs and is_same(messages, {**inputs, "tools": None}):
+        names.add("tools")
     return names
 
 
@@ -279,7 +294,13 @@ def supervised_ids(
     Raises:
         RowError: the template refuses these messages, or no token is left to learn from.
     """
-    text, spans = answer_spans(tokenizer, messages, inputs or {}, not_learned)
+    return masked_ids(tokenizer, inputs or {}, *answer_spans(tokenizer, messages, inputs or {}, not_learned), ends)
+
+
+def masked_ids(
+    tokenizer: Any, inputs: TemplateInputs, text: str, spans: Sequence[tuple[int, int]], ends: Collection[int]
+) -> tuple[list[int], list[bool]]:
+    """Tokenize a text; return ids and a mask that is true on the tokens of its spans; see `supervised_ids`."""
     ids = encode(tokenizer, text)
     cuts = [0, *itertools.chain.from_iterable(spans), len(text)]
     parts = [encode(tokenizer, text[start:end]) for start, end in itertools.pairwise(cuts)]
@@ -288,7 +309,7 @@ def supervised_ids(
     else:
         # A tokenizer joins two parts, or begins each with a blank.
         mask = joined_mask(tokenizer, text, ids, spans)
-    if TAG.search(template_of(tokenizer, inputs or {})) is None:
+    if TAG.search(template_of(tokenizer, inputs)) is None:
         for end in [i for i, (left, right) in enumerate(itertools.pairwise(mask), 1) if left and not right]:
             mask[end] = ids[end] in ends and ids[end - 1] not in ends
     if not any(mask):
@@ -310,7 +331,7 @@ def answered_ids(
     text, spans = answer_spans(tokenizer, messages, inputs, earlier)
     prompt = render(tokenizer, messages[:-1], inputs, add_generation_prompt=True)
     if len(spans) != 1 or text.startswith(prompt) or not text[: spans[0][0]].endswith(prompt[-8:]):
-        return supervised_ids(tokenizer, messages, inputs, earlier, ends)
+        return masked_ids(tokenizer, inputs, text, spans, ends)
     asked, said = encode(tokenizer, prompt), encode(tokenizer, text[slice(*spans[0])])
     return [*asked, *said], [False] * len(asked) + [True] * len(said)
 
@@ -446,12 +467,17 @@ def marked_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     calls = message.get("tool_calls") or []
     # Some templates show the first call only.
     for i, call in reversed(list(enumerate(calls))):
-        if isinstance(function := call.get("function"), Mapping):
-            arguments = function.get("arguments")
-            names = arguments if isinstance(arguments, Mapping) and arguments else [PLACEHOLDER]
-            marked = {**call, "function": {**function, "arguments": dict.fromkeys(names, PLACEHOLDER)}}
-            yield {**message, "tool_calls": [*calls[:i], marked, *calls[i + 1 :]]}
+        yield {**message, "tool_calls": [*calls[:i], marked_call(call, PLACEHOLDER), *calls[i + 1 :]]}
     yield {**message, "content": PLACEHOLDER}
+
+
+def marked_call(call: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
+    """Return a call whose arguments, or the only one if it has none, are a mark."""
+    if not isinstance(function := call.get("function"), Mapping):
+        return call
+    arguments = function.get("arguments")
+    names = arguments if isinstance(arguments, Mapping) and arguments else [mark]
+    return {**call, "function": {**function, "arguments": dict.fromkeys(names, mark)}}
 
 
 def agreement(left: str, right: str) -> tuple[int, str]:
