@@ -147,6 +147,9 @@ def chat_body(row: dict[str, Any]) -> dict[str, Any]:
     if inputs.get("date") not in (None, today := datetime.date.today().isoformat()):
         found, remedy = f"prompts of {inputs['date']}", "Pass --server.dialect vllm, or make the prompts again."
         raise InputError("chat_template", found, f"{today}, which the server's template shows", remedy)
+    # vLLM reads thoughts of earlier turns under another name than SGLang and llama.cpp.
+    for message in messages:
+        message |= {"reasoning": message["reasoning_content"]} if "reasoning_content" in message else {}
     # The protocol has arguments as JSON text.
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         function = call.get("function")

@@ -12,7 +12,8 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})
 # Roles of turns whose text is calls as JSON: LlamaFactory's and ms-swift's.
 CALL_ROLES = ("function_call", "tool_call")
 ANSWER_ROLES = ("assistant", "gpt")
-CONTENT = ("content", "value", "text")
+# SWE-agent's system turns have a system_prompt.
+CONTENT = ("content", "value", "text", "system_prompt")
 # Parts of a turn, and the keys of each that are read.
 PARTS = {
     "text": {"type", "text"},
@@ -126,8 +127,8 @@ def openai_call(call: Any) -> Any:
         call = {"type": "function", **{key: value for key, value in call.items() if key not in function}}
     if not isinstance(function, Mapping):
         return call
-    parsed = {"arguments": parse_json(function["arguments"])} if "arguments" in function else {}
-    return {**call, "function": {**function, **parsed}}
+    # Servers read no arguments as an object without any.
+    return {**call, "function": {**function, "arguments": parse_json(function.get("arguments")) or {}}}
 
 
 def openai_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -295,8 +295,9 @@ WRITTEN = {
         CALLED[0], {"role": "assistant", "tool_calls": [MADE]}, {"role": "tool", "content": "blue"}, END,
     ])},
     "SWE-agent": {"trajectory": [
-        {"role": "user", "text": "Go?"}, {"role": "ai", "text": "", "tool_calls": [MADE]},
-        {"role": "tool", "text": "blue"}, {"role": "ai", "text": "Blue."},
+        {"role": "system", "text": None, "system_prompt": "Be kind."}, {"role": "user", "text": "Go?"},
+        {"role": "ai", "text": "", "tool_calls": [MADE]}, {"role": "tool", "text": "blue"},
+        {"role": "ai", "text": "Blue."},
     ]},
 }  # fmt: skip
 
@@ -305,6 +306,7 @@ WRITTEN = {
 def test_calls_are_read_however_they_are_written(form):
     expected = [dict(message) for message in CALLED]
     expected[1] = {**CALLED[1], "tool_calls": [{key: CALLED[1]["tool_calls"][0][key] for key in ("type", "function")}]}
+    expected = [{"role": "system", "content": "Be kind."}] * (form == "SWE-agent") + expected
     chat = read_chat(WRITTEN[form], {})
     assert chat.messages == expected and not chat.ignored
 
@@ -314,6 +316,11 @@ def test_a_call_behind_a_text_belongs_to_it():
     turns += [{"from": "function_call", "value": json.dumps([MADE, MADE])}, {"from": "observation", "value": "blue"}]
     answer = read_chat({"conversations": turns}, {}).messages[1]
     assert (answer["content"], len(answer["tool_calls"])) == ("I look.", 2)
+    # vLLM and SGLang read a call without arguments as one with an empty object.
+    for empty in ({}, {"arguments": ""}, {"arguments": None}):
+        made = {"role": "assistant", "tool_calls": [{"function": {"name": "sky", **empty}}]}
+        (read,) = read_chat({"messages": [CALLED[0], made]}, {}).messages[1]["tool_calls"]
+        assert read["function"] == {"name": "sky", "arguments": {}}
 
 
 def test_what_a_block_says_beside_its_text_is_counted_and_a_picture_is_refused():

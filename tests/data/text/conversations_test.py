@@ -202,9 +202,10 @@ def test_variables_of_a_row_reach_the_template(make, targets):
 
 
 def test_a_server_that_applies_its_template_gets_what_the_prompt_shows(make):
-    said = [*CALLED, {"role": USER, "content": "Sure?"}]
+    said = [CALLED[0], {**CALLED[1], "thinking": "hm"}, *CALLED[2:], {"role": USER, "content": "Sure?"}]
     (row,), _ = make([{"messages": said, "tools": [TOOL], "chat_template_kwargs": {"mood": "calm"}}], turns="last")
     body = chat_body(row)
+    assert (body["messages"][1]["reasoning"], body["messages"][1]["reasoning_content"]) == ("hm", "hm")
     assert (body["tools"], body["chat_template_kwargs"]) == ([TOOL], {"mood": "calm"})
     assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
     assert [message["content"] for message in body["messages"]] == [message["content"] for message in said]
