@@ -302,6 +302,7 @@ def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
     # One for each kind of layer (Gemma 3): that of the layers that read the whole text.
     rope = config_object(rope, "full_attention") or rope
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = "default" if kind == "mrope" else kind  # the same for text: its positions are alike in all sections
     if not isinstance(kind, str):
         raise InputError("config.json, rope_type", repr(kind)[:80], "a name", "Correct config.json.")
     if missing := [key for key in REQUIRED.get(kind, ()) if rope.get(key) is None]:

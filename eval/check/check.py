@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from draftsmith.data.console import print_table, print_text, table_from_cells
-from draftsmith.eval.check.record import RECORD, against_model, differences, read_record
+from draftsmith.eval.check.record import RECORD, against_model, differences, hashes_of, read_record
 from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
 from draftsmith.eval.diagnose.drafts import (
     COMPARED,
@@ -29,7 +30,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import HeadFormat, Problem, largest
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Problem, largest
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.pretrained.directory import foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
@@ -56,8 +57,12 @@ class Measure:
 
 @dataclass
 class CheckReport:
-    """Result of a check. problems: tensors and settings that differ. notes: what was left out or assumed."""
+    """Result of a check.
 
+    problems: tensors and settings that differ. notes: what was left out or assumed. read: the head; None if it was not.
+    """
+
+    read: ImportedHead | None = None
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
@@ -99,7 +104,7 @@ def run(config: CheckConfig) -> int:
         for other in formats().values():
             if other.kind == format.kind:
                 # Only beside the head itself a forward shows more than names and settings.
-                read = check_head(config.directory, other, source, head, forward=head is not None)
+                read = check_head(config.directory, other, source, head, head is not None, report.read)
                 lines = (report if other is format else read).failures
                 more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
                 verdict = f"another head, or none ({lines[0]}{more})" if lines else "computes this head"
@@ -119,11 +124,16 @@ def original(directory: Path, kind: str, source: StateSource) -> nn.Module:
 
 
 def check_head(
-    directory: Path, format: HeadFormat, source: StateSource, head: nn.Module | None, forward: bool = True
+    directory: Path,
+    format: HeadFormat,
+    source: StateSource,
+    head: nn.Module | None,
+    forward: bool = True,
+    like: ImportedHead | None = None,
 ) -> CheckReport:
     """Read a directory by a system's rules, and compare it with its record and with the head, if there are such.
 
-    forward: run it on real text.
+    forward: run it on real text. like: the head as its own system reads it, to compare with where there is no record.
     """
     report, package = CheckReport(), foreign_package(directory)
     try:
@@ -132,6 +142,7 @@ def check_head(
     except InputError as error:
         report.problems.append(Problem(error.field, str(error).partition(": ")[2]))
         return report
+    report.read = theirs
     report.problems += theirs.problems
     report.notes += theirs.notes
     if (record := read_record(directory)) is not None:
@@ -142,6 +153,8 @@ def check_head(
         other = "is another than the model that the head was trained for"
         differing = against_model(record, source.drafter.identity)
         report.problems += [Problem(f"the model's {key}", other) for key in differing]
+    elif like is not None:
+        report.problems[:0] = differences(dataclasses.asdict(like.config), hashes_of(like.state), theirs, "trained")
     report.measures += measure(format, net, head, source) if forward else []
     return report
 

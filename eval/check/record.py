@@ -46,17 +46,22 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     return read_object(path, shape, "Export the head again.")
 
 
-def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: ImportedHead) -> list[Problem]:
-    """Compare a head, as a system reads it, with settings and tensor hashes of the head that was exported."""
+def differences(
+    config: Mapping[str, Any], hashes: Mapping[str, str], head: ImportedHead, made: str = "exported"
+) -> list[Problem]:
+    """Compare a head, as a system reads it, with settings and tensor hashes of the head that was exported.
+
+    made: `exported`, or `trained` where these are how the head's own system reads the same files.
+    """
     problems = []
     theirs = hashes_of(head.state)
     for name in sorted(hashes.keys() | theirs.keys()):
         if name not in theirs:
-            problems.append(Problem(name, "was exported, and this system does not hold it"))
+            problems.append(Problem(name, f"was {made}, and this system does not hold it"))
         elif name not in hashes:
-            problems.append(Problem(name, "was not exported, and this system computes with it"))
+            problems.append(Problem(name, f"was not {made}, and this system computes with it"))
         elif theirs[name] != hashes[name]:
-            problems.append(Problem(name, "is not what was exported (other values, order or shape)"))
+            problems.append(Problem(name, f"is not what was {made} (other values, order or shape)"))
     read, exported = (
         {**fields.pop("llama", {}), **fields}
         for fields in json.loads(json.dumps([dataclasses.asdict(head.config), config]))
@@ -65,12 +70,12 @@ def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: Impo
     skipped = {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
     for name in sorted((exported.keys() | read.keys()) - skipped):
         if exported.get(name) != read.get(name):
-            problems.append(Problem(name, f"{read.get(name)} in this system, exported with {exported.get(name)}"))
+            problems.append(Problem(name, f"{read.get(name)} in this system, {made} with {exported.get(name)}"))
     if "llama" in config and (llama := getattr(head.config, "llama", None)) is not None:
         scaling = RopeScaling(**config["llama"]["rope_scaling"])
         rope = RotarySettings(config["llama"]["rope_theta"], scaling)
         if not torch.allclose(frequencies(llama), frequencies(llama, rope), rtol=1e-5):
-            problems.append(Problem("rope", "other rotary frequencies than the head was exported with"))
+            problems.append(Problem("rope", f"other rotary frequencies than the head was {made} with"))
     return problems
 
 

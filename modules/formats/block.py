@@ -8,6 +8,7 @@ Specified by deepseek-ai/DeepSpec (modeling/dspark), z-lab/dflash, vLLM 0.32 (qw
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,17 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers
 from draftsmith.modules.formats.base import same_values
-from draftsmith.modules.formats.llama import UNSUPPORTED, HeadFiles, LlamaFormat, Raw, flat, inner_object, layer_window
-from draftsmith.modules.layers import LlamaConfig, positive
+from draftsmith.modules.formats.llama import (
+    UNSUPPORTED,
+    HeadFiles,
+    LlamaFormat,
+    Raw,
+    flat,
+    inner_object,
+    layer_window,
+    to_halves,
+)
+from draftsmith.modules.layers import PARTIAL, LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; the embedding and lm_head are the target's, and servers share them.
@@ -37,6 +47,9 @@ FLAT = {
     **{name: f"markov_head.{name}" for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")},
     "confidence_proj": "confidence_head.proj",
 }
+# TorchSpec's names.
+CONTEXT = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
+TURNED = re.compile(r".*\.[qk]_(proj\.(weight|bias)|norm\.weight)")  # rows in the order of the rotary pairs
 # Weights that read the states after the last norm; of the last one they are the last columns, else the first.
 READ_STATE = ("confidence_head.proj.weight", "markov_head.gate_proj.weight", "markov_head.joint_proj.weight")
 NON_CAUSAL = "sliding_window_non_causal"  # of speculators
@@ -74,18 +87,21 @@ class BlockFormat(LlamaFormat):
     def our_name(self, name: str) -> str:
         """Return our name of a tensor, by any trainer's."""
         first, *rest = name.split(".")
-        return ".".join([FLAT.get(first, first), *rest])
+        return ".".join([(FLAT | CONTEXT).get(first, first), *rest])
 
     def top_level(self, config: Raw) -> Raw:
         raw = settings(config)
+        if self.row.whole_heads(raw):
+            ropes = {name: {**inner_object(raw, name), PARTIAL: None} for name in ("rope_scaling", "rope_parameters")}
+            raw |= {name: rope for name, rope in ropes.items() if len(rope) > 1} | {PARTIAL: None}
         return {**self.row.fills(raw), **raw}
 
     def read_config(self, files: HeadFiles, llama: LlamaConfig) -> BlockConfig:
         raw = files.raw
-        if raw.get("is_neox_style", raw.get("rope_is_neox_style", True)) is not True:
-            raise InputError("config.json, is_neox_style", False, "true: rotary halves", UNSUPPORTED)
-        names = [name for name in files.package.tensors if name.removeprefix("model.").split(".")[0] in FLAT]
-        if names and self.name != "modelopt":
+        if any(raw.get(name) is False for name in self.row.neox_fields):
+            _halve(files, llama)
+        names = [name for name in files.package.tensors if name.removeprefix("model.").split(".")[0] in FLAT | CONTEXT]
+        if names and self.name not in ("modelopt", "torchspec"):
             files.add_problems({names[0]: (True, f"knows it as {self.our_name(names[0].removeprefix('model.'))}")})
         self._drop_tables(files, llama.vocab_size)
         # A gated Markov head's gate_proj is none of an MLP.
@@ -199,6 +215,14 @@ def window(raw: Raw, num_layers: int) -> int | None:
         expected = f"{str(own is not None).lower()}, as in layers {'without' if own is None else 'with'} a window"
         raise InputError("config.json, is_causal", causal, expected, UNSUPPORTED)
     return own
+
+
+def _halve(files: HeadFiles, llama: LlamaConfig) -> None:
+    """Reorder queries and keys, whose rotary pairs are neighbors in the file, to halves."""
+    for name, rows in files.tensors.items():
+        if TURNED.fullmatch(name):
+            files.tensors[name] = to_halves(rows, len(rows) // llama.head_dim, llama.rotary_dim)
+    files.notes.append("the rotary pairs of q and k are neighbors in the file, and halves here")
 
 
 def _mask_token(raw: Raw, vocab: int) -> int:

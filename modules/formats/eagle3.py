@@ -17,6 +17,7 @@ from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
 from draftsmith.modules.formats.base import Problem, TargetFacts
 from draftsmith.modules.formats.llama import (
+    IDS,
     UNSUPPORTED,
     HeadFiles,
     LlamaFormat,
@@ -40,7 +41,6 @@ from draftsmith.modules.types import InputError
 #   d2t                                        [draft_vocab_size] int64, added to a drafted id
 #   t2d                                        [V] bool, whether a token of the target is drafted
 #   fc_norm.{i}.weight                         of the target's i-th state, in EAGLE-3.1
-IDS = "eagle_aux_hidden_state_layer_ids"
 # Norms of the states, under the names that SGLang first had for them.
 OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
@@ -101,11 +101,11 @@ class Eagle3Format(LlamaFormat):
         """Return the target's layers that the head reads, as many as its fc has room for."""
         # fc says how many states it reads, and nothing else in the file says which.
         count, row = files.num_states(size), self.row
-        layers = layer_ids(files.raw, *row.id_places)
+        layers = layer_ids(files.raw, *row.id_places, field=row.id_field)
         if layers is not None:
             # SGLang and vLLM read the states in the order of the layers, whatever the list's.
             layers = tuple(sorted(set(layers)) if row.sorts_ids else layers)
-            layers = tuple(number + row.output_ids for number in layers)
+            layers = tuple(number + row.output_ids(layers, files.target) for number in layers)
         elif files.target is not None:
             layers = default_layers(files.target)
         if layers is None:
@@ -120,14 +120,14 @@ def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
     return None if target.num_layers is None else layers_of_target(target.num_layers)
 
 
-def layer_ids(raw: Raw, *places: str) -> tuple[int, ...] | None:
+def layer_ids(raw: Raw, *places: str, field: str = IDS) -> tuple[int, ...] | None:
     """Read layer ids from the first of these objects of `config.json` that has any; "" is the top."""
     for place in places:
-        ids = (inner_object(raw, place) if place else raw).get(IDS)
+        ids = (inner_object(raw, place) if place else raw).get(field)
         if ids is None:
             continue
         if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
-            raise InputError(f"config.json, {IDS}", repr(ids), "a list of integers", "Correct config.json.")
+            raise InputError(f"config.json, {field}", repr(ids), "a list of integers", "Correct config.json.")
         return tuple(ids)
     return None
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import HeadFormat, Package
-from draftsmith.modules.formats.block import FLAT, settings
-from draftsmith.modules.formats.eagle3 import IDS
-from draftsmith.modules.formats.llama import architecture, flat, inner_object
-from draftsmith.modules.formats.systems import EAGLE3, SGLANG_EAGLE, TYPE
+from draftsmith.modules.formats.block import CONTEXT, FLAT, settings
+from draftsmith.modules.formats.llama import IDS, architecture, flat, inner_object
+from draftsmith.modules.formats.systems import EAGLE3, LFM2, SGLANG_EAGLE, TYPE
 from draftsmith.modules.types import InputError
 
 CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DSpark or Medusa head, or an acceptance head of SpecDec_pp"
@@ -64,8 +63,8 @@ class ForeignHead:
         One norm of all features stands beside the layers; EAGLE-3 has it inside its first layer.
         """
         name = self.architecture.lower()
-        named = name.startswith(("dflash", "qwen3dflash", "dspark", "qwen3dspark"))
-        others = not named and any(word in name for word in ("dflash", "dspark", "peagle"))
+        named = name.startswith(("dflash", "qwen3dflash", "dspark", "qwen3dspark", "lfm2dspark"))
+        others = not named and any(word in name for word in ("dflash", "dspark", "peagle", "domino"))
         if others or ("hidden_norm.weight" not in self.bare and not named):
             return ""
         inner = inner_object(self.config, "dflash_config")
@@ -118,7 +117,7 @@ def causal_lm(foreign: ForeignHead) -> bool:
     """Return whether this is a whole model: layers and an embedding, and nothing that fuses."""
     stack = r"(language_model\.)?(model\.)?(layers|transformer\.h|h|decoder\.layers|gpt_neox\.layers)\.\d+\."
     embedding = foreign.has(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings)\.")
-    return foreign.has(stack) and embedding and not foreign.has(r"(eh_proj|fc|medusa_heads)\.")
+    return foreign.has(stack) and embedding and not foreign.has(r"(eh_proj|fc|medusa_heads|context_proj)\.")
 
 
 def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
@@ -137,6 +136,9 @@ def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
     hydra = "hydra_head_arch" in config or foreign.has(r"hydra_mlp\.|input_embed_fn\.")
     yield "Hydra heads", hydra, "Train one for this target: draftsmith train hydra."
     yield "a head that drafts several tokens at once (P-EAGLE)", "peagle" in name, NOT_YET
+    domino = "domino" in name or foreign.has(r"prefix_gru\.")
+    yield "a DFlash head with a recurrent network over its drafts (Domino)", domino, NOT_YET
+    yield "a head with latent attention (MLA)", foreign.has(r".*\.kv_a_proj_with_mqa\."), NOT_YET
     conv = foreign.has(r"candidate_selector\.|selector_hidden\.|.*conv_(base|proj)")
     other = any(word in name for word in ("dflash", "dspark")) and not foreign.block
     yield "a block drafter whose layers are not Qwen3's", other or (conv and bool(foreign.block)), NOT_YET
@@ -204,6 +206,8 @@ def eagle3_producer(foreign: ForeignHead) -> str:
     raw, name = flat(foreign.config), foreign.architecture
     if TYPE in raw:
         return "speculators"
+    if name == "Qwen3Eagle3Model":
+        return "deepspec"
     if name == "LlamaEagle3DraftModel":  # NeMo Automodel
         return "vllm"
     if raw.get(IDS) is not None or name.startswith("Eagle3") or raw.get("norm_before_residual"):
@@ -223,6 +227,10 @@ def block_producer(foreign: ForeignHead) -> str:
         return "speculators"
     if "shift_label" in raw or any(part.split(".")[0] in FLAT for part in foreign.bare):
         return "modelopt"
+    if any(part.split(".")[0] in CONTEXT for part in foreign.bare):
+        return "torchspec"
+    if name == LFM2:
+        return "sglang"
     if name == "DSparkDraftModel":
         return "specforge"
     return "deepspec" if name == "Qwen3DSparkModel" and "num_anchors" in raw else "vllm"

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.block import OUTPUTS, settings, window
-from draftsmith.modules.formats.eagle3 import IDS
-from draftsmith.modules.formats.llama import rope_fields
+from draftsmith.modules.formats.llama import IDS, rope_fields, to_adjacent, to_halves
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, llama_sizes, rope_attention_scale, rope_frequencies
 from draftsmith.modules.types import InputError
 
@@ -236,25 +235,6 @@ def directory_name(kind: str, name: str) -> str | None:
     if known is None and match and match[2] in layer and kind in LAYERS:
         known = f"{LAYERS[kind]}{match[1]}.{layer[match[2]]}"
     return known and f"{known}.{part}"
-
-
-def to_adjacent(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
-    """Reorder the output rows [heads * D, ...] of q or k from rotary halves to adjacent pairs.
-
-    rotated: dimensions of each head that are rotated, the first ones; None: all.
-    """
-    return _transposed(rows, heads, rotated, (2, -1))
-
-
-def to_halves(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
-    """Reorder the output rows [heads * D, ...] of q or k from adjacent rotary pairs to halves."""
-    return _transposed(rows, heads, rotated, (-1, 2))
-
-
-def _transposed(rows: Tensor, heads: int, rotated: int | None, pairs: tuple[int, int]) -> Tensor:
-    by_head = rows.unflatten(0, (heads, -1))
-    turned, rest = by_head[:, :rotated], by_head[:, by_head.shape[1] if rotated is None else rotated :]
-    return torch.cat([turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2), rest], 1).reshape(rows.shape)
 
 
 def reordered(

@@ -57,6 +57,7 @@ PLAIN_VALUES: dict[str, Any] = {
 # Fields that change a distribution and not its first choice.
 OF_LOGITS = ("output_multiplier", "final_logit_softcapping", "logits_scaling", "lm_head_multiplier")
 BLOCK_KINDS = ("dflash", "dspark")
+IDS = "eagle_aux_hidden_state_layer_ids"
 VLLM_READS = ("vllm", "speculators")  # formats
 UNSUPPORTED = "Such heads are not supported."
 AGAIN = "Train it again: heads trained from now on have none."
@@ -116,12 +117,15 @@ class System:
         layer_names: names of an EAGLE-3 head's layer that it knows; the first is written.
         id_places: objects of `config.json` that may name the layers of an EAGLE-3 head; "" is the top. The first that
             has any counts; without one it takes its default layers.
-        output_ids: number k is the output of layer k, our number k + 1.
+        id_field: the field that names them.
+        output_ids: (the numbers, target) -> 1 if number k is the output of layer k, our number k + 1, else 0.
         sorts_ids: it sorts the numbers and drops duplicates.
         flags: `config.json` -> the switches of an EAGLE-3 head.
         fills: `config.json` of a block drafter -> fields that it takes to be there where they are not.
         anchor_first: blocks are anchor-first if `config.json` does not say.
         asks_confidence: `config.json` says whether it uses a confidence head.
+        whole_heads: `config.json` -> whether it rotates whole heads, also where a part is named, as in the target's.
+        neox_fields: fields of `config.json` that may say that a block drafter rotates neighbors in place of halves.
         markov_types: Markov heads that it computes.
         target_index, notes: as of `HeadFormat`.
     """
@@ -141,12 +145,15 @@ class System:
     extra_tensors: Callable[[Any, torch.dtype, TargetFacts | None], dict[str, Tensor]] = lambda *_: {}
     layer_names: tuple[str, ...] = ("midlayer", "layers.0")
     id_places: tuple[str, ...] = ("",)
-    output_ids: bool = False
+    id_field: str = IDS
+    output_ids: Callable[[Sequence[int], TargetFacts | None], int] = lambda ids, target: 0
     sorts_ids: bool = False
     flags: Callable[[Raw], Flags] = Flags.read
     fills: Callable[[Raw], Raw] = lambda raw: {}
     anchor_first: bool = False
     asks_confidence: bool = True
+    whole_heads: Callable[[Raw], bool] = lambda raw: False
+    neox_fields: tuple[str, ...] = ()
     markov_types: tuple[str, ...] = ("vanilla", "gated", "rnn")
     target_index: bool = False
     notes: tuple[str, ...] = ()
@@ -175,6 +182,11 @@ class HeadFiles:
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name, with or without the prefix `model.`."""
         return name in self.package.tensors or f"model.{name}" in self.package.tensors
+
+    @property
+    def qk_norm(self) -> bool:
+        """True if the file has norms of queries and keys."""
+        return any(name.endswith("self_attn.q_norm.weight") for name in self.package.tensors)
 
     def add_problems(self, wrong: Wrong) -> None:
         """Record what is wrong, each with its condition and what the system does."""
@@ -277,8 +289,10 @@ class HeadFiles:
         """
         last = None if self.target is None else self.target.num_layers
         fits = len(layers) == count and list(layers) == sorted(set(layers)) and layers[0] >= 0
-        # The state after the last layer is normed where it is read.
-        if not fits or (last is not None and layers[-1] >= last):
+        if fits and layers[-1] == last:
+            expected = "layers before the target's last: systems differ in whether the state after that is normed"
+            raise InputError(name, list(shown), expected, UNSUPPORTED)
+        if not fits or (last is not None and layers[-1] > last):
             expected = f"{count} distinct ones, as fc reads, ascending"
             if last is not None:
                 expected += f", outputs of layers below {last - 1}" if outputs else f", below {last}"
@@ -451,6 +465,25 @@ def frequencies(llama: LlamaConfig, rope: RotarySettings | None = None) -> Tenso
     if rope.kind not in ROPE_KINDS:
         return torch.full((llama.head_dim // 2,), math.nan)
     return rope_frequencies(dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling))
+
+
+def to_adjacent(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
+    """Reorder the output rows [heads * D, ...] of q or k from rotary halves to adjacent pairs.
+
+    rotated: dimensions of each head that are rotated, the first ones; None: all.
+    """
+    return _transposed(rows, heads, rotated, (2, -1))
+
+
+def to_halves(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
+    """Reorder the output rows [heads * D, ...] of q or k from adjacent rotary pairs to halves."""
+    return _transposed(rows, heads, rotated, (-1, 2))
+
+
+def _transposed(rows: Tensor, heads: int, rotated: int | None, pairs: tuple[int, int]) -> Tensor:
+    by_head = rows.unflatten(0, (heads, -1))
+    turned, rest = by_head[:, :rotated], by_head[:, by_head.shape[1] if rotated is None else rotated :]
+    return torch.cat([turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2), rest], 1).reshape(rows.shape)
 
 
 def rope_fields(scaling: RopeScaling) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from torch import Tensor
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, default_layers
 from draftsmith.modules.drafters.settings import Layout
-from draftsmith.modules.formats.gguf import to_adjacent, to_halves
-from draftsmith.modules.formats.llama import frequencies
+from draftsmith.modules.formats.llama import frequencies, to_adjacent, to_halves
 from draftsmith.modules.layers import BASE, ROPE_KINDS, RopeScaling, RotarySettings
 
 BIASES = {"fc": r"fc\.bias", "q, k and v": r".*\.[qkv]_proj\.bias", "o": r".*\.o_proj\.bias"}

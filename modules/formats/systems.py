@@ -21,7 +21,7 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,10 +33,11 @@ from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats.base import Served, TargetFacts
 from draftsmith.modules.formats.block import NON_CAUSAL, OUTPUTS, STATES
-from draftsmith.modules.formats.eagle3 import IDS, default_layers, layer_ids
+from draftsmith.modules.formats.eagle3 import default_layers, layer_ids
 from draftsmith.modules.formats.families import VLLM as VLLM_FAMILIES
 from draftsmith.modules.formats.llama import (
     BLOCK_KINDS,
+    IDS,
     Biases,
     Flags,
     HeadFiles,
@@ -54,6 +55,10 @@ from draftsmith.modules.layers import PARTIAL, config_object, rope_attention_sca
 from draftsmith.modules.types import InputError
 
 SGLANG_EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"  # the second is vLLM's class too
+QWEN3_EAGLE3 = "Eagle3Qwen3ForCausalLM"  # vLLM's class with norms of q and k
+# Types of targets that SGLang's models/deepseek_v2.py and glm4_moe_lite.py build.
+DEEPSEEK = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "glm_moe_dsa")
+LIKE_LLAMA, FILLED = ("qwen2", "phi3", "mixtral"), ("rope_theta", "num_key_value_heads", "rms_norm_eps")
 TYPE, VERSION = "speculators_model_type", "0.9.0"
 NUM_STATES, COUNT = 3, "num_aux_hidden_states"  # of the target, that systems read by default
 OTHERS_VLLM, OTHERS_SGLANG = "Export it with --format vllm.", "Export it with --format vllm or --format sglang."
@@ -208,9 +213,12 @@ def built_by_class(files: HeadFiles) -> Wrong:
     row, raw = files.row, files.package.config if files.row.kind in BLOCK_KINDS else files.raw
     name, model_type = architecture(raw) or None, raw.get("model_type")
     wanted = "llama" if "eagle" in row.kind else "qwen3"
+    classes = (QWEN3_EAGLE3,) if (row.name, row.kind) == ("vllm", "eagle3") and files.qk_norm else row.classes
+    # transformers fills missing fields by the type: those that Llama's layers read are then not Llama's.
+    alike = wanted == "llama" and model_type in LIKE_LLAMA and all(name in raw for name in FILLED)
     return {
-        "architectures": (name not in row.classes, f"does not build this head for {name}: write {row.classes[0]}"),
-        "model_type": (model_type != wanted, f"builds another model for {model_type!r}: write {wanted}"),
+        "architectures": (name not in classes, f"does not build this head for {name}: write {classes[0]}"),
+        "model_type": (model_type != wanted and not alike, f"builds another model for {model_type!r}: write {wanted}"),
     }
 
 
@@ -235,6 +243,9 @@ def vllm_problems(files: HeadFiles) -> Wrong:
     raw, target, kind = files.raw, files.target, files.row.kind
     # A directory of speculators has its kind in another field.
     wrong = {} if TYPE in raw and kind != "eagle" else built_by_class(files)
+    if kind == "eagle3":
+        whole = files.has("d2t") and raw.get("draft_vocab_size") == raw.get("vocab_size")
+        wrong = {**wrong, "d2t": (whole, "raises: it has no such parameter where the vocabulary is whole")}
     if kind == "eagle":
         # The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention).
         typed, layers = len(raw.get("layer_types") or []), int(raw.get("num_hidden_layers") or 1)
@@ -245,6 +256,13 @@ def vllm_problems(files: HeadFiles) -> Wrong:
     other = kind != "eagle3" and raw.get(TYPE) == "dflash" and bool(raw.get(NON_CAUSAL, True)) == slides
     text = f"lays {'bidirectional' if slides else 'causal'} blocks: write {str(not slides).lower()}"
     return {**wrong, NON_CAUSAL: (other, text)}
+
+
+def sglang_output_ids(ids: Sequence[int], target: TargetFacts | None) -> int:
+    """Return 1 if SGLang takes numbers of layers for those of outputs. Two classes of targets go by the numbers."""
+    family = "" if target is None else target.family
+    states = ids[0] != 1 if family in DEEPSEEK else family == "gpt_oss" and ids[-1] == getattr(target, "num_layers", 0)
+    return 0 if states else 1
 
 
 def sglang_scale(raw: Raw) -> float:
@@ -267,17 +285,17 @@ def sglang_problems(files: HeadFiles) -> Wrong:
     is_eagle3, untyped = kind == "eagle3", raw.get("markov_rank") and raw.get("markov_head_type") is None
     above, inside = (layer_ids(raw, place) if is_eagle3 else None for place in ("", "eagle_config"))
     read = None if inside is None else tuple(sorted({number + 1 for number in inside}))
-    scale, wholly = sglang_scale(raw), rope.scaling.partial_rotary_factor != 1 and "rope_dim" not in rope_object(raw)
+    scale = sglang_scale(raw)
     scaled_otherwise = not math.isclose(scale, rope_attention_scale(rope.scaling), rel_tol=1e-6)
     return {
         **({} if TYPE in raw and kind in BLOCK_KINDS else built_by_class(files)),
         "max_position_embeddings": (theirs > own, longer + "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
         "attn_factor": (scaled_otherwise, f"scales attention by {scale:.4g}: it reads no attention_factor"),
-        "rope_dim": (kind in BLOCK_KINDS and wholly, "rotates whole heads: write it into rope_parameters"),
         "tie_word_embeddings": (raw.get("tie_word_embeddings"), "raises, or drafts with the embedding as lm_head"),
         TYPE: (kind != "eagle" and TYPE in raw, "does not know such a config.json"),
         "draft_vocab_size": (is_eagle3 and raw.get("draft_vocab_size") is None, "raises, or drops lm_head: write it"),
         IDS: (above not in (None, read), "does not read it at the top, but in eagle_config"),
+        "q_norm": (is_eagle3 and files.qk_norm, "drops the norms of q and k, and says nothing"),
         "markov_head_type": (kind in BLOCK_KINDS and untyped, "raises: it has no default"),
     }
 
@@ -338,8 +356,10 @@ def eagle3_fields(
         return fields | {IDS: list(config.aux_layers), **count_field(config.aux_layers), "gguf": "eagle3"}
     if layers is None or not system.id_places:
         return fields
-    if system.output_ids:
-        return fields | {"eagle_config": {"use_aux_hidden_state": True, IDS: [number - 1 for number in layers]}}
+    if system.name == "sglang":
+        written = ([number - 1 for number in layers], list(layers))
+        ids = next((ids for ids in written if ids[0] + system.output_ids(ids, target) == layers[0]), written[0])
+        return fields | {"eagle_config": {"use_aux_hidden_state": True, IDS: ids}}
     return fields | {IDS: list(layers), **count_field(layers)}
 
 
@@ -507,6 +527,7 @@ def llamacpp_command(kind: str, served: Served) -> str:
 
 # -- the table
 
+LFM2 = "Lfm2DSparkDraftModel"  # SGLang's class of LiquidAI's heads
 BLOCK_CLASSES = {"dflash": ("DFlashDraftModel",), "dspark": ("Qwen3DSparkModel", "DSparkDraftModel")}
 SPECULATORS_CLASSES = {"dflash": ("DFlashSpeculator",), "dspark": ("DSparkSpeculator",)}
 TREE = "Its tree of total_token 60, depth {0} and top_k 10 counts the root: here it is {1}:nodes=59:depth={0}:topk=10."
@@ -584,7 +605,7 @@ EAGLE3_ROWS = (
         biases=biases_by(fc=("bias",), o=BOTH),
         refused=sglang_eagle3_refused,
         id_places=("eagle_config",),
-        output_ids=True,
+        output_ids=sglang_output_ids,
         sorts_ids=True,
         flags=sglang_flags,
     ),
@@ -594,6 +615,15 @@ EAGLE3_ROWS = (
         biases=biases_by(qkv=("attention_bias",), o=("attention_bias",), mlp=("mlp_bias",)),
         refused=whole_rotation,
         extra_tensors=target_embedding,
+        layer_names=("layers.0",),
+    ),
+    # Only read.
+    System(
+        "deepspec",
+        "DeepSpec",
+        kind="eagle3",
+        id_field=OUTPUTS,
+        output_ids=lambda ids, target: 1,
         layer_names=("layers.0",),
     ),
 )
@@ -611,12 +641,15 @@ def block_rows(kind: str) -> tuple[System, ...]:
             classes=classes,
             markov_types=vanilla,
             fills=vllm_fills,
+            neox_fields=("is_neox_style",),
             **common,
         ),
         SGLANG(
             fields=block_fields,
-            classes=classes,
+            classes=(*classes, *([LFM2] if first else [])),
             asks_confidence=False,  # but its own verification mode
+            neox_fields=("is_neox_style", "rope_is_neox_style"),
+            whole_heads=lambda raw: "rope_dim" not in rope_object(raw),
             **common,
         ),
         SPECULATORS(
@@ -625,8 +658,15 @@ def block_rows(kind: str) -> tuple[System, ...]:
             **common | {"refused": speculators_block_refused},
         ),
         # Trainers, whose heads are read and not written. DeepSpec's DFlash heads are anchor-first too, and have the
-        # name of DSpark; no server reads ModelOpt's names.
-        System("deepspec", "DeepSpec", **common | {"refused": deepspec_refused, "anchor_first": True}),
-        System("specforge", "SpecForge", **common),
+        # name of DSpark; no server reads the names of ModelOpt and TorchSpec. Layers of transformers, which two of them
+        # build, rotate whole heads.
+        System(
+            "deepspec",
+            "DeepSpec",
+            whole_heads=lambda raw: True,
+            **common | {"refused": deepspec_refused, "anchor_first": True},
+        ),
+        System("specforge", "SpecForge", whole_heads=lambda raw: True, **common),
         System("modelopt", "ModelOpt", **common),
+        System("torchspec", "TorchSpec", **common),
     )

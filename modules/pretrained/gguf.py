@@ -21,7 +21,8 @@ from filelock import FileLock
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
-from draftsmith.modules.formats.gguf import HEADS, directory_name, head_from_gguf, read_layers, reordered, to_halves
+from draftsmith.modules.formats.gguf import HEADS, directory_name, head_from_gguf, read_layers, reordered
+from draftsmith.modules.formats.llama import to_halves
 from draftsmith.modules.pretrained.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.llama import empty_model, llama_config

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.gguf import gguf_name, llama_metadata, reordered, rope_divisors, to_adjacent
+from draftsmith.modules.formats.gguf import gguf_name, llama_metadata, reordered, rope_divisors
+from draftsmith.modules.formats.llama import to_adjacent
 from draftsmith.modules.pretrained.checkpoint import check_unquantized, checkpoint_files, end_tokens, model_shape
 from draftsmith.modules.pretrained.files import whole
 from draftsmith.modules.pretrained.gguf import copied_metadata, gguf_package, open_gguf, read_tensor

@@ -31,7 +31,7 @@ from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import ExportConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.block.net import default_layers
-from draftsmith.modules.formats.gguf import to_adjacent, to_halves
+from draftsmith.modules.formats.llama import to_adjacent, to_halves
 from draftsmith.modules.pretrained.gguf import copied_metadata, open_gguf, read_tensor
 from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model
 from draftsmith.modules.types import InputError

@@ -18,7 +18,7 @@ from draftsmith.eval.check.record import RECORD
 from draftsmith.eval.diagnose.drafts import head_variants
 from draftsmith.eval.settings import CheckConfig
 from draftsmith.modules.drafters.eagle import EagleHead
-from draftsmith.modules.formats.gguf import to_adjacent
+from draftsmith.modules.formats.llama import to_adjacent
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

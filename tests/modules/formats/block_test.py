@@ -15,6 +15,7 @@ from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ImportedHead, Package
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf
+from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.types import InputError
 
@@ -253,13 +254,13 @@ UNREADABLE = [
     ("dspark", {}, {"markov_head.markov_w2.weight": None}, "markov_head.markov_w2.weight is missing"),
     ("dspark", {}, {"confidence_head.proj.bias": None}, "proj.bias is missing"),
     ("dspark", {"target_layer_ids": [1, 4]}, {}, r"target_layer_ids: found \[1, 4\], expected 3 distinct"),
-    ("dspark", {"target_layer_ids": [1, 4, 11]}, {}, r"outputs of layers below 11"),
+    ("dspark", {"target_layer_ids": [1, 4, 12]}, {}, r"outputs of layers below 11"),
+    ("dspark", {"target_layer_ids": [1, 4, 11]}, {}, r"whether the state after that is normed"),
     ("dspark", {"mask_token_id": V}, {}, "mask_token_id: found 20, expected a token of the target's 20"),
     ("dspark", {"markov_head_type": "cond"}, {}, "markov_type: found 'cond'"),
     ("dspark", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "layer_types.*layers of one kind"),
     ("dspark", {"is_causal": True}, {}, "is_causal: found True, expected false, as in layers without a window"),
     ("windowed", {"is_causal": False}, {}, "is_causal: found False, expected true"),
-    ("dspark", {"is_neox_style": False}, {}, "is_neox_style"),
     ("dspark", {"layer_types": 3}, {}, "layer_types: found 3, expected a list of names"),
     ("dspark", {"target_layer_ids": []}, {}, r"target_layer_ids: found \[\], expected a list of integers"),
     ("dspark", {"architectures": 7}, {"confidence_head.proj.weight": torch.zeros(3)}, r"proj.weight is \[3\]"),
@@ -279,6 +280,27 @@ def test_a_head_that_ours_cannot_be_is_refused_in_one_line(case, config, tensors
 def test_layers_of_other_families_are_named(name):
     with pytest.raises(InputError, match="a block drafter whose layers are not Qwen3's"):
         detect(ForeignHead.of(changed(written("vllm"), {"architectures": [name]})))
+
+
+def test_rotary_pairs_of_neighbors_become_halves():
+    """Products of turned queries and keys are those of the file's order, turned pair by pair."""
+    package = changed(written("sglang"), {"rope_is_neox_style": False})
+    read = formats()["sglang", "dspark"].read(package, TARGET)
+    llama, angle = read.config.llama, 7.0 * rope_frequencies(read.config.llama)  # [D / 2]
+
+    def turned(rows, pairs):  # [D] at position 7
+        one, two = rows.unflatten(0, pairs).unbind(pairs.index(2))
+        both = one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()
+        return torch.stack(both, pairs.index(2)).flatten()
+
+    for prefix in ("layers.0.self_attn.", "layers.1.self_attn."):
+        files = (read.state, package.tensors)
+        here, there = ({part: own[f"{prefix}{part}_proj.weight"] for part in "qk"} for own in files)
+        for head in range(llama.num_kv_heads):
+            rows = slice(head * llama.head_dim, (head + 1) * llama.head_dim)
+            ours = turned(here["q"][rows, 0], (2, -1)) @ here["k"][rows, 1]
+            assert torch.allclose(ours, turned(there["q"][rows, 0], (-1, 2)) @ there["k"][rows, 1], atol=1e-5)
+    assert not formats()["vllm", "dspark"].read(package, TARGET).notes  # it knows another field
 
 
 def test_a_format_is_named_for_the_kind_of_head():
