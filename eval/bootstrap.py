@@ -15,11 +15,12 @@ NUM_RESAMPLES = 2000
 class Resamples:
     """Bootstrap resamples of owners, each with all its values: prompts, or groups that were timed together.
 
-    owners: [N] the owner of each value, anything that can be sorted.
+    owners: [N] the owner of each value, anything that can be sorted. num_values: N.
     """
 
     def __init__(self, owners: Sequence[Any], seed: int):
         _, self._owner = np.unique(np.asarray(owners), return_inverse=True)
+        self.num_values = len(self._owner)
         self._count = int(self._owner.max()) + 1 if len(owners) else 0
         # All statistics use the same draws, so that ratios of them are paired.
         self._picks = np.random.default_rng(seed).integers(max(self._count, 1), size=(NUM_RESAMPLES, self._count))

@@ -148,6 +148,9 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
             answers. each: every one after recorded answers and results of tools, which all does where there are any.
+        replay: answers of this target, in place of prompts: acceptance of chains of a fixed length and of pld on them,
+            by the length of drafts, without decoding. Output of `data responses`, which records its sampling, or of
+            `data prompts --supervised`, or a file of chats whose last turn is the answer, sampled by --temperature.
         limit: measure the first so many prompts, of each file where --tasks names several, of each length of
             --contexts; 0 takes all.
         contexts: lengths of prompts, such as 1k,4k,16k (1k is 1,024 tokens). They are built from the rows of --prompts
@@ -173,6 +176,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     acceptance: str | None = None
     methods: str = "ar"
     turns: Turns = "all"
+    replay: str | None = None
     limit: int = 0
     contexts: str | None = None
     temperatures: str | None = None

@@ -23,6 +23,7 @@ from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.kinds import add_kinds
 from draftsmith.eval.bench.measuring import Journal, PromptRunner
 from draftsmith.eval.bench.prompts import LONG_TEXT, BenchPrompt, kept_prompts, read_questions, task_sources
+from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.bench.results import (
     BASELINE,
     CLASSES,
@@ -39,6 +40,7 @@ from draftsmith.eval.bench.results import (
 from draftsmith.eval.bench.runner import DRAFT_ROOM, check_methods, load_run, make_runners
 from draftsmith.eval.bench.tables import results_tables
 from draftsmith.eval.meta import RESULTS, describe
+from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
@@ -52,7 +54,13 @@ INCIDENTAL = ("output", "card", "traces")
 
 
 def run(config: BenchConfig) -> int:
-    """Measure, print the tables and write `output`/results.json. Return 1 if prompts failed, else 0."""
+    """Measure or replay, print the tables and write `output`/results.json. Return 1 if prompts failed, else 0."""
+    if config.replay is not None:
+        named = by_each({item.label: item for item in parse_methods(config.methods)}, config.paths)
+        for table in from_json(replay(config, named)):
+            print_table(table)
+        log_note(f"Written to {config.output / RESULTS}")
+        return 0
     results = bench(config)
     for table in results_tables(results):
         print_table(table, bold="fastest")

@@ -176,13 +176,13 @@ def chat_prompts(source: str, target: str, split: str | None, turns: Turns, keep
 
 
 @contextmanager
-def row_errors(where: str) -> Iterator[None]:
+def row_errors(where: str, expected: str = "a conversation with a user turn") -> Iterator[None]:
     """Raise InputError, with the row's file and line, for a RowError."""
     try:
         yield
     except RowError as error:
         remedy = "Correct the row, or pass what `data prompts --invalid drop` makes of the file."
-        raise InputError(where, error, "a conversation with a user turn", error.remedy or remedy) from error
+        raise InputError(where, error, expected, error.remedy or remedy) from error
 
 
 def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]]:

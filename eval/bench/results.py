@@ -23,22 +23,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from draftsmith.data.text.answers import Repetition, distinct_4grams
-from draftsmith.eval.bench.kinds import KINDS
+from draftsmith.eval.bench.kinds import KINDS, Kind
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
 from draftsmith.modules.decoding.loop import Generation
-from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, accepted_by_place, pool
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
 from draftsmith.modules.pretrained.files import write_table, write_text
 from draftsmith.modules.types import InputError
 
@@ -75,6 +76,7 @@ TURNS = (1, 2, 3, 5, 9, 17, 33, 65)
 FEWEST_PROMPTS = 5  # of a class with an interval
 FEWEST_ROUNDS = 30  # of a class that is shown
 CLASSES = ("by_context", "by_turn", "by_kind")
+STEP_COUNTS = ("num_drafted", "num_accepted", "num_emitted")
 NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
 
 
@@ -265,7 +267,7 @@ def summary_row(
         **{name: getattr(totals, name) for name in COUNTS},
         "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
         "discard_rate": totals.discard_rate,
-        **acceptance(rows, resamples, contexts),
+        **acceptance(Rounds.of(rows, contexts), resamples, contexts),
         "verification_rate": totals.verification_rate,
         "matches_ar": differing == 0 if compare else None,
         "num_differing": differing if compare else None,
@@ -277,60 +279,104 @@ def summary_row(
     }
 
 
-def acceptance(rows: Sequence[Row], resamples: Resamples, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Rounds:
+    """R rounds of answers, or places where a round may begin.
+
+    answer: [R] number of each one's answer. weight: [R] how often it counts; 1 where rounds were decoded. drafted,
+    accepted, emitted: [R] numbers of tokens, or their means. reached: [R, P] whether, or how probably, 1, 2, .. P
+    drafted tokens were accepted or more. classes: [R] of each of CLASSES.
+    """
+
+    answer: NDArray[np.int64]
+    weight: Floats
+    drafted: Floats
+    accepted: Floats
+    emitted: Floats
+    reached: Floats
+    classes: Mapping[str, NDArray[np.int64]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], contexts: Sequence[int] = CONTEXTS) -> Rounds:
+        """Collect the rounds that rows hold, without the prefill."""
+        steps = [step for row in rows for step in row["rounds"]]
+        counts = np.array([[step[name] for name in STEP_COUNTS] for step in steps], float).reshape(-1, 3)
+        drafted, accepted, emitted = counts.T
+        places, kinds, turns = list[int](), list[Kind](), list[int]()
+        for row in rows:
+            emitted_by_round = (step["num_emitted"] for step in row["rounds"])
+            first = row["prompt_tokens"] + row["prefill_emitted"]
+            places += list(itertools.accumulate(emitted_by_round, initial=first))[:-1]
+            kinds += row["kinds"] or ["prose"] * len(row["rounds"])
+            turns += [row["turn"]] * len(row["rounds"])
+        answer = np.repeat(np.arange(len(rows)), [len(row["rounds"]) for row in rows])
+        reached = (accepted[:, None] > np.arange(PLACES)).astype(float)
+        kept = np.minimum(accepted, emitted)
+        return cls(
+            answer, np.ones(len(steps)), drafted, kept, emitted, reached, classes_of(places, turns, kinds, contexts)
+        )
+
+
+def classes_of(
+    places: Sequence[int], turns: Sequence[int], kinds: Sequence[Kind], contexts: Sequence[int]
+) -> dict[str, NDArray[np.int64]]:
+    """Return the class of each round in each of CLASSES: numbers of edges up to it, and of its kind.
+
+    places: tokens before each round.
+    """
+    numbers = [KINDS.index(kind) for kind in kinds]
+    found = (np.searchsorted(contexts, places, "right"), np.searchsorted(TURNS, turns, "right"), numbers)
+    return {name: np.asarray(own, np.int64) for name, own in zip(CLASSES, found, strict=True)}
+
+
+def acceptance(rounds: Rounds, resamples: Resamples, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
     """Return what results.json holds of one method's drafts; empty for a method without any.
 
     accepted_by_place: of the rounds that drafted n tokens or more, the share in which n or more were accepted (servers'
     acceptance rate per position). by_context, by_turn, by_kind: acceptance of the rounds of each class, which has a
     `name`, and all numbers `from` one up to before the next (`to`) where classes are of numbers.
+
+    resamples: of the answers.
     """
-    # Class -> of each answer the rounds in it, without the prefill.
-    classes: dict[str, dict[Any, list[DecodeTrace]]] = {name: {} for name in CLASSES}
-    steps = list[DecodeStep]()
-    for number, row in enumerate(rows):
-        for step, owners in rounds_of(row, contexts):
-            steps.append(step)
-            for name, owner in zip(CLASSES, owners, strict=True):
-                traces = classes[name].setdefault(owner, [DecodeTrace(prefill_calls=0) for _ in rows])
-                traces[number].steps.append(step)
-    if not any(step.num_drafted for step in steps):
+    if not rounds.drafted.any():
         return {}
 
-    def part(traces: Sequence[DecodeTrace]) -> dict[str, Any]:
-        totals = pool(traces)
-        emitted, calls = (
-            resamples.sums([getattr(trace, name) for trace in traces]) for name in ("num_tokens", "num_target_calls")
+    def by_place(weight: Floats) -> list[float]:
+        shares = []
+        for n, reached in enumerate(rounds.reached.T, 1):
+            long = weight * (rounds.drafted >= n)
+            if not long.any():
+                break
+            shares.append(float(long @ reached / long.sum()))
+        return shares
+
+    def part(weight: Floats) -> dict[str, Any]:
+        calls, emitted = (
+            np.bincount(rounds.answer, own, resamples.num_values) for own in (weight, weight * rounds.emitted)
         )
+        drafted = weight @ rounds.drafted
         # Of fewer prompts, some resamples would hold none.
-        enough = sum(bool(trace.steps) for trace in traces) >= FEWEST_PROMPTS
+        enough = np.count_nonzero(calls) >= FEWEST_PROMPTS
+        taus = resamples.sums(emitted) / resamples.sums(calls).clip(min=1)
         return {
-            "rounds": totals.num_target_calls,
-            "tau": totals.tau,
-            "tau_ci95": resamples.interval(emitted / calls.clip(min=1)) if enough else None,
-            "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
-            "accepted_by_place": accepted_by_place([step for trace in traces for step in trace.steps], PLACES),
+            "rounds": round(calls.sum()),
+            "tau": float(emitted.sum() / max(calls.sum(), 1)),
+            "tau_ci95": resamples.interval(taus) if enough else None,
+            "acceptance_rate": float(weight @ rounds.accepted / drafted) if drafted else None,
+            "accepted_by_place": by_place(weight),
         }
 
-    found: dict[str, Any] = {"accepted_by_place": accepted_by_place(steps, PLACES)}
-    for name, edges in zip(CLASSES, (contexts, TURNS, None), strict=True):
-        own = classes[name]
-        order = sorted(own) if edges is not None else [kind for kind in KINDS if kind in own]
-        found[name] = [{**named(owner, edges), **part(own[owner])} for owner in order]
+    found: dict[str, Any] = {"accepted_by_place": by_place(rounds.weight)}
+    for (name, classes), edges in zip(rounds.classes.items(), (contexts, TURNS, None), strict=True):
+        own = [(owner, rounds.weight * (classes == owner)) for owner in np.unique(classes).tolist()]
+        found[name] = [{**named(owner, edges), **part(weight)} for owner, weight in own if weight.any()]
     return found
 
 
-def rounds_of(row: Row, contexts: Sequence[int]) -> Iterator[tuple[DecodeStep, tuple[int, int, str]]]:
-    """Yield each round of an answer with its classes of CLASSES: numbers of edges up to it, and the kind."""
-    context, turn = row["prompt_tokens"] + row["prefill_emitted"], bisect_right(TURNS, row["turn"])
-    for step, kind in zip(row["rounds"], row["kinds"] or itertools.repeat("prose"), strict=False):
-        yield DecodeStep(**step), (bisect_right(contexts, context), turn, kind)
-        context += step["num_emitted"]
-
-
-def named(owner: Any, edges: Sequence[int] | None) -> dict[str, Any]:
-    """Return the name of a class of rounds: of a kind, or of the numbers between two edges."""
+def named(owner: int, edges: Sequence[int] | None) -> dict[str, Any]:
+    """Return the name of a class of rounds: of a kind (edges: None), or of the numbers between two edges."""
     if edges is None:
-        return {"name": owner}
+        return {"name": KINDS[owner]}
     low, high = edges[owner - 1] if owner else 0, edges[owner] if owner < len(edges) else None
     if edges is TURNS:
         name = f"{low}" if high == low + 1 else f"{low}+" if high is None else f"{low}-{high - 1}"
@@ -359,7 +405,11 @@ def numbers_of(row: Row) -> Iterator[dict[str, Any]]:
     """
     names = ("rounds", "prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar")
     parts = [("all", row), *((f"task {task}", own) for task, own in (row.get("by_task") or {}).items())]
-    parts += [(f"{name.removeprefix('by_')} {own['name']}", own) for name in CLASSES for own in row.get(name) or ()]
+    parts += [
+        (f"{name.removeprefix('by_')} {own['name']}", own)
+        for name in (*CLASSES, "by_length")
+        for own in row.get(name) or ()
+    ]
     for part, own in parts:
         shares = dict(enumerate(own.get("accepted_by_place") or (), start=1))
         places = {f"accepted_{n}": shares.get(n) for n in range(1, PLACES + 1)}

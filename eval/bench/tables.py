@@ -94,6 +94,35 @@ def caption(results: Mapping[str, Any]) -> str:
     return text
 
 
+def replay_tables(rows: Sequence[Row], meta: Mapping[str, Any]) -> list[Table]:
+    """Build the tables of replayed answers: methods, then acceptance lengths by drafted tokens and task."""
+    first, about, settings = rows[0], meta["answers"], meta["settings"]
+    note = (
+        f"Replayed: {first['prompts']} recorded answers, {first['tokens']:,} tokens, {settings['dtype']} on "
+        f"{settings['device']}; nothing was decoded, and nothing timed. tau is decoding's, in the mean over its random "
+        "numbers; 95 % bootstrap intervals over texts. "
+    )
+    if first["temperature"]:
+        note += f"Surprise of the answers: {about['entropy'] + about['excess']:.3f} nats a token; of the target's own: "
+        note += f"{about['entropy']:.3f}."
+    else:
+        note += f"Tokens that are not the target's first choice here: {about['foreign']:.2%}."
+    shown, at = mode(first["temperature"]), f"-t{first['temperature']:g}"
+    columns = [column for column in METHOD_COLUMNS if column.key in ("method", "tau", "tau_ci", "accepted")]
+    cells = [{**row, "tau_ci": format_interval(row["tau_ci95"]), "accepted": row["acceptance_rate"]} for row in rows]
+    tables = [Table(f"methods{at}", shown.capitalize(), columns, cells, note)]
+    lengths = [{part["name"]: part for part in row["by_length"]} for row in rows]
+    order = [str(length) for length in range(1, max(map(len, lengths)) + 1)]
+    note = "95 % bootstrap intervals over texts."
+    if len(order) > 1:
+        title = f"Acceptance length by drafted tokens, {shown}"
+        tables.append(classes_table(rows, lengths, order, f"by_length{at}", title, note))
+    if len(tasks := list(first.get("by_task", ()))) > 1:
+        parts = [row["by_task"] for row in rows]
+        tables.append(classes_table(rows, parts, tasks, f"by_task{at}", f"Acceptance length by task, {shown}", note))
+    return tables + acceptance_tables(rows, at, shown)
+
+
 def task_table(rows: Sequence[Row]) -> list[Table]:
     """Build the table of speed-up and tau by task and over tasks, as table 1 of EAGLE-2, if there are several.
 
@@ -161,7 +190,12 @@ def places_table(rows: Sequence[Row], name: str, title: str, note: str, first: s
 
 
 def classes_table(
-    rows: Sequence[Row], parts: Sequence[Mapping[str, Row]], classes: Sequence[str], name: str, title: str
+    rows: Sequence[Row],
+    parts: Sequence[Mapping[str, Row]],
+    classes: Sequence[str],
+    name: str,
+    title: str,
+    note: str = "Of rounds, without the prefill; 95 % bootstrap intervals over prompts.",
 ) -> Table:
     """Return a table of acceptance lengths. parts: classes of rounds of each method, by their names."""
     by_kind = name.startswith("by_kind")
@@ -174,9 +208,8 @@ def classes_table(
         line = {"method": row["method"]}
         for heading, part in own.items():
             line |= {heading: part["tau"], f"{heading}_ci": format_interval(part["tau_ci95"])}
-            line[f"{heading}_accepted"] = part["acceptance_rate"]
+            line[f"{heading}_accepted"] = part.get("acceptance_rate")
         cells.append(line)
-    note = "Of rounds, without the prefill; 95 % bootstrap intervals over prompts."
     if by_kind:
         note += " Then the accepted share of the drafted tokens. A round counts by its first token."
     return Table(name, title, columns, cells, note)

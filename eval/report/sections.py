@@ -25,6 +25,7 @@ LOAD = x_number("at_step", "requests at once")
 # Kind of a run -> its title on the page, and drawings of its tables without columns.
 TABLE_RUNS: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "certify": ("Certificate", {}),
+    "replay": ("Replayed answers", {}),
     "served": (
         "In a server",
         {"served-load": line_of("Tokens a second by requests at once", "tokens/s", "~s", x=LOAD)},

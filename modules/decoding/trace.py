@@ -6,7 +6,7 @@ prefill included (it yields the first token). N_draft drafted tokens that were v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 
@@ -102,15 +102,3 @@ def pool(traces: Iterable[DecodeTrace]) -> Totals:
     items = list(traces)
     summed = [spec.name for spec in fields(Totals) if spec.name != "prompts"]
     return Totals(len(items), **{name: sum(getattr(trace, name) for trace in items) for name in summed})
-
-
-def accepted_by_place(steps: Sequence[DecodeStep], most: int) -> list[float]:
-    """Return, of the rounds that drafted n tokens or more, the share in which n or more were accepted, for n from 1 to
-    the longest draft, at most `most`."""
-    shares = []
-    for n in range(1, most + 1):
-        long = [step.num_accepted >= n for step in steps if step.num_drafted >= n]
-        if not long:
-            break
-        shares.append(sum(long) / len(long))
-    return shares

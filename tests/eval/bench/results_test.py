@@ -11,6 +11,7 @@ from draftsmith.eval.bench.measuring import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import (
     PER_PROMPT,
+    Rounds,
     Row,
     acceptance,
     failures_of,
@@ -205,7 +206,7 @@ def row(prompt_tokens: int, turn: int, steps: list[tuple[int, int]], number: int
 def test_places_contexts_and_turns_are_counted_by_round():
     # Contexts before the rounds: 250, 253 and 256; then 600 and 601.
     rows = [row(249, 1, [(3, 2), (2, 2), (2, 0)]), row(599, 2, [(3, 0), (1, 1)], 1)]
-    found = acceptance(rows, Resamples([0, 1], 0))
+    found = acceptance(Rounds.of(rows), Resamples([0, 1], 0))
     # Five drafts hold a first token, four a second, two a third.
     assert found["accepted_by_place"] == [3 / 5, 2 / 4, 0 / 2]
     assert [(part["from"], part["rounds"], part["tau"]) for part in found["by_context"]] == [
@@ -215,7 +216,7 @@ def test_places_contexts_and_turns_are_counted_by_round():
     ]
     assert [(part["from"], part["rounds"], part["tau"]) for part in found["by_turn"]] == [(1, 3, 7 / 3), (2, 2, 1.5)]
     assert all(part["tau_ci95"] is None for part in found["by_context"])
-    assert acceptance([row(10, 1, [(0, 0)])], Resamples([0], 0)) == {}
+    assert acceptance(Rounds.of([row(10, 1, [(0, 0)])]), Resamples([0], 0)) == {}
 
 
 def test_tables_show_classes_with_enough_rounds_and_csv_has_all(tmp_path):

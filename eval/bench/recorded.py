@@ -1,0 +1,176 @@
+"""Recorded answers of a target, and its own distribution and states along them, for `eval bench --replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.settings import check_left_out
+from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.text.answers import spans
+from draftsmith.data.text.conversations import check_answers, read_chat, row_label, up_to_last
+from draftsmith.data.text.sources import open_source
+from draftsmith.data.text.template import answered_ids, load_chat_tokenizer
+from draftsmith.eval.bench.kinds import PROMPT_TOKENS, Kind, kinds_of
+from draftsmith.eval.bench.prompts import row_errors
+from draftsmith.eval.settings import BenchConfig
+from draftsmith.modules.drafters.branches import pieces
+from draftsmith.modules.finite import checked
+from draftsmith.modules.pretrained.checkpoint import end_tokens
+from draftsmith.modules.pretrained.hub import model_directory, read_config, resolve_model
+from draftsmith.modules.pretrained.models import vocabulary_size
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer, text_identity
+from draftsmith.modules.sampling import best_tokens, entropies, probabilities
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, SamplingParams
+
+LOGITS = 2**25  # that are computed at once
+MOST_FOREIGN = 0.05  # of an answer's tokens, that the target would not choose; other kernels change about 1 %
+MOST_EXCESS = 0.1  # of the entropy, by which answers may surprise the target more, or less, than its own would
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens [begin, end) of a text, and their kinds. ended: the last one is an end token. turn: of its chat."""
+
+    begin: int
+    end: int
+    ended: bool
+    turn: int
+    kinds: Sequence[Kind]
+
+
+@dataclass(frozen=True)
+class RecordedText:
+    """Text with answers of the target, each behind a prompt."""
+
+    id: str
+    task: str
+    ids: list[int]
+    answers: list[Answer]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], ends: Collection[int], text_of: Callable[[Sequence[int]], str]) -> RecordedText:
+        """Read a row with the fields of responses; its turn is that of the first answer. text_of: decodes tokens."""
+        ids, answers = row["input_ids"], []
+        for turn, (begin, end) in enumerate(spans(row["loss_mask"]), row["turn"]):
+            prompt = text_of(ids[max(0, begin - PROMPT_TOKENS) : begin])
+            kinds = kinds_of([text_of([token]) for token in ids[begin:end]], prompt)
+            answers += [Answer(begin, end, ids[end - 1] in ends, turn, kinds)] if begin else []
+        return cls(row["id"], row["task"] or "", ids, answers)
+
+
+def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingParams]:
+    """Read the first `limit` texts (0: all) of `config.replay`, and how their answers were sampled.
+
+    Raises:
+        InputError: no such source, another tokenizer, a text without an answer behind a prompt, or options of sampling
+            where the answers record it.
+    """
+    path, params, rows = Path(resolve_model(str(config.replay))), config.sampling, list[Mapping[str, Any]]()
+    ends, tokenizer = (
+        end_tokens(model_directory(config.target), read_config(config.target)),
+        load_tokenizer(config.target),
+    )
+    if (path / MANIFEST).exists() or (path / STARTED).exists():
+        manifest = open_artifact(path, ("responses", "prompts"), text_identity(config.target))
+        if "loss_mask" not in manifest.field_names:
+            raise InputError("replay", "prompts without answers", "responses", "Make them: data responses.")
+        if manifest.kind == "responses":
+            named = ("temperature", "top_k", "top_p")
+            check_left_out(config, named, "with --replay", "none: responses record how they were sampled")
+            params, ends = SamplingParams(**(manifest.sampling or {})), () if manifest.config["ignore_eos"] else ends
+        columns = ["id", "task", "turn", "input_ids", "loss_mask"]
+        rows = list(Rows(path, manifest, columns, config.limit, vocabulary_size(config.target)).iterate())
+    else:
+        opened, chat_tokenizer = open_source(str(path)), load_chat_tokenizer(config.target)
+        for number in range(min(len(opened), config.limit or len(opened))):
+            with row_errors(opened.where(number), "a conversation that ends with the target's answer"):
+                raw = opened.row(number)
+                chat = read_chat(raw, {})
+                messages = up_to_last("assistant", chat.messages)
+                check_answers(messages)
+                ids, mask = answered_ids(chat_tokenizer, messages, chat.inputs, ends)
+            row = {"id": row_label(raw, {}, "id") or str(number), "task": row_label(raw, {}, "task")}
+            turn = sum(message["role"] == "assistant" for message in messages)
+            rows.append({**row, "turn": turn, "input_ids": ids, "loss_mask": mask})
+    texts = [RecordedText.of(row, ends, tokenizer.decode) for row in rows]
+    if empty := next((text.id for text in texts if not text.answers), None):
+        raise InputError("replay", f"text {empty} without an answer behind a prompt", "one in each", "Leave it out.")
+    return texts, params
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """Text of T tokens, N of them of answers, as its target reads it.
+
+    states: [T, H] after some layers, by their number. prob: [T] float64, the probability of each token of an answer; 1
+    if greedy. foreign: [N] bool, the target would not choose the token: it is not its first choice, or has probability
+    0. surprise, entropy: [N] -log p, and its mean at this place.
+    """
+
+    text: RecordedText
+    params: SamplingParams
+    states: dict[int, Tensor]
+    prob: Tensor
+    foreign: Tensor
+    surprise: Tensor
+    entropy: Tensor
+
+    def features(self, layers: Sequence[int], length: int) -> Tensor:
+        """Return the states [length, L*H] that a drafter of these layers reads; () are those after the final norm."""
+        return torch.cat([self.states[layer][:length] for layer in layers or (max(self.states),)], -1)
+
+
+@torch.inference_mode()
+def read_text(target: CausalLM, text: RecordedText, params: SamplingParams, layers: Sequence[int]) -> TargetText:
+    """Read a text once, with the states after these layers and the last one.
+
+    Raises:
+        NonFinite: the target's logits.
+    """
+    ids, last = torch.tensor(text.ids, device=target.device), target.info.num_layers
+    layers = sorted({*layers, last})
+    features = target.features(ids[None], aux_layers=tuple(layers))[0]  # [T, L * H]
+    states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
+    places = torch.cat([torch.arange(answer.begin, answer.end) for answer in text.answers]).to(target.device)  # [N]
+    parts = list[Tensor]()
+    for piece in pieces(len(places), max(1, LOGITS // target.info.vocab_size)):
+        tokens, logits = ids[places[piece]], target.lm_head(states[last][places[piece] - 1])  # [n], [n, V]
+        best = checked(best_tokens(logits), model="target")
+        probs = probabilities(logits, SamplingParams(1.0) if params.greedy else params)  # [n, V]
+        prob = probs.gather(-1, tokens[:, None])[:, 0].double()
+        parts.append(torch.stack([prob, best != tokens if params.greedy else prob == 0, entropies(probs)]))
+    chosen, foreign, entropy = torch.cat(parts, 1)
+    prob = torch.ones(len(ids), dtype=torch.float64, device=target.device)
+    if not params.greedy:
+        prob[places] = chosen
+    return TargetText(text, params, states, prob, foreign.cpu() > 0, -chosen.log().cpu(), entropy.cpu())
+
+
+def check_followed(read: Sequence[TargetText]) -> dict[str, Any]:
+    """Check that answers are the target's own, as far as their tokens tell. Return what was measured.
+
+    Raises:
+        InputError: too many tokens that the target would not choose; or sampled ones that surprise it more, or less,
+            than its own would: they have another temperature, or come from another model.
+    """
+    names, params = ("foreign", "surprise", "entropy"), read[0].params
+    foreign, surprise, entropy = (torch.cat([getattr(text, name) for text in read]) for name in names)
+    about, remedy = {"foreign": float(foreign.double().mean())}, "Pass the target that answered, and its sampling."
+    if about["foreign"] > MOST_FOREIGN:
+        found = f"{about['foreign']:.0%} of the answers' tokens that {read[0].params} does not choose here"
+        raise InputError("replay", found, f"at most {MOST_FOREIGN:.0%}", remedy)
+    if not params.greedy:
+        excess = (surprise - entropy)[~foreign]
+        about |= {"entropy": float(entropy.mean()), "excess": float(excess.mean())}
+        if abs(about["excess"]) > max(5 * float(excess.std()) / len(excess) ** 0.5, MOST_EXCESS * about["entropy"]):
+            found = f"answers that surprise the target by {about['entropy'] + about['excess']:.3f} nats a token"
+            raise InputError("replay", found, f"{about['entropy']:.3f}, as its own at {params}", remedy)
+    return about

@@ -1,0 +1,189 @@
+"""Replay of recorded answers against decoding: every branch of it, every round of it, and a whole run of the bench."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from oracles.formulas import warped
+from oracles.tables import PROMPT, TableLM, enumerate_branches
+from worlds import run_models, small_models
+
+from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
+from draftsmith.eval.bench.recorded import Answer, RecordedText, check_followed, read_recorded, read_text
+from draftsmith.eval.bench.replay import make_drafters
+from draftsmith.eval.settings import BenchConfig
+from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
+from draftsmith.modules.drafters.methods import parse_method, parse_methods
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import InputError, SamplingParams
+
+
+class LogitTable(TableLM):
+    """A table whose features are its logits, so that what `features` and `lm_head` give is what decoding draws from."""
+
+    def features(self, input_ids, position_ids=None, aux_layers=()):
+        rows = [[self.row(tuple(ids[: t + 1]))[0] for t in range(len(ids))] for ids in input_ids.tolist()]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    def lm_head(self, hidden):
+        return hidden
+
+
+def text_of(prompt, tokens, ends=()) -> RecordedText:
+    ended = tokens[-1] in ends
+    answer = Answer(len(prompt), len(prompt) + len(tokens), ended, 1, ["prose"] * len(tokens))
+    return RecordedText("id", "", [*prompt, *tokens], [answer])
+
+
+def walks_of(methods: str, models, text: RecordedText, params: SamplingParams) -> dict:
+    named = parse_methods(methods)
+    drafters, walks = make_drafters(named, models), {item.label: [] for item in named}
+    seen = read_text(models.target, text, params, [layer for drafter in drafters for layer in drafter.layers])
+    for drafter in drafters:
+        drafter.walk(0, seen, walks)
+    return {label: own[0] for label, own in walks.items()}
+
+
+@pytest.mark.parametrize("method", ["spec:k=1", "spec:k=2", "pld:k=2:ngram=1"])
+@pytest.mark.parametrize(
+    ("params", "ends"),
+    [(SamplingParams(), ()), (SamplingParams(1.0), ()), (SamplingParams(0.8, 2), (1,)), (SamplingParams(1.0), (1,))],
+)
+def test_target_calls_of_an_answer_are_the_mean_over_every_branch_that_decodes_it(method, params, ends):
+    models = run_models(LogitTable(1), LogitTable(2), capacity=64, ends=ends)
+    sums = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def run(source):
+        drafter = parse_method(method).build(models)
+        return generate_one(models.target, drafter, list(PROMPT), params, 5, source, ends)
+
+    for made, weight in enumerate_branches(run):
+        numbers = 1.0, made.trace.num_target_calls, made.trace.num_accepted
+        for place, number in enumerate(numbers):
+            sums[tuple(made.tokens)][place] += weight * number
+    for tokens, (weight, calls, accepted) in sums.items():
+        # Where an answer ends at its limit, the decoder drafts nothing for its last place.
+        text = text_of(PROMPT, tokens, ends if len(tokens) < 5 else ())
+        walk = walks_of(method, models, text, params)[method]
+        assert walk.calls[-1] == pytest.approx(calls / weight, abs=1e-9), tokens
+        assert walk.visits @ walk.reached.sum(-1) == pytest.approx(accepted / weight, abs=1e-9), tokens
+
+
+@pytest.mark.parametrize("name", ["spec", "eagle", "eagle3", "medusa", "hydra", "dflash", "dspark"])
+def test_every_head_drafts_as_in_decoding(name):
+    """In each round, the distributions that the decoder drew from, of drafts that are the answer."""
+    models, params, method, compared = small_models(), SamplingParams(1.3, 20), f"{name}:k=2", 0
+    for seed in range(3):
+        rounds = []
+        drafter, options = parse_method(method).build(models), DecodeOptions(rounds.append)
+        prompt = [3, 1, 4, 1 + seed, 5]
+        made = generate_one(models.target, drafter, prompt, params, 30, TorchSource(seed), (), options)
+        # Shorter drafts than the longest of the head, which a block head drafts otherwise.
+        walk = walks_of(f"{method},{name}:k=3", models, text_of(prompt, made.tokens), params)[method]
+        begin = 1
+        for done in rounds[1:]:
+            expected, depth = 1.0, min(len(done.tree.tokens), done.num_accepted + 1, 30 - begin)
+            for place in range(depth):
+                x = made.tokens[begin + place]
+                p, q = warped(done.logits[place], params)[x], float(done.tree.draft_prob[place][x])
+                expected *= min(1.0, q / p)
+                assert walk.reached[begin - 1, place] == pytest.approx(expected, abs=1e-4)
+                compared += 1
+            begin += len(done.tokens)
+    assert compared > 60
+
+
+def test_answers_of_other_sampling_are_refused():
+    models = small_models()
+    read = {}
+    for true in (SamplingParams(), SamplingParams(1.0)):
+        texts = []
+        for seed in range(12):
+            prompt = [seed, 7, 9]
+            made = generate_one(models.target, None, prompt, true, 50, TorchSource(seed), ())
+            texts.append(text_of(prompt, made.tokens))
+        for params in (SamplingParams(), SamplingParams(1.0), SamplingParams(0.5)):
+            read[true, params] = [read_text(models.target, text, params, ()) for text in texts]
+    for (true, params), seen in read.items():
+        if true == params:
+            check_followed(seen)
+            continue
+        with pytest.raises(InputError, match="replay: found"):
+            check_followed(seen)
+
+
+METHODS = "spec:k=1,spec:k=3,eagle:k=2,pld:k=4"
+
+
+@pytest.fixture(scope="module")
+def runs(models, tmp_path_factory) -> tuple[dict, dict, Path]:
+    """Greedy answers of the bench, and of `data responses` to the same prompts, replayed."""
+    root = tmp_path_factory.mktemp("replay")
+    target, drafts = f"--target={models['target']}", [f"--draft={models['draft']}", f"--draft={models['eagle']}"]
+    bench = ["eval", "bench", target, *drafts, f"--methods={METHODS}"]
+    asked = ["--max-new-tokens=40", "--ignore-eos", "--temperature=0"]
+    prompts = ["data", "prompts", target, f"--source={models['prompts']}", f"--output={root / 'prompts'}"]
+    assert main(prompts) == 0
+    assert main(["data", "responses", target, f"--prompts={root / 'prompts'}", f"--output={root / 'a'}", *asked]) == 0
+    assert main([*bench, f"--prompts={root / 'prompts'}", "--repeats=1", f"--output={root / 'decoded'}", *asked]) == 0
+    assert main([*bench, f"--replay={root / 'a'}", f"--output={root / 'replayed'}"]) == 0
+    found = [json.loads((root / name / "results.json").read_text()) for name in ("decoded", "replayed")]
+    return found[0], found[1], root
+
+
+def test_greedy_replay_is_the_decoders_walk(runs):
+    decoded, replayed, _ = runs
+    rows = {row["method"]: row for row in decoded["methods"]}
+    assert [row["method"] for row in replayed["methods"]] == METHODS.split(",")
+    for row in replayed["methods"]:
+        own = rows[row["method"]]
+        names = ("prompts", "tokens", "num_target_calls", "num_draft_tokens", "num_accepted", "tau", "acceptance_rate")
+        assert {name: row[name] for name in names} == {name: own[name] for name in names}
+        for name in ("by_context", "by_turn", "by_kind", "accepted_by_place"):
+            assert row[name] == pytest.approx(own[name]) if name == "accepted_by_place" else row[name] == own[name]
+        assert {task: part["tau"] for task, part in row["by_task"].items()} == {
+            task: part["tau"] for task, part in own["by_task"].items()
+        }
+    assert rows["spec:k=3"]["tau"] > 1.2 and all(row["tau"] > 1 for row in replayed["methods"]), "nothing is compared"
+    by_length = next(row["by_length"] for row in replayed["methods"] if row["method"] == "spec:k=3")
+    assert by_length[0]["tau"] == rows["spec:k=1"]["tau"]
+    assert replayed["meta"]["kind"] == "replay" and not any("speedup" in row for row in replayed["methods"])
+
+
+def test_a_file_of_chats_has_the_last_turns_answers(models, tmp_path, capsys):
+    said = [("user", "What?"), ("assistant", "first"), ("user", "Rename a to b:"), ("assistant", "def add(b):")]
+    chat = {"id": "x", "task": "t", "messages": [{"role": role, "content": text} for role, text in said]}
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps(chat) + "\n")
+    config = BenchConfig(target=models["target"], replay=str(file), temperature=1.0, output=tmp_path / "out")
+    (text,), params = read_recorded(config)
+    (answer,), tokenizer = text.answers, load_tokenizer(models["target"])
+    assert (text.id, text.task, answer.turn, params.temperature) == ("x", "t", 2, 1.0)
+    assert text.ids[: answer.begin] == prompt_ids(load_chat_tokenizer(models["target"]), chat["messages"][:3])
+    assert tokenizer.decode(text.ids[answer.begin : answer.end]).startswith("def add(b):")
+    # No random model says this.
+    words = ["eval", "bench", f"--target={models['target']}", f"--replay={file}", f"--output={tmp_path / 'out'}"]
+    assert main([*words, "--methods=pld"]) == 2
+    assert "replay: found" in capsys.readouterr().err and not (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--methods=eagle-tree"], "methods: found eagle-tree"),
+        (["--methods=ar"], "methods: found ar"),
+        (["--methods=pld", "--repeats=2"], "repeats: found 2"),
+        (["--methods=pld", "--temperature=1"], "temperature: found 1"),
+        (["--methods=eagle:k=99999999"], "k: found"),
+    ],
+)
+def test_what_replay_does_not_read_is_refused(runs, models, words, named, capsys, tmp_path):
+    base = ["eval", "bench", f"--target={models['target']}", f"--draft={models['eagle']}", f"--output={tmp_path / 'o'}"]
+    assert main([*base, f"--replay={runs[2] / 'a'}", *words]) == 2
+    assert named in capsys.readouterr().err
