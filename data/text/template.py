@@ -257,7 +257,7 @@ def follow_answer(
         return answered, prompt_ids(tokenizer, answered, inputs)
 
     # The template says what stands behind an answer. Its end token replaces the sampled one, which may be for sampling
-    # only (<|return|>); a call keeps its own (<|call|>, <|eom_id|>).
+    # only (<|return|>).
     replaced = [*messages, {"role": "assistant", "content": PLACEHOLDER}, *following]
     whole = render(tokenizer, replaced, inputs, add_generation_prompt=True)
     behind = encode(tokenizer, whole.rpartition(PLACEHOLDER)[2])
@@ -433,8 +433,10 @@ def answer_start(tokenizer: Any, messages: Messages, inputs: TemplateInputs, num
             return place + length
     # Put another answer into its place.
     other = [*messages[:number], {"role": "assistant", "content": PLACEHOLDER}, *messages[number + 1 :]]
-    head, mark, _ = render(tokenizer, other, inputs).partition(PLACEHOLDER)
-    return len(head) if mark and text.startswith(head) else None
+    with contextlib.suppress(RowError):
+        head, mark, _ = render(tokenizer, other, inputs).partition(PLACEHOLDER)
+        return len(head) if mark and text.startswith(head) else None
+    return None
 
 
 def shown(tokenizer: Any, part: Messages, inputs: TemplateInputs, text: str, **options: Any) -> int | None:
@@ -455,10 +457,9 @@ def behind_mark(
             begun = [*messages[:number], marked]
             _, mark, tail = render(tokenizer, [*begun, *messages[number + 1 :]], inputs).rpartition(PLACEHOLDER)
             last = render(tokenizer, begun, inputs, **options).rpartition(PLACEHOLDER)[2]
-            # A mark where nothing was (no arguments) may have brought more with it.
-            more = 0 if text.endswith(tail) else len(tail) - num_common(reversed(text), reversed(tail))
-            if mark and more < len(tail) and more < max(len(last), 1):
-                return len(text) - len(tail) + more, tail[more:], last[more:]
+            # A mark where nothing was (no arguments) may have brought markup with it; the rest must be the same.
+            if mark and text.endswith(tail[len(last) :] or tail):
+                return len(text) - len(tail), tail, last
     return None
 
 

@@ -150,7 +150,7 @@ def artifact_prompts(directory: Path, target: str, turns: Turns, keep: Keep) -> 
 
 
 def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:
-    """Return the user's texts of later turns, up to a turn that is more, such as one with a tool's result."""
+    """Return the user's texts of later turns, up to a turn that is more, such as one with a system message."""
     only_user = itertools.takewhile(lambda messages: [message["role"] for message in messages] == ["user"], later)
     return tuple(messages[0]["content"] for messages in only_user)
 

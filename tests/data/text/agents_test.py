@@ -258,6 +258,24 @@ def test_all_that_the_assistant_says_is_learned_and_nothing_else(family, targets
         assert [learned(tokenizer, row) for row in rows] == [[part] for part in ALONE[family]]
         assert all(row["input_ids"][: len(row["prompt_ids"])] == row["prompt_ids"] for row in rows)
         assert counts["rows_split"] == 3
+        weighted = openai_row([*messages[:2], {**messages[2], "weight": 0}, *messages[3:]])
+        rows, _ = prompts_of(target, weighted, tmp_path / "weighted", supervised=True, turns="each")
+        assert [learned(tokenizer, row) for row in rows] == [[part] for part in ALONE[family][1:]]
+
+
+BARE = {
+    "qwen3": '<tool_call>\n{"name": "sky", "arguments": {}}\n</tool_call><|im_end|>',
+    "qwen3.5": "<tool_call>\n<function=sky>\n</function>\n</tool_call><|im_end|>",
+}
+
+
+@pytest.mark.parametrize("family", BARE)
+def test_a_call_without_arguments_is_learned_behind_which_a_thought_was_dropped(family, targets, tmp_path):
+    target, tokenizer = targets(family)
+    messages = session(family)
+    messages[5] = {**messages[5], "tool_calls": [{"function": {"name": "sky", "arguments": {}}}]}
+    (row,), _ = prompts_of(target, openai_row(messages), tmp_path / "out", supervised=True)
+    assert learned(tokenizer, row)[1] == BARE[family]
 
 
 def test_ids_of_calls_are_cut_for_mistral_as_vllm_cuts_them(targets, tmp_path):
@@ -324,7 +342,12 @@ def test_a_call_behind_a_text_belongs_to_it():
 
 
 def test_what_a_block_says_beside_its_text_is_counted_and_a_picture_is_refused():
-    result = {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": [{"type": "text", "text": "no"}]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "a",
+        "is_error": True,
+        "content": [{"type": "text", "text": text} for text in ("no", "way")],
+    }
     said = {"type": "text", "text": "Again.", "cache_control": {"type": "ephemeral"}}
     redacted = {"type": "redacted_thinking", "data": "x"}
     blocks = [redacted, {"type": "tool_use", "id": "a", "name": "sky", "input": {}}]
@@ -333,7 +356,7 @@ def test_what_a_block_says_beside_its_text_is_counted_and_a_picture_is_refused()
     }
     chat = read_chat(row, {})
     assert chat.messages[2:] == [
-        {"role": "tool", "content": "no", "tool_call_id": "a"}, {"role": "user", "content": "Again."}
+        {"role": "tool", "content": "no\nway", "tool_call_id": "a"}, {"role": "user", "content": "Again."}
     ]  # fmt: skip
     assert chat.ignored == {"is_error", "cache_control", "redacted_thinking"}
     result["content"] += [{"type": "image", "source": {}}]
@@ -353,6 +376,8 @@ def test_turns_that_are_too_long_are_left_out_of_their_session(targets, tmp_path
     rows, counts = prompts_of(target, row, tmp_path / "drop", overlong="drop", **limit)
     assert [len(made["prompt_ids"]) for made in rows] == lengths[:2]
     assert (counts["turns_beyond_context"], counts["rows_split"], counts.get("overlong_dropped", 0)) == (2, 1, 0)
+    with pytest.raises(InputError, match=r"no rows left .read 1, kept 0, dropped 1: overlong 1"):
+        prompts_of(target, row, tmp_path / "none", overlong="drop", max_length=9)
 
 
 def test_the_bench_asks_the_turns_of_a_session_and_knows_their_numbers(targets, tmp_path):

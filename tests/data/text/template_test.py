@@ -113,6 +113,18 @@ CASES = {
     "turns without special tokens": (
         PLAIN_TURNS, TWO, {}, "\nuser: Hi\n\nassistant: ⟦Ho⟧\n\nuser: And?\n\nassistant: ⟦ So.\n⟧",
     ),
+    # As Command-R's, and as Bielik's behind results of tools.
+    "a template that opens an answer whether asked or not": (
+        CHATML.replace("if add_generation_prompt", "if true"), TWO, {},
+        f"{BEGIN}⟦Ho<|im_end|>⟧{AGAIN}⟦ So.<|im_end|>⟧\n<|im_start|>assistant\n",
+    ),
+    "a template that ends the user's turn in a prompt only": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{{ '<|im_end|>\n' if m.role == 'assistant' or loop.last }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt }}", TWO, {},
+        "<|im_start|>user\nHi<|im_start|>assistant\n⟦Ho<|im_end|>⟧\n"
+        "<|im_start|>user\nAnd?<|im_start|>assistant\n⟦ So.<|im_end|>⟧\n",
+    ),
     "an answer that the template leaves empty": (
         R1, chat((USER, "Hi"), (ASSISTANT, "<think>hm</think>"), (USER, "And?"), (ASSISTANT, "So.")), {},
         "<|User|>Hi<|Assistant|><|eos|><|User|>And?<|Assistant|>⟦So.<|eos|>⟧",

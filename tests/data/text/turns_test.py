@@ -92,11 +92,13 @@ def test_a_turn_behind_recorded_ones_is_asked_by_itself(messages, turns, opening
 
 def test_rows_of_one_session_are_one_conversation(talks, tmp_path):
     """A validation split must not part them."""
-    made = make_responses(make_prompts(talks, tmp_path / "prompts", turns="each"), tmp_path / "out", max_new_tokens=3)
-    dataset = open_dataset(made)
-    sessions = [row["id"].split("/")[0] for row in rows_of(made)]
-    assert len(sessions) == 13 and len(set(sessions)) == NUM_ROWS
-    assert dataset.conversations.tolist() == [int(name.split("-")[1]) for name in sessions]
+    for turns, number in (("each", 13), ("last", NUM_ROWS)):
+        asked = make_prompts(talks, tmp_path / turns, turns=turns)
+        made = make_responses(asked, tmp_path / f"{turns}-answered", max_new_tokens=3)
+        rows = rows_of(made)
+        assert [row["turn"] for row in rows] == [row["turn"] for row in rows_of(asked)] and len(rows) == number
+        sessions = [int(row["id"].split("/")[0].removeprefix("row-")) for row in rows]
+        assert open_dataset(made).conversations.tolist() == sessions and max(sessions) == NUM_ROWS - 1
 
 
 def test_turns_of_fastchat_are_all_asked_and_an_empty_one_is_the_rows_fault():
