@@ -52,7 +52,7 @@ $(VENV)/.setup.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet torch -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) install --quiet -c constraints.txt -e ".[deepspeed,llamacpp,report,serve]"
+	$(PIP) install --quiet -c constraints.txt -e ".[train,deepspeed,llamacpp,report,serve]"
 	@touch $@
 
 $(VENV)/.setup-dev.stamp: $(VENV)/.setup.stamp

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.train.command import run as train
+from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.train.config import TrainDrafterConfig
@@ -21,7 +22,16 @@ LEAST_STEPS = 20
 
 
 def run(config: TrainedConfig) -> Path | None:
-    """Train a head, as `train.command.run`, and explain bad numbers."""
+    """Train a head, as `train.command.run`, and explain bad numbers.
+
+    Raises:
+        InputError: the packages of the extra `train` are not installed.
+    """
+    if missing := [name for name in ("lightning", "wandb") if find_spec(name) is None]:
+        found = f"no {' and no '.join(missing)}"
+        raise InputError("train", found, "the extra `train`", "Run: pip install 'draftsmith[train]'")
+    from draftsmith.train.command import run as train
+
     return train(config, explain)
 
 

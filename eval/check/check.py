@@ -188,9 +188,10 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
         pairs = [pair for text in texts for pair in outputs_along(lm, text, heads, depth)]
         return [*measures, difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs)]
     lengths = {variant.label: own for variant, own in zip(variants[1:], others, strict=True)}
-    for label in better_variants(as_it_is, lengths, isinstance(theirs.config, BlockConfig)):
+    better = better_variants(as_it_is, lengths, isinstance(theirs.config, BlockConfig))
+    for label in sorted(lengths, key=lambda label: label not in better):
         text = f"{right(lengths[label]):.1%}, first two tokens {right(lengths[label], 2):.1%}"
-        measures.append(Measure(f"read with {label}", text, "no better than as it says", False))
+        measures.append(Measure(f"read with {label}", text, "no better than as it says", label not in better))
     return measures
 
 
