@@ -25,13 +25,16 @@ from draftsmith.data.store.datasets import cut_lengths, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import DraftHead, TrainStep
+from draftsmith.modules.drafters.base import DocumentParts, DraftHead, TrainStep
+from draftsmith.modules.engine.lean import MLP_ROWS
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import DTYPES, meta_target, target_shape
 from draftsmith.train.config import MOST, TrainDrafterConfig
+from draftsmith.train.data import Order, cut_spans
+from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
 from draftsmith.train.optimizers import hidden_matrices
 from draftsmith.train.prepare import head_config
 from draftsmith.train.strategies import device_kind, model_dtype, process_memory, world_size
@@ -46,7 +49,7 @@ COUNTED_DOCUMENTS = 32
 # float32 tensors the size of a chunk of logits that a loss holds at once: both models' logits, and their softmax.
 CHUNK_TENSORS = 4
 # A frozen layer's hidden states, projections and attention output, in multiples of its hidden size.
-FROZEN_WIDTHS = 8
+FROZEN_WIDTHS = 7
 # Ids, places, masks of a token.
 BATCH_BYTES = 32
 # Share of the speed of large products that a training reaches at least, as benchmarks/gpu_report.py asks of a GPU.
@@ -158,8 +161,6 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
         InputError: no such model, or one of a family that the head cannot take its layer from; or data that the
             training itself would refuse.
     """
-    from draftsmith.train.data import Order
-
     drafter, world = config.drafter, config.plan_ranks or world_size(config)
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
     shape, served = target_shape(config.target), config.features == "vllm"
@@ -176,18 +177,21 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
     order = Order(documents.lengths, config.seed, config.batch_size, config.tokens_per_batch)
     steps = order.steps_per_epoch if config.minutes else config.num_steps(order.steps_per_epoch)
 
-    # The largest part of a rank: samples of a step are dealt out in turn to ranks and accumulated parts.
-    part_tokens, shares = 0, world * config.accumulate
+    # The largest part of a rank: samples of a step are dealt out in turn to ranks and accumulated parts. It is packed
+    # end to end, or padded to the longest.
+    largest: list[int] = [0]
+    shares = world * config.accumulate
     for step in range(min(order.steps_per_epoch, STEPS_LOOKED_AT)):
         _, batch = order.step(step)
         for share in range(min(shares, len(batch))):
-            part = [documents.lengths[i] for i in batch[share::shares]]
-            # Packed end to end, or padded to the longest.
-            part_tokens = max(part_tokens, sum(part) if config.tokens_per_batch else max(part) * len(part))
+            part = [int(documents.lengths[i]) for i in batch[share::shares]]
+            part = part if config.tokens_per_batch else [max(part)] * len(part)
+            largest = max(largest, part, key=lambda own: (sum(own), max(own)))
+    part_tokens = sum(largest)
 
     # Memory of a rank under each strategy.
     read_in_step = feature_size > 0 and not stored and not served
-    process = process_bytes(config, target, shape, head, documents, part_tokens, feature_size, read_in_step)
+    process = process_bytes(config, target, shape, head, documents, largest, feature_size, read_in_step)
     strategy = str(config.strategy)
     if strategy == "auto":
         strategy = "ddp" if world > 1 else "one process"
@@ -196,8 +200,10 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
     # FLOPs at the end of the training, when all passes run.
     apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
     lengths = sorted(documents.lengths)[apart // 2 :: apart]
-    count = sum(round(length * documents.loss_share) for length in lengths)
-    step_flops = head.flops(head_shape, config, TrainStep(MOST, MOST, lengths, ()), count)
+    _, predictions = head.loss_memory(
+        config, [(0, length, length) for length in lengths], documents.loss_share, FLOAT32
+    )
+    step_flops = head.flops(head_shape, config, TrainStep(MOST, MOST, lengths, ()), round(predictions))
     if read_in_step:
         step_flops += flops.layers_forward(shape, lengths)
 
@@ -227,13 +233,14 @@ def process_bytes(
     shape: LlamaConfig,
     head: DraftHead,
     documents: TrainingDocuments,
-    part_tokens: int,
+    part: Sequence[int],
     feature_size: int,
     read_in_step: bool,
 ) -> dict[str, int]:
     """Return the bytes of a training by part, in one process without a strategy.
 
-    part_tokens: most computed at once. feature_size: elements of a token's features. read_in_step: by the target.
+    part: lengths of the samples of the largest micro-batch. feature_size: elements of a token's features. read_in_step:
+    by the target.
     """
     on_gpu, dtype = device_kind(config) == "gpu", model_dtype(config)
     raw = read_config(config.target)
@@ -241,27 +248,26 @@ def process_bytes(
     width = (DTYPES.get(checkpoint_dtype, torch.float32) if dtype == "auto" else DTYPES[dtype]).itemsize
     weights, checkpoint, _ = saved_bytes(config, head)
 
-    # Autograd keeps the input of every linear layer and what the next operator reads of its output; norms keep their
-    # input and normalized output in float32. Logits are made and freed in chunks, so an lm_head of the head's own
-    # counts as chunks.
-    head_width = 2 if config.precision == "bf16" else FLOAT32
-    kept, vocab, whole_gradient = 0, shape.vocab_size, False
+    # The head learns span by span, and makes and frees logits in chunks; an lm_head of its own counts as chunks.
+    head_width, part_tokens, most = (2 if config.precision == "bf16" else FLOAT32), sum(part), config.most_at_once
+    vocab, whole_gradient = shape.vocab_size, False
     for module in head.modules():
-        weight = getattr(module, "weight", None)
         if isinstance(module, nn.Linear) and module.out_features > 8 * module.in_features:
             vocab, whole_gradient = module.out_features, module.weight.requires_grad
-        elif isinstance(module, nn.Linear):
-            kept += head_width * (module.in_features + module.out_features)
-        elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
-            kept += 2 * FLOAT32 * weight.numel()
-    ttt_steps = getattr(config, "unroll", getattr(config, "ttt_steps", 1))
-    rows, device = round(part_tokens * documents.loss_share), torch.device("cuda" if on_gpu else "cpu")
-    chunk = max(part.stop - part.start for part in row_chunks(rows, vocab, device, fewest=whole_gradient))
+    share, device = documents.loss_share, torch.device("cuda" if on_gpu else "cpu")
+    spans = [parts_in(part, span) for span in (cut_spans(part, most) if most else [(0, part_tokens)])]
+    (learned, count), kept = max((head.loss_memory(config, own, share, head_width), own) for own in spans)
+    chunk = max(own.stop - own.start for own in row_chunks(round(count), vocab, device, fewest=whole_gradient))
+    tensors = CHUNK_TENSORS + (2 if getattr(head, "markov_head", None) is not None else 0)
+    learned += tensors * FLOAT32 * chunk * vocab
     # Features as they came, and in the head's type.
-    activations = part_tokens * (ttt_steps * kept + feature_size * (width + head_width))
-    activations += CHUNK_TENSORS * FLOAT32 * chunk * vocab
-    # The target keeps nothing but its features.
-    target_token = width * (FROZEN_WIDTHS * shape.hidden_size + 3 * shape.intermediate_size)
+    features = part_tokens * feature_size * (width if read_in_step else 2 * on_gpu)
+    rows = sum(stop - start for start, stop, _ in kept)
+    learned += rows * feature_size * (0 if head_width == width else FLOAT32 + head_width)
+    # The target reads few samples at once, and holds the widest states of few tokens.
+    read = max(*part, min(part_tokens, TOKENS_READ_ON_GPU if on_gpu else TOKENS_READ))
+    mlp = 3 * shape.intermediate_size * min(read, MLP_ROWS)
+    reading = read * feature_size + max(FROZEN_WIDTHS * shape.hidden_size * read, mlp)
     buffers = sum(buffer.nbytes for model in (target, head) for buffer in model.buffers())
     return {
         # Interpreter and libraries, which on a CPU are most of a small training.
@@ -275,8 +281,18 @@ def process_bytes(
         # All parts of a step are in memory together, and the samples that the next one is made of.
         "batch": (config.accumulate + 1) * part_tokens * (BATCH_BYTES + (0 if read_in_step else 2 * feature_size)),
         # Activations are gone before the optimizer steps. On a GPU it steps all tensors at once, with temporaries.
-        "activations": max(weights if on_gpu else 0, activations, part_tokens * target_token if read_in_step else 0),
+        "activations": round(max(weights if on_gpu else 0, features + max(learned, width * reading * read_in_step))),
     }
+
+
+def parts_in(part: Sequence[int], span: tuple[int, int]) -> DocumentParts:
+    """Return the parts of packed documents of these lengths that lie in a span."""
+    found, begin = list[tuple[int, int, int]](), 0
+    for length in part:
+        start, stop = max(span[0] - begin, 0), min(span[1] - begin, length)
+        found += [(start, stop, length)] if start < stop else []
+        begin += length
+    return found
 
 
 def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str, int]:
@@ -284,7 +300,8 @@ def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str,
 
     DDP reduces gradients in buckets as large as themselves. Stages 1 and 2 keep every weight, and a rank's part of a
     second copy that the optimizer steps; stage 2 keeps a rank's part of the gradients; stage 3 of the weights too,
-    which it gathers for forward and backward. All of them reduce gradients a bucket at a time.
+    which it gathers for forward and backward. All of them reduce gradients a bucket at a time, 1 and 2 once all are
+    computed.
     """
     memory, host, whole = dict(process), 0, process["weights"]
     if strategy == "ddp":
@@ -294,7 +311,7 @@ def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str,
 
         stage, part = int(strategy.removeprefix("deepspeed_stage_")[0]), FLOAT32 * -(-whole // FLOAT32 // world)
         memory["optimizer"] = part + -(-process["optimizer"] // world)
-        memory["gradients"] = (whole if stage == 1 else part) + min(whole, FLOAT32 * BUCKET)
+        memory["gradients"] = (whole if stage == 1 else part) + min(whole, FLOAT32 * BUCKET) + (stage < 3) * whole
         # Its part, and what it gathers.
         memory["weights"] = part + whole if stage == 3 else whole
         if strategy.endswith("offload"):

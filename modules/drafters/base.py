@@ -69,6 +69,10 @@ def documents_of(batch: FeatureBatch, span: tuple[int, int]) -> tuple[int, tuple
     return begin, tuple(lengths[: ends.index(stop)])
 
 
+# Of each document of a span: the first place, the one behind the last, and the document's length.
+DocumentParts = Sequence[tuple[int, int, int]]
+
+
 class TargetWeights(Protocol):
     """Weights and statistics of the target that a head may start from, on the CPU.
 
@@ -210,6 +214,24 @@ class DraftHead(nn.Module, ABC):
         step: with the lengths of the sequences.
         """
         return 0.0
+
+    def loss_memory(self, settings: Any, parts: DocumentParts, share: float, width: int) -> tuple[float, float]:
+        """Estimate the bytes that autograd keeps of a span's loss, its logits apart, and its number of predictions.
+
+        share: of the tokens that count. width: bytes of a product's numbers, 2 under autocast.
+        """
+        # Autograd keeps the input of every linear layer and what the next operator reads of its output; norms keep
+        # their input and normalized output in float32.
+        kept = 0
+        for module in self.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, nn.Linear) and module.out_features <= 8 * module.in_features:
+                kept += width * (module.in_features + module.out_features)
+            elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
+                kept += 8 * weight.numel()
+        unroll = getattr(settings, "unroll", getattr(settings, "ttt_steps", 1))
+        rows = sum(stop - start for start, stop, _ in parts)
+        return kept * unroll * rows, share * rows
 
     # -- drafter
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents, Entry, attend_pass
-from draftsmith.modules.drafters.base import TargetWeights, TrainStep, documents_of
+from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep, documents_of
 from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import Eagle3Settings, Mask
@@ -481,6 +481,20 @@ class Eagle3Head(FeatureHead):
         whole = settings.unknown == "drop" or step.logged
         target = flops.linear(size, llama.vocab_size if whole else config.draft_vocab_size, logit_rows)
         return ttt_steps * flops.TRAINED * layer + fused + head + target
+
+    def loss_memory(
+        self, settings: Eagle3Settings, parts: DocumentParts, share: float, width: int
+    ) -> tuple[float, float]:
+        llama, size, window = self.config.llama, self.config.hidden_size, self.config.llama.sliding_window
+        queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
+        # A norm keeps its input and the normalized one, a product its input.
+        norm, rows = 4 + width, sum(stop - start for start, stop, _ in parts)
+        earlier = sum(min(start, window or start) for start, _, _ in parts)
+        once = norm * len(self.config.aux_layers) * size + (8 + 4 * share) * size
+        layer = width * (2 * size + 3 * queries + 2 * keys + 4 * llama.intermediate_size + 2 * llama.head_dim)
+        layer += 2 * norm * size + width * size + share * (norm + 4) * size  # with the rows that give logits
+        kept = rows * (once + settings.ttt_steps * layer) + earlier * (4 * size + 2 * width * keys)
+        return kept, share * rows
 
 
 def draft_vocabulary(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:

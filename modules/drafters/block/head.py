@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.base import DocumentParts, TrainStep
 from draftsmith.modules.drafters.block.drafter import SlotNet
 from draftsmith.modules.drafters.block.net import (
+    GROUP_SLOTS,
     BlockConfig,
     BlockNet,
     DocumentBlocks,
     default_layers,
     layers_like,
+    seen_from,
 )
 from draftsmith.modules.drafters.settings import BlockSettings, DFlashSettings, DSparkSettings
 from draftsmith.modules.layers import LlamaConfig, captured_layers
@@ -294,6 +297,25 @@ class BlockHead(BlockNet):
         logits = flops.FROZEN_PASSING * flops.linear(size, columns, logit_rows)
         target = flops.lm_head_forward(llama, min(rows, logit_rows))
         return flops.TRAINED * llama.num_layers * layer + read + markov + logits + target
+
+    def loss_memory(self, settings: Any, parts: DocumentParts, share: float, width: int) -> tuple[float, float]:
+        config, llama, size = self.config, self.config.llama, self.config.hidden_size
+        queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
+        norm, slots, context, copied, masked = 4 + width, 0.0, 0, 0.0, 0.0
+        for start, stop, length in parts:
+            first = seen_from(start, llama.sliding_window)
+            own = config.slots(config.drafts) * min(settings.anchors, share * length) * (stop - start) / length
+            slots, context, groups = slots + own, context + stop - first, math.ceil(own / GROUP_SLOTS)
+            for group in range(groups):
+                begin, end = (start + (stop - start) * place / groups for place in (group, group + 1))
+                seen = end - seen_from(int(begin), llama.sliding_window) + own / groups
+                copied, masked = copied + seen, masked + seen * own / groups
+        # A norm keeps its input and the normalized one, a product its input; attention its mask and copies of the keys.
+        layer = slots * (2 * (norm + width) * size + (norm + 3 * width) * queries)
+        layer += slots * 4 * width * llama.intermediate_size + width * (2 * keys * copied + masked)
+        layer += context * width * size + (context + slots) * norm * keys
+        once = context * (width * len(config.aux_layers) + norm) * size + slots * (norm + 8) * size
+        return llama.num_layers * layer + once, slots * config.drafts / config.slots(config.drafts)
 
     # -- drafter
 
