@@ -11,9 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from worlds import tiny_llama_dir
 
+import draftsmith
+from draftsmith.data.store.datasets import pack_features
 from draftsmith.launch.cli import main
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
@@ -22,7 +26,7 @@ from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data import held_out
-from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory, training_hours, verdict
+from draftsmith.train.plan import FLOAT32, LAYOUTS, parts_in, plan_of, rank_memory, training_hours, verdict
 
 
 def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -129,6 +133,34 @@ def test_what_zero_shares_out_adds_up_over_the_ranks(strategy):
     assert (memory["gradients"] - whole - (stage < 3) * whole) * (ranks if stage >= 2 else 1) == whole
     assert memory["weights"] == (whole + whole // ranks if stage == 3 else whole)
     assert memory["peak"] == sum(memory[part] for part in process)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("eagle3", 0), ("eagle3", 256), ("dflash", 0), ("dflash", 256)])
+@pytest.mark.parametrize("span", [None, (512, 1024)])
+def test_the_memory_of_a_loss_is_what_autograd_keeps(kind, window, span, tmp_path):
+    """Of two documents, and of the second half of the first one."""
+    target = load_lm(str(tiny_llama_dir(tmp_path, layers=8, hidden=128, max_position_embeddings=1024)))
+    settings = draftsmith.settings(kind, output=tmp_path, window=window)
+    head, lengths = draftsmith.new_head(settings, target), (1024, 600)
+    ids = [torch.arange(length) % 97 for length in lengths]
+    batch = pack_features([{"input_ids": own, "loss_mask": torch.arange(len(own)) % 50 >= 20} for own in ids])
+    size = 128 * len(head.loss_layers(head.config, 8))
+    batch = dataclasses.replace(batch, features=torch.randn(1, sum(lengths), size))
+    step = TrainStep(1, 1, lengths, (0, 1), span=span)
+    there = [batch.features, *target.model.parameters(), *head.parameters(), *head.buffers()]
+    known, kept = {own.untyped_storage().data_ptr() for own in there}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage  # alive, so that no other gets its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        head.loss(batch, target, settings, step)
+    parts = parts_in(lengths, span or (0, sum(lengths)))
+    planned, _ = head.loss_memory(settings, parts, 0.6, FLOAT32)
+    assert planned == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.1)
 
 
 def test_fine_tuning_is_planned_with_the_heads_own_shape(artifacts, tmp_path):
