@@ -42,8 +42,9 @@ from draftsmith.train.callbacks import (
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import HeadDataModule
+from draftsmith.train.lengths import length_warning
 from draftsmith.train.metrics import rank, say_on_rank_zero
-from draftsmith.train.module import IN_PYTHON, LitHead
+from draftsmith.train.module import IN_PYTHON, LitDrafter, LitHead
 from draftsmith.train.optimizers import TimeLimit
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
 from draftsmith.train.tracking import make_loggers
@@ -161,10 +162,10 @@ def _fit(
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
-    return _conclude(module, trainer, save)
+    return _conclude(module, data, trainer, save)
 
 
-def _conclude(module: LitHead, trainer: pl.Trainer, save: Save) -> Path:
+def _conclude(module: LitHead, data: HeadDataModule, trainer: pl.Trainer, save: Save) -> Path:
     """Record that a run is complete, and return best/; or say how to resume one that was interrupted.
 
     Raises:
@@ -191,12 +192,21 @@ def _conclude(module: LitHead, trainer: pl.Trainer, save: Save) -> Path:
     trainer.strategy.barrier("finished")
     if rank() == 0:
         print_text(f"{kind} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
-        for line in filter(None, (verdict, mismatch(latest))):
+        for line in filter(None, (verdict, mismatch(latest), at_length(module, data))):
             print_text(line)
     # A signal in the last step: the training is complete, but nothing more was wanted.
     if interrupted in {signal.SIGINT, signal.SIGTERM}:
         raise SystemExit(128 + interrupted)
     return config.output / "best"
+
+
+def at_length(module: LitHead, data: HeadDataModule) -> str:
+    """Warn of what a drafter's validation and its rows say of long contexts; else an empty string."""
+    if not isinstance(module, LitDrafter):
+        return ""
+    window = module.head.shape(module.head.config).get("window")
+    longest, context = int(data.train.lengths.max()), module.target.info.max_position
+    return length_warning(module.rounds.cpu().numpy(), longest, context, window)
 
 
 @contextmanager

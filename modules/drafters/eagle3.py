@@ -460,11 +460,15 @@ class Eagle3Head(FeatureHead):
         if step is not None and step.span is not None:
             # Shares add up to the whole.
             counts["loss"] = counts["loss"].double() * ((step.span[1] - step.span[0]) / batch.input_ids.numel())
+        rounds = None
         if step is None:
             values = compared.accepted, compared.right, torch.ones_like(compared.right)
-            along = along_drafts(*(pairs.by_draft(each) for each in values))
-            sums, counts = sums | along[0], counts | along[1]
-        return LossOutput(total / max(count, 1), sums, counts)
+            accepted, right, exist = (pairs.by_draft(each) for each in values)
+            # Row t has read x_{t+1}.
+            places = torch.arange(len(exist), device=device) + 1
+            more, of_more, rounds = along_drafts(accepted, right, exist, places)
+            sums, counts = sums | more, counts | of_more
+        return LossOutput(total / max(count, 1), sums, counts, rounds)
 
     @classmethod
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, logit_rows: int) -> float:

@@ -270,12 +270,13 @@ class BlockHead(BlockNet):
         first = token == 0
         sums |= {"top1": (compared.right & first).sum(), "accepted": (compared.accepted * first).sum()}
         counts |= dict.fromkeys(("top1", "accepted"), first.sum())
+        rounds = None
         if step is None:
             accepted, right = torch.zeros(2, *counted.shape, dtype=wide, device=device)  # [M, n] each
             accepted[block, token], right[block, token] = compared.accepted, compared.right.to(wide)
-            along = along_drafts(accepted, right, counted)
-            sums, counts = sums | along[0], counts | along[1]
-        return LossOutput(total / max(count, 1), sums, counts)
+            more, of_more, rounds = along_drafts(accepted, right, counted, anchors)
+            sums, counts = sums | more, counts | of_more
+        return LossOutput(total / max(count, 1), sums, counts, rounds)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Return the confidence head's log-odds [..] for slots of states [.., H] behind these tokens [..]."""

@@ -190,6 +190,7 @@ def test_validation_foretells_drafts() -> None:
     found = head.loss(batch, TARGET, Eagle3Settings(ttt_steps=PASSES), None)
     reach = {name: [[0.0, 0.0] for _ in range(PASSES)] for name in ("accept", "agreement")}
     lengths: dict[str, list[float]] = {"accept": [], "agreement": []}
+    places: list[int] = []
     for b, length in enumerate(LENGTHS):
         features = batch.features[b, :length]
         embeds = torch.cat([TARGET.embed(batch.input_ids[b, 1:length]), torch.zeros(PASSES, H).double()])[None]
@@ -213,12 +214,16 @@ def test_validation_foretells_drafts() -> None:
                     emitted += chance
                 if whole:
                     lengths[name].append(emitted)
+                    places += [b * max(LENGTHS) + t + 1] if name == "agreement" else []
     for name, length in (("accept", "chain_length"), ("agreement", "chain_length_greedy")):
         for j, (total, count) in enumerate(reach[name], start=1):
             assert float(found.sums[f"{name}_{j}"]) == pytest.approx(total, rel=1e-5)
             assert float(found.counts[f"{name}_{j}"]) == pytest.approx(count, rel=1e-5)
         assert float(found.sums[length]) == pytest.approx(sum(lengths[name]), rel=1e-5)
         assert int(found.counts[length]) == len(lengths[name])
+    # A draft of row t follows the token behind it.
+    assert found.rounds is not None and found.rounds[0].tolist() == places
+    assert found.rounds[1].tolist() == pytest.approx(lengths["agreement"])
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
