@@ -27,6 +27,7 @@ MARKERS: dict[str, tuple[Kind, str]] = {
     "<|python_start|>": ("call", "<|python_end|>"),  # Llama 4
     "<|channel|>commentary to=": ("call", "<|call|>"),  # gpt-oss
     "<|start|>assistant to=": ("call", "<|call|>"),
+    " to=functions.": ("call", "<|call|>"),
     "<｜tool▁calls▁begin｜>": ("call", "<｜tool▁calls▁end｜>"),  # DeepSeek
     "<|tool_calls_section_begin|>": ("call", "<|tool_calls_section_end|>"),  # Kimi
     "<|tool_call_start|>": ("call", "<|tool_call_end|>"),  # LFM
@@ -83,7 +84,7 @@ def kinds_of(pieces: Sequence[str], prompt: str = "") -> list[Kind]:
 def opened_by(found: re.Match[str]) -> tuple[Kind, str]:
     """Return the kind of the part that a marker opens, and the marker that closes it."""
     if found.lastgroup is None:
-        return MARKERS[found[0].strip()]
+        return MARKERS[found[0].rstrip()]
     return cast(Kind, found.lastgroup), f"</{found[found.lastgroup]}>"
 
 

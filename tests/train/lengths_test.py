@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from trainings import micro_batch
+from trainings import config, micro_batch
 
 from draftsmith.modules.types import FeatureBatch, LossOutput
+from draftsmith.train.command import run
 from draftsmith.train.lengths import fall_by_length, length_warning, rounds_of
 
 
@@ -58,6 +59,16 @@ def test_contexts_far_longer_than_the_rows_are_said_to_be_untested():
     assert "the longest row has 1,024 tokens and the target reads 8,192" in length_warning(none, 1024, 8192, 0)
     assert "--window" not in length_warning(none, 1024, 8192, None)
     assert length_warning(none, 1025, 8192, 0) == length_warning(none, 1024, 8192, 512) == ""
+
+
+def test_a_training_whose_rounds_fall_ends_with_the_warning(artifacts, tmp_path, monkeypatch, capsys):
+    """The rounds of each validation batch are planted: of a head that falls, and of a flat one."""
+    for name, beyond in (("falls", 2.2), ("flat", 3.1)):
+        rounds = torch.tensor(planted(np.random.default_rng(1), 40, 1024, 3.1, beyond))
+        monkeypatch.setattr("draftsmith.train.module.rounds_of", lambda output, batch, rounds=rounds: rounds)
+        run(config(artifacts, tmp_path / name, tau_prompts=0, max_steps=1, val_every=1))
+        said = capsys.readouterr().out
+        assert ("warning: tokens per round fall from 3." in said) == (name == "falls"), said
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+from chats import chat_tokenizer
 
+from draftsmith.data.text.template import render
 from draftsmith.eval.bench.kinds import add_kinds, kinds_of
 
 # Parts of answers as the templates of these families write them, each with its kind.
@@ -40,6 +43,32 @@ def test_a_token_is_of_the_part_that_its_first_character_stands_in(parts):
         pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
         assert kinds_of(pieces) == [wanted[begin] for begin in begins]
     assert kinds_of(["", *text]) == [wanted[0], *wanted]
+
+
+TEMPLATES = sorted((Path(__file__).parents[2] / "data/text/templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_calls_and_thoughts_of_published_templates_are_found(template):
+    tokenizer = chat_tokenizer(template.read_text())
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "sky", "description": "Find it.", "parameters": city}}]
+    call = {"id": "call00001", "type": "function", "function": {"name": "sky", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "Go?"},
+        {"role": "assistant", "content": "", "reasoning_content": "a thought", "tool_calls": [call]},
+        {"role": "tool", "content": "blue", "tool_call_id": "call00001"},
+        {"role": "assistant", "content": "It is blue."},
+    ]
+    for count, said, kind in ((1, "a thought", "thinking"), (1, "Oslo", "call"), (3, "It is blue.", "prose")):
+        prompt = render(tokenizer, messages[:count], {"tools": tools}, add_generation_prompt=True)
+        answered = render(tokenizer, messages[: count + 1], {"tools": tools})
+        same = (place for place, (a, b) in enumerate(zip(prompt, answered, strict=False)) if a != b)
+        begin = next(same, min(len(prompt), len(answered)))
+        place, kinds = answered[begin:].rfind(said), kinds_of(list(answered[begin:]), answered[:begin])
+        # Some templates show no thoughts.
+        assert place >= 0 or kind == "thinking"
+        assert place < 0 or kinds[place : place + len(said)] == [kind] * len(said)
 
 
 def test_a_prompt_may_open_the_thinking_and_close_it():
