@@ -189,11 +189,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths of prompts, ascending; empty if prompts are taken as they are.
-
-        Raises:
-            InputError: `contexts` is no list of lengths, or goes with --tasks.
-        """
+        """Lengths of prompts, ascending; empty if prompts are taken as they are."""
         if self.contexts is None:
             return []
         if self.prompts is None:

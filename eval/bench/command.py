@@ -42,6 +42,7 @@ from draftsmith.eval.bench.tables import results_tables
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.settings import BenchConfig
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
@@ -92,8 +93,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     prompts = [prompt for file in files for prompt in file]
     models = load_run(config, named, prompts, config.modes, later_turns=True)
     target, tokenizer = models.target, load_tokenizer(config.target)
-    for kind, head in models.heads.items() if config.lengths else ():
-        check_contexts(config.lengths, config.max_new_tokens, f"the {kind} head", head.config.max_position)
+    for kind, head in (models.heads | models.others).items():
+        if config.lengths and isinstance(head, DraftHead):
+            check_contexts(config.lengths, config.max_new_tokens, f"the {kind} head", head.config.max_position)
     models.times.load_state_dict(journal.times)
     # Building runners measures costs, which meta holds.
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
@@ -133,8 +135,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
         measured = of_methods(rows, params.temperature)
-        contexts = config.lengths or CONTEXTS
-        methods += summarize(measured, config.clock, config.seed, compare, params.temperature, contexts)
+        how = config.clock, config.seed, compare, params.temperature, config.lengths or CONTEXTS
+        methods += summarize(measured, *how)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
         from draftsmith.eval.bench.trace import write_traces
@@ -213,7 +215,6 @@ def write_cards(
 ) -> None:
     """Write the rows of the methods that used each head into its measured.json and model card."""
     names = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
-    kept = ("name", "rounds", "tau", "tau_ci95", "acceptance_rate")
     about = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
     meta = {name: results["meta"][name] for name in about}
     for kind, directory in heads.items():
@@ -221,10 +222,7 @@ def write_cards(
         rows = []
         for row in (row for row in results["methods"] if row["method"] in labels):
             by_task = {task: {key: part[key] for key in names} for task, part in row.get("by_task", {}).items()}
-            classes = {
-                name: [{key: part[key] for key in kept} for part in shown_classes(row, name)] for name in CLASSES
-            }
-            numbers = {key: row[key] for key in ("method", "temperature", *names)}
-            rows.append({**numbers, "by_task": by_task, **classes})
+            classes = {name: shown_classes(row, name) for name in CLASSES}
+            rows.append({**{key: row[key] for key in ("method", "temperature", *names)}, "by_task": by_task, **classes})
         write_measured(directory, {"schema_version": 1, **meta, "methods": rows})
         log_note(f"Model card: {Path(directory) / CARD}")

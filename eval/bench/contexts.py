@@ -18,6 +18,8 @@ from draftsmith.data.text.template import Messages, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, row_errors
 from draftsmith.modules.types import InputError
 
+# Roles whose messages are answered, and may be shortened.
+ASKING = ("user", "tool")
 # Characters at the end of a shortened message that stay, of one that has twice as many.
 CLOSING = 500
 
@@ -90,18 +92,16 @@ def at_length(tokenizer: Any, row: BenchPrompt, context: int) -> BenchPrompt | N
         raise InputError("prompts", found, "the target's, which prompts of other lengths are written in", remedy)
 
     # The shortest beginning that is long enough, of those that an answer follows.
-    follow = [*messages[1:], {"role": "assistant"}]
+    roles = [*(message["role"] for message in messages), "assistant"]
     ends = [
-        place
-        for place, (message, behind) in enumerate(zip(messages, follow, strict=True), 1)
-        if message["role"] in ("user", "tool") and behind["role"] == "assistant"
+        place for place, pair in enumerate(itertools.pairwise(roles), 1) if pair[0] in ASKING and pair[1] == "assistant"
     ]
     if not ends:
         return None
     messages = messages[: ends[bisect_left(ends[:-1], context, key=lambda end: len(ids(messages[:end])))]]
 
-    shortened = [message for message in messages if message["role"] in ("user", "tool")]
-    message = max(shortened, key=lambda message: len(message["content"]))
+    asking = (message for message in messages if message["role"] in ASKING)
+    message = max(asking, key=lambda message: len(message["content"]))
     text = message["content"]
     closing = max(len(text) // 2, len(text) - CLOSING)
     if 0 < (line := text.find("\n", closing) + 1) < len(text):
