@@ -219,7 +219,7 @@ def summarize(
     # A group that mixes tasks was timed as a whole: its seconds belong to no task.
     baseline = measured[BASELINE]
     mixed = len({(row["group"], row["task"]) for row in baseline}) > len({row["group"] for row in baseline})
-    tasks = [] if mixed else sorted({row["task"] for row in baseline if row["task"]})
+    tasks = [] if mixed else list(dict.fromkeys(row["task"] for row in baseline if row["task"]))
     summaries = []
     for label, rows in measured.items():
         summary: dict[str, Any] = {"method": label, "temperature": temperature}
