@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.engine.cache import NoCache, any_shape
+from draftsmith.modules.engine.cache import KVCache, NoCache, any_shape
 from draftsmith.modules.engine.lean import Captured, LeanNorm, LeanStack
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, cached_rows, select_outputs
@@ -128,9 +128,19 @@ class LlamaLM:
             raise ValueError("position_ids: the lean Llama counts from 0 in every row")
         # Computed as decoding does, whatever precision a surrounding training uses for its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False), any_shape(self.device):
-            captured: Captured = dict.fromkeys(aux_layers, self.embeddings)
-            final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), captured))
-            return _joined(captured, final, self.info.num_layers) if aux_layers else final
+            length = input_ids.shape[1]
+            window = self.config.sliding_window or length
+            # A text longer than the window passes a cache of two windows: no mask is [T, T].
+            cache = NoCache() if length <= window else self.stack.new_cache(len(input_ids), 2 * window)
+            parts = []
+            for ids in input_ids.split(window, 1):
+                if isinstance(cache, KVCache):
+                    cache.make_room(window, ids.shape[1], 0)
+                captured: Captured = dict.fromkeys(aux_layers, self.embeddings)
+                final = self.norm(self.stack.chain(self.embed(ids), cache, captured))
+                parts.append(_joined(captured, final, self.info.num_layers) if aux_layers else final)
+                cache.length += ids.shape[1]
+            return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def logits(self, input_ids: Tensor) -> Tensor:
         count = len(input_ids)

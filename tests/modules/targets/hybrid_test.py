@@ -21,7 +21,7 @@ from draftsmith.modules.decoding.tree import DraftTree, chain_parents
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.sampling import Sampler, TorchSource
-from draftsmith.modules.targets import hybrid
+from draftsmith.modules.targets import hf, hybrid
 from draftsmith.modules.targets.hf import HFLM, DynamicLayer
 from draftsmith.modules.targets.self_test import self_test
 from draftsmith.modules.types import InputError, SamplingParams
@@ -158,6 +158,19 @@ def test_a_hybrid_drafts_for_itself(name):
     found = generate_one(lm, drafter, prompt, GREEDY, ANSWER, TorchSource(0), ())
     assert found.tokens == plain(lm, prompt, ANSWER)
     assert all(step.num_accepted == step.num_drafted for step in found.trace.steps)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_long_texts_are_read_in_parts(name, monkeypatch):
+    lm, ids, lengths = checked(name), torch.tensor([prompt_of(37), prompt_of(37, 2)]), []
+    whole, read = lm.features(ids, aux_layers=(1, 2)), lm.read
+    monkeypatch.setattr(
+        lm, "read", lambda *args, **given: lengths.append(given["input_ids"].shape) or read(*args, **given)
+    )
+    monkeypatch.setattr(hf, "MASK_ELEMENTS", 16 * 37)
+    torch.testing.assert_close(lm.features(ids, aux_layers=(1, 2)), whole, rtol=1e-4, atol=1e-4)
+    # A mixer that continues by single tokens only reads all at once.
+    assert lengths == ([(2, 37)] if lm.mixers.stepwise else 2 * [(1, 16), (1, 16), (1, 5)])
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -16,6 +16,7 @@ from oracles.tables import path_to, random_tree
 from transformers import AutoModelForCausalLM
 from worlds import tiny_llama_dir
 
+from draftsmith.modules.engine import lean
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
@@ -128,6 +129,15 @@ def test_whole_sequences(case_of, name, engine):
     assert (getattr(case.oracle.config, "sliding_window", None) is not None) == ("window" in name)
     biased = any(parameter.endswith("_proj.bias") for parameter, _ in case.oracle.named_parameters())
     assert biased == ("bias" in name or "qwen2" in name)
+
+
+def test_the_mlp_of_a_long_text_runs_in_pieces(case_of, monkeypatch):
+    case = case_of("llama")
+    lm, ids = case.engines["lean"], torch.tensor([case.tokens(24, seed) for seed in range(2)])
+    with torch.no_grad():
+        states = case.oracle.model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    monkeypatch.setattr(lean, "MLP_ROWS", 11)
+    assert_close(lm.features(ids, aux_layers=(0, 1, 2)), torch.cat(states, -1))
 
 
 @pytest.mark.parametrize(("name", "engine"), variants("lean", "lean static", "hf"))
