@@ -82,6 +82,26 @@ class Loading(RemoteCode):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServedLoading(Loading):
+    """Options for loading a target, or for asking a server about it.
+
+    Attributes:
+        target_server: Address of a vLLM server that runs the target (`draftsmith launch vllm`). Only the target's
+            embeddings, final norm and lm_head are then loaded here.
+    """
+
+    target_server: str | None = None
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Arguments of `load_target`."""
+        if self.target_server is None:
+            return super().loading
+        check_left_out(self, ("engine",), "with --target-server", "none: the server runs the target")
+        return super().loading | {"server": self.target_server}
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageLoading(Loading):
     """Options for loading models in a stage, which may be one of many processes.
 

@@ -9,6 +9,7 @@ direction grow exponentially; having many bets costs the logarithm of their numb
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.data.engines.served_target import ServedLM
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.drafters.method import Method, Models
@@ -49,6 +51,7 @@ MAX_GAP = 0.5  # of an answer's logits to the best ones, in bfloat16 and float16
 # keep it.
 TIED_LOGIT = {torch.float32: 1e-3, torch.float64: 1e-6}
 TIED_MASS = 1e-4
+TAIL = 1e-6  # least mass of unknown tokens: that of the known ones is a sum of rounded numbers
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,17 @@ class DecidedTokens:
             yield self.take(slice(start, start + rows))
 
 
+def answer_logits(
+    lm: CausalLM, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits [N, V] at the places of an answer's tokens; by a server, log-probabilities, and which of them are
+    known (`ServedLM.log_probs`)."""
+    if isinstance(lm, ServedLM):
+        return lm.log_probs([*prompt, *answer], len(prompt), params)
+    ids = torch.tensor([[*prompt, *answer]], device=lm.device)
+    return lm.lm_head(lm.features(ids)[0, len(prompt) - 1 : -1]), None
+
+
 @torch.inference_mode()
 def decided_tokens(
     lm: CausalLM,
@@ -168,9 +182,8 @@ def decided_tokens(
 
     Tokens of probability 0 are impossible unless rounding explains them, and are left out.
     """
-    ids = torch.tensor([[*prompt, *answer]], device=lm.device)
-    logits = lm.lm_head(lm.features(ids)[0, len(prompt) - 1 : -1])  # [N, V]
-    target, token = probabilities(logits, params).double(), ids[0, len(prompt) :]
+    logits, known = answer_logits(lm, prompt, answer, params)
+    target, token = probabilities(logits, params).double(), torch.tensor(answer, device=lm.device)
     draft, children = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool)
     for row, place in enumerate(places):
         if place.distribution is not None:
@@ -180,15 +193,44 @@ def decided_tokens(
     same = [i < len(previous) and answer[:i] == previous[:i] for i in range(len(answer))]
     copied = torch.tensor([previous[i] if equal else -1 for i, equal in enumerate(same)], device=lm.device)
     tokens = DecidedTokens(token, target, draft, children, first, copied)
+    if known is not None and not params.top_k and not bool(known.all()):
+        return with_tail(tokens, logits, known), 0
 
     emittable = target.gather(1, token[:, None])[:, 0] > 0  # [N]
     if bool(emittable.all()):
         return tokens, 0
     # A slightly larger logit, or top_p, would keep the token.
     wider = SamplingParams(params.temperature, params.top_k, min(1.0, params.top_p + TIED_MASS))
-    raised = logits.float() + TIED_LOGIT.get(lm.dtype, max_gap) * F.one_hot(token, logits.shape[1])
+    tied = TIED_LOGIT.get(lm.dtype, max_gap) if known is None else max_gap
+    raised = logits.float() + tied * F.one_hot(token, logits.shape[1])
     possible = probabilities(raised, wider).gather(1, token[:, None])[:, 0] > 0
     return tokens.take(emittable), int((~possible & ~emittable).sum())
+
+
+def with_tail(tokens: DecidedTokens, logits: Tensor, known: Tensor) -> DecidedTokens:
+    """Let one token of each place stand for all whose probability is unknown, with their mass.
+
+    Which one depends on what was known before the token was decided, so that the test stays exact. logits [N, V]:
+    log-probabilities. known [N, V]: of which tokens.
+    """
+    tail = (~known).float().argmax(-1, keepdim=True)  # [N, 1]
+    target = torch.where(known, logits.exp(), 0)
+    target = target.scatter(1, tail, (1 - target.sum(-1, keepdim=True)).clamp_min(TAIL))
+    rest = torch.where(known, 0, tokens.draft).sum(-1, keepdim=True)
+    drafted = (tokens.children & ~known).any(-1, keepdim=True)
+
+    def stand_in(ids: Tensor) -> Tensor:
+        is_known = known.gather(1, ids.clamp_min(0)[:, None])[:, 0]
+        return torch.where((ids < 0) | is_known, ids, tail[:, 0])
+
+    return dataclasses.replace(
+        tokens,
+        token=stand_in(tokens.token),
+        target=target / target.sum(-1, keepdim=True),
+        draft=torch.where(known, tokens.draft, 0).scatter(1, tail, rest),
+        children=(tokens.children & known).scatter(1, tail, drafted),
+        copied=stand_in(tokens.copied),
+    )
 
 
 class Evidence:

@@ -22,12 +22,22 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
+from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.runner import load_run
-from draftsmith.eval.bets import MAX_GAP, DraftedPlace, Drift, Evidence, RecordingRunner, decided_tokens, ends_as_asked
+from draftsmith.eval.bets import (
+    MAX_GAP,
+    DraftedPlace,
+    Drift,
+    Evidence,
+    RecordingRunner,
+    answer_logits,
+    decided_tokens,
+    ends_as_asked,
+)
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import CertifyConfig
@@ -100,9 +110,9 @@ def greedy_test(reference: CausalLM, answers: Iterable[Answered], allowed: float
         count, num_tokens, wrong_ends = count + 1, num_tokens + len(one.tokens), wrong_ends + (not one.ends_well)
         if not one.tokens:
             continue
-        ids = torch.tensor([[*one.prompt, *one.tokens]], device=reference.device)
-        logits = reference.lm_head(reference.features(ids)[0, len(one.prompt) - 1 : -1]).double()  # [T, V]
-        gap = logits.max(-1).values - logits.gather(-1, ids[0, len(one.prompt) :, None])[:, 0]  # [T]
+        logits = answer_logits(reference, one.prompt, one.tokens, SamplingParams())[0].double()  # [T, V]
+        tokens = torch.tensor(one.tokens, device=logits.device)
+        gap = logits.max(-1).values - logits.gather(-1, tokens[:, None])[:, 0]  # [T]
         places = gap.nonzero()[:, 0].tolist()
         if places and first is None:
             first = {"id": one.id, "token": places[0], "gap": float(gap[places[0]])}
@@ -205,7 +215,7 @@ def certify_server(config: CertifyConfig) -> tuple[list[dict[str, Any]], dict[st
             raise InputError("control", f"answers with {asked[0]}", str(asked[1]), "Ask both servers alike.")
     else:
         log_note("No control: what the server's type and kernels change counts as a mistake of its speculation.")
-    params, target = answers[SERVER].sampling, load_lm(config.target, **config.loading)
+    params, target = answers[SERVER].sampling, load_target(config.target, **config.loading)
     drafts = None if not config.draft or params.greedy else FirstDrafts(load_server_drafter(config, target))
 
     rows, drift, level = list[dict[str, Any]](), Drift(), config.alpha / 2
@@ -223,9 +233,10 @@ def certify_server(config: CertifyConfig) -> tuple[list[dict[str, Any]], dict[st
         evidence = Evidence(bounds)
         rows.append(row_of(name, None, sampling_test(target, given, params, level, evidence)))
         drift = evidence.moments
-    dtype, top = str(target.dtype).removeprefix("torch."), f", top-k {params.top_k}" if params.top_k else ""
+    where = f"at {config.target_server}" if config.target_server else f"in {str(target.dtype).removeprefix('torch.')}"
+    top = f", top-k {params.top_k}" if params.top_k else ""
     top += f", top-p {params.top_p:g}" if params.top_p < 1 else ""
-    print_text(f"Answers at temperature {params.temperature:g}{top}, scored under {config.target} in {dtype}.")
+    print_text(f"Answers at temperature {params.temperature:g}{top}, scored under {config.target} {where}.")
     if not params.greedy:
         print_text(f"A server that follows the target fails with a probability of {config.alpha:g} at most.")
     return rows, {"target": target.info.identity, "sampling": answers[SERVER].manifest.sampling}
@@ -240,7 +251,7 @@ def load_server_drafter(config: CertifyConfig, target: CausalLM) -> FrozenDrafte
     if len(config.draft or ()) > 1:
         raise InputError("draft", ", ".join(config.draft or ()), "one drafter: the server's", "Pass one.")
     path = (config.draft or ())[0]
-    drafter = load_drafter(path, lambda: target, lambda path: load_lm(path, **config.loading))
+    drafter = load_drafter(path, lambda: target, lambda path: load_target(path, **{**config.loading, "server": None}))
     if drafter.head is None:
         check_same_tokenizer(config.target, path)
         drafter.lm.fit_vocabulary(target.info.vocab_size)

@@ -11,6 +11,7 @@ from draftsmith.data.settings import (
     Dtype,
     Loading,
     Sampling,
+    ServedLoading,
     Turns,
     check_left_out,
     check_not_negative,
@@ -321,7 +322,7 @@ class ServedConfig(PromptChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
+class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, ServedLoading):
     """Certify that a server's answers follow the target, or those of this decoder's methods. The exit code is 1 if they
     do not.
 
@@ -374,13 +375,14 @@ class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running
             expected = "none: it says how this decoder answers --prompts, and recorded answers say how they were made"
             check_left_out(self, OF_METHODS, "with --answers", expected)
         if self.prompts is not None:
-            check_left_out(self, ("control",), "with --prompts", "none: it goes with the answers of a server")
+            expected = "none: it goes with the answers of a server"
+            check_left_out(self, ("control", "target_server"), "with --prompts", expected)
         if self.prompts is not None and self.sampling.greedy:
             raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig(Loading):
+class CheckConfig(ServedLoading):
     """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
     vllm or llamacpp, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any
     difference.
@@ -436,6 +438,9 @@ class CheckConfig(Loading):
             raise InputError("target_gguf", self.target_gguf, "--engine llamacpp, which serves it", "Leave it out.")
         if self.p_min and self.engine != "llamacpp":
             raise InputError("p_min", self.p_min, "--engine llamacpp, which cuts drafts by it", "Leave it out.")
+        if self.engine in SYSTEMS:
+            expected = "none: our own chain decodes, which needs the whole target"
+            check_left_out(self, ("target_server",), f"with --engine {self.engine}", expected)
         for name in ("engine_path", "server", "prompts"):
             if getattr(self, name) is not None and self.engine not in SYSTEMS:
                 expected = "--engine vllm or llamacpp, which read it"
@@ -449,7 +454,7 @@ class CheckConfig(Loading):
 
 
 @dataclass(frozen=True)
-class DiagnoseConfig(Loading):
+class DiagnoseConfig(ServedLoading):
     """Measure a trained draft head, its data and its target, and name the likeliest cause of low acceptance with its
     remedy. With --write, find what is wrong in a head's files, by how it drafts under every plausible reading, and
     write it corrected.

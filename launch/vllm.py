@@ -17,14 +17,15 @@ LEAST_BYTES = 2 * 2**30
 class VllmConfig:
     """Start a vLLM server that hands out hidden states: draftsmith launch vllm --target BIG --drafter eagle3 -- ...
 
-    Any number of `train` and `data features` commands may read from it.
+    Any number of `train` and `data features` commands may read from it, and every command with --target-server.
 
     Attributes:
         command: Further options of `vllm serve`, after a lone --.
         target: Directory or hub id of the target model.
         drafter: Kind of the drafter to train, as `train` names it, if it reads other states than those after the final
             norm.
-        layers: Layers that the drafter reads. Default: its own choice for this target.
+        layers: Layers that the drafter reads. Default: its own choice for this target. Without --drafter any layers;
+            the last state comes with them.
         states: Directory that the states pass through, on a file system that the readers share. They bound what is in
             it: by default, the states of two steps for each rank that trains.
         feature_dtype: Type of the states: bf16, or fp8 with a scale per token, half the bytes.
@@ -57,12 +58,17 @@ def run(config: VllmConfig) -> int:
     from draftsmith.modules.pretrained.files import check_disk, make_directory
     from draftsmith.modules.pretrained.hub import loadable
     from draftsmith.modules.pretrained.models import target_shape
+    from draftsmith.modules.targets.base import check_aux_layers
     from draftsmith.modules.types import InputError
 
     if not config.target:
         raise InputError("target", "nothing", "a model", "Pass --target.")
     shape = target_shape(config.target)
-    layers = captured_layers(config.drafter, config.layers, shape) or (shape.num_layers,)
+    if config.layers and config.drafter is None:
+        layers = tuple(sorted({*config.layers, shape.num_layers}))
+        check_aux_layers(layers, shape.num_layers)
+    else:
+        layers = captured_layers(config.drafter, config.layers, shape) or (shape.num_layers,)
     options = connector_options(layers, config.states, config.feature_dtype)
     words = ["--model", loadable(config.target), "--served-model-name", config.target]
     words += [] if config.dtype == "auto" else ["--dtype", config.dtype]

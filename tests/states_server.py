@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.engines.own import generate_all
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.spool import SpoolWriter, row_name
+from draftsmith.modules.types import SamplingParams
 
 
 class StatesServer:
@@ -31,8 +33,10 @@ class StatesServer:
         stored: Mapping[str, torch.Tensor] | None = None,
         on_row: Callable[[list[int]], None] = lambda row: None,
         connector: bool = True,
+        max_logprobs: int = 2**20,
     ):
         self.lm, self.layers, self.stored, self.on_row, self.connector = lm, layers, stored or {}, on_row, connector
+        self.max_logprobs = max_logprobs
         self.directory, self.writer = directory, SpoolWriter(directory, print)
         self.lock, self.rows, self.port = threading.Lock(), list[str](), 0
 
@@ -73,9 +77,13 @@ class StatesServer:
             return {"data": [{"id": "served"}]}
         row = body["prompt"]
         self.on_row(row)
+        if "kv_transfer_params" not in body:
+            return {"choices": [self.choice(row, body)]}
         if not self.connector:
             return {"choices": []}
-        said: dict[str, Any] = {"kv_transfer_params": {"row": row_name(row), "directory": str(self.directory)}}
+        layers = list(self.layers) or [self.lm.info.num_layers]
+        own = {"row": row_name(row), "directory": str(self.directory), "layers": layers}
+        said: dict[str, Any] = {"kv_transfer_params": own}
         params = body["kv_transfer_params"]
         if params["only_ask"]:
             return said
@@ -89,6 +97,14 @@ class StatesServer:
         self.writer.put(params["spool"], row_name(row), encoded, lambda: None)
         return said
 
+    def choice(self, row: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        """What any vLLM server replies: log-probabilities of the prompt, or a greedy answer to it."""
+        if "prompt_logprobs" in body:
+            return {"prompt_logprobs": [None, *self.log_probs(row, body["prompt_logprobs"])]}
+        (tokens,) = generate_all(self.lm, [row], SamplingParams(), body["max_tokens"], 1)
+        ended = tokens[-1] in self.lm.info.eos_ids
+        return {"finish_reason": "stop" if ended else "length", "text": "", "token_ids": tokens}
+
     def before_norm(self, states: torch.Tensor) -> torch.Tensor:
         """Put a state that the final norm maps to the last one of states [T, F] in its place."""
         weights = self.lm.model.named_parameters()
@@ -96,9 +112,14 @@ class StatesServer:
         return torch.cat([states[:, : -len(weight)], states[:, -len(weight) :] / weight], -1)
 
     def log_probs(self, row: list[int], top: int) -> list[dict[str, dict[str, float]]]:
+        if not top <= self.max_logprobs:
+            raise ValueError(f"Requested prompt logprobs of {top}, which is greater than max allowed")
         logits = self.lm.lm_head(self.lm.features(torch.tensor([row]))[0, :-1])
         return [
-            {str(token): {"logprob": place[token].item()} for token in {*place.topk(top).indices.tolist(), following}}
+            {
+                str(token): {"logprob": place[token].item()}
+                for token in {*place.topk(len(place) if top < 0 else top).indices.tolist(), following}
+            }
             for place, following in zip(logits.log_softmax(-1), row[1:], strict=True)
         ]
 
@@ -116,8 +137,11 @@ class StatesServer:
 
             def answer(self, body: dict[str, Any]) -> None:
                 with suppress(ConnectionError):
-                    text = json.dumps(owner.reply(self.path, body)).encode()
-                    self.send_response(200)
+                    try:
+                        status, text = 200, json.dumps(owner.reply(self.path, body)).encode()
+                    except ValueError as error:
+                        status, text = 400, str(error).encode()
+                    self.send_response(status)
                     self.send_header("Content-Length", str(len(text)))
                     self.end_headers()
                     self.wfile.write(text)

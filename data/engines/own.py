@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import log_note
+from draftsmith.data.engines.served_target import ServedLM
 from draftsmith.data.store.shards import row_generator
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.decoding.drafter import Drafter
@@ -79,7 +80,10 @@ def generate_rows(
 
 
 def generate_all(lm: CausalLM, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-    """Return the responses of `generate_rows` in the order of the prompts."""
+    """Return the responses of `generate_rows` in the order of the prompts; a target behind a server gives its own."""
+    if isinstance(lm, ServedLM):
+        params, max_new_tokens, *_ = args
+        return lm.answers(prompts, params, max_new_tokens)
     responses = dict(generate_rows(lm, prompts, *args, **kwargs))
     return [responses[i] for i in range(len(prompts))]
 

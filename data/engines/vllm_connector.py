@@ -6,7 +6,8 @@ stored, and writes them to a spool (data/store/spool.py), many requests a file, 
 folder that their rows go to, and how the last state is normed (`targets.readout.Readout`): {"kv_transfer_params":
 {"spool": FOLDER, "norm": "rms+1", "eps": 1e-6}}. Without a norm the states are stored as vLLM has them, in its own type
 and before the final norm: from these a reader finds the norm out (`vllm_states.prove_teacher`). Requests without a
-folder are served as usual. With "only_ask": true they are told the spool's directory, and nothing is written.
+folder are served as usual. With "only_ask": true they are told the spool's directory and the layers, and nothing is
+written.
 
 States are numbered as here: k is the state after the first k layers. Nothing of vLLM is patched.
 """
@@ -83,7 +84,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         speculative = vllm_config.speculative_config
         if speculative is None or speculative.method != "extract_hidden_states" or not self.directory.is_absolute():
             raise ValueError("HiddenStatesConnector needs the method extract_hidden_states and an absolute directory")
-        layers = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+        self.layers = layers = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
         model = vllm_config.model_config
         self.final_norm = layers[-1] == model.get_total_num_hidden_layers()
         self.model, self.hidden_size = model.model, model.get_hidden_size()
@@ -117,7 +118,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         known = norm is None or (norm in NORMS and isinstance(eps, float))
         if not is_folder(folder) or not known or not tokens or request.num_computed_tokens < len(tokens):
             return False, None
-        said = {"row": name, "directory": str(self.directory)}
+        said = {"row": name, "directory": str(self.directory), "layers": self.layers}
         if params.get("only_ask"):
             return False, said
         readout = None if norm is None else Readout(norm, eps)

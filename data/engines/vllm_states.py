@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +178,7 @@ class ServedStates:
         about: vLLM's version, for the manifest.
         readout, teacher: as of `VllmStates`.
         asked: requests without a reply.
+        url, model: address without /v1, and the model's name there.
     """
 
     readout: Readout | None = None
@@ -193,6 +194,7 @@ class ServedStates:
         folder = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._folder, self._directory = folder, directory
         self._reader: SpoolReader | None = None
+        self._layers: tuple[int, ...] = ()
         self._error: Exception | None = None
         self.asked, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
         self._replied: dict[str, float] = {}
@@ -200,7 +202,8 @@ class ServedStates:
         version = self._server.json("version", {"version": str})["version"]
         check_release(version)
         self.about = {"vllm": version}
-        self._model = self._server.json("v1/models", {"data": [{"id": str}]})["data"][0]["id"]
+        self.url = self._server.url
+        self.model = self._server.json("v1/models", {"data": [{"id": str}]})["data"][0]["id"]
         # Last, as nothing would close them after an error.
         self._slots = asyncio.Semaphore(concurrency)
         self._loop = asyncio.new_event_loop()
@@ -248,9 +251,21 @@ class ServedStates:
         reader.expect(name)
         self._attempts[name], self._replied[name] = 0, time.monotonic()
         reply = self._run(self._request(list(row), prompt_logprobs=TOP))
-        places = reply["choices"][0]["prompt_logprobs"][1:]
-        found = [{int(token): value["logprob"] for token, value in place.items()} for place in places]
-        return self.take(row), found
+        return self.take(row), log_probs_of(reply)
+
+    def log_probs(self, row: Sequence[int], top: int) -> LogProbs:
+        """Return the server's log-probabilities of a row [T], with or without our connector: of the `top` likeliest
+        tokens at each place, -1 for all, and of its own.
+
+        Raises:
+            InputError: the server refuses so many, or the row.
+        """
+        body = {"model": self.model, "prompt": list(row), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+        try:
+            return log_probs_of(self._run(self._server.ask("v1/completions", body)))
+        except RowError as error:
+            remedy = f"Serve with --max-logprobs {top}, and a --max-model-len above the longest text."
+            raise InputError("server", f"{error} to prompt_logprobs {top}", "log-probabilities", remedy) from error
 
     def ask(self, row: Sequence[int]) -> None:
         """Ask for the states of a row [T], without waiting."""
@@ -298,10 +313,16 @@ class ServedStates:
         directory = self._directory or Path(reply["directory"])
         if not directory.is_dir():
             found = f"{directory}, the server's spool, which this machine does not have"
-            remedy = "Put it on a shared file system, and pass its path here with --feature-directory if it is another."
+            remedy = "Put it on a shared file system; train takes another path of it with --feature-directory."
             raise InputError("server", found, "a directory that both see", remedy)
-        self._reader = SpoolReader(directory, self._folder)
+        self._reader, self._layers = SpoolReader(directory, self._folder), tuple(reply["layers"])
         return self._reader
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers whose states lie side by side in a row, as of `connector_options`."""
+        self._opened([0])
+        return self._layers
 
     def _submit(self, name: str, row: Sequence[int]) -> None:
         self._replied.pop(name, None)
@@ -335,17 +356,23 @@ class ServedStates:
         Raises:
             InputError: the server refuses it, has no connector, or is away for too long.
         """
-        body = {"model": self._model, "prompt": row, "max_tokens": 1, "temperature": 0.0, **params}
+        body = {"model": self.model, "prompt": row, "max_tokens": 1, "temperature": 0.0, **params}
         body["kv_transfer_params"] = {"spool": self._folder, "only_ask": only_ask, **norm_words(self.readout)}
         try:
             reply = await self._server.ask("v1/completions", body)
         except RowError as error:
             remedy = "Serve with a --max-model-len above the longest row, or pass --max-length."
             raise InputError("server", f"{error} to a row of {len(row):,} tokens", "a reply", remedy) from error
-        if "row" not in (reply.get("kv_transfer_params") or {}):
-            found, remedy = f"{self._server.url} without our connector", "Start it with: draftsmith launch vllm."
+        if "layers" not in (reply.get("kv_transfer_params") or {}):
+            found, remedy = f"{self.url} without our connector", "Start it with: draftsmith launch vllm."
             raise InputError("server", found, "one that hands out states", remedy)
         return dict(reply)
+
+
+def log_probs_of(reply: Mapping[str, Any]) -> LogProbs:
+    """Return the log-probabilities of a server's reply to a row."""
+    places = reply["choices"][0]["prompt_logprobs"][1:]
+    return [{int(token): value["logprob"] for token, value in place.items()} for place in places]
 
 
 def norm_words(readout: Readout | None) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     heads = [head.to(lm.device, lm.dtype).eval() for head in heads]
     variants = [HeadVariant("", "as it is", head, head.aux_layers or (lm.info.num_layers,)) for head in heads]
     if ours is None:
-        variants = head_variants(theirs, known_rope(lm, source.path), lm.info.num_layers, in_files=True)
+        variants = head_variants(theirs, known_rope(lm, source.path), lm, in_files=True)
     depth = longest_draft(COMPARED, variants)
     try:
         as_it_is, *others = measure_texts(lm, texts, variants, depth).lengths

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.engines.own import generate_all
+from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.eval.diagnose.drafts import answered
 from draftsmith.modules.formats.base import HeadFormat, TargetFacts
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
 from draftsmith.modules.pretrained.hub import read_config
-from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Editing tasks, which any model can do and answers at some length: a head is measured on its target's own text.
@@ -65,24 +66,24 @@ class StateSource:
 def state_source(format: HeadFormat, target: str | None, draft: str | Path | None, loading: Any) -> StateSource:
     """Load what a head of this format reads: the target, or for an acceptance head the draft.
 
-    draft: a model, or the directory of a drafting head for the target. loading: arguments of `load_lm`.
+    draft: a model, or the directory of a drafting head for the target. loading: arguments of `load_target`.
 
     Raises:
         InputError: a model that is needed was not given.
     """
 
-    def load_target() -> CausalLM:
+    def named_target() -> CausalLM:
         if target is None:
             raise InputError("target", "none", "the target", "Pass --target.")
-        return load_lm(target, **loading)
+        return load_target(target, **loading)
 
     if not format.predicts:
-        lm = load_target()
+        lm = named_target()
         return StateSource(str(target), FrozenDrafter(lm, lm.info.identity), facts_of(str(target), lm))
     if draft is None:
         raise InputError("draft", "none", "the draft model whose hidden states the head reads", "Pass --draft.")
     # A drafting head brings the target with it; a draft model is read alone.
-    drafter = load_drafter(draft, load_target, lambda path: load_lm(path, **loading))
+    drafter = load_drafter(draft, named_target, lambda path: load_target(path, **{**loading, "server": None}))
     path, head_path = (str(draft), None) if drafter.head is None else (str(target), str(draft))
     # An acceptance head reads states alone.
     return StateSource(path, drafter, TargetFacts(read_config(path)), head_path)
@@ -94,14 +95,16 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
     The tables are the model's own weights in the type it was loaded in, on the CPU, as other systems read them from its
     files; `lm.embed` may scale them.
     """
-    model = cast(Any, lm).model  # a LlamaModel, or one of transformers
-    embed = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embed_tokens
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model.lm_head
-    left_out = {"softcap": lm.readout.softcap, "bias of lm_head": getattr(output, "bias", None)}
+    if isinstance(lm, OuterLM):
+        embeddings, bias = lm.weights.embeddings, lm.weights.bias
+    else:
+        model = cast(Any, lm).model  # a LlamaModel, or one of transformers
+        embed = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embed_tokens
+        output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model.lm_head
+        embeddings, bias = embed.weight, getattr(output, "bias", None)
+    left_out = {"softcap": lm.readout.softcap, "bias of lm_head": bias}
     named = " and ".join(name for name, value in left_out.items() if value is not None)
-    return TargetFacts(
-        read_config(path), embed.weight.detach().cpu(), lm.lm_head_weight().cpu(), lm.readout.scale, named
-    )
+    return TargetFacts(read_config(path), embeddings.detach().cpu(), lm.lm_head_weight().cpu(), lm.readout.scale, named)
 
 
 def states_after(texts: Sequence[Mapping[str, Any]], source: StateSource) -> Tensor:

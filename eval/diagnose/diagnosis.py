@@ -105,7 +105,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
         InputError: no drafter, or another target's. NonFinite: the head's logits.
     """
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
-    variants = head_variants(head, known_rope(target, name), target.info.num_layers, mask_tokens(head, name))
+    variants = head_variants(head, known_rope(target, name), target, mask_tokens(head, name))
     depth = longest_draft(TOKENS, variants)
     measures = measure(target, rows, variants, depth)
     ttt_steps = (manifest.get("config") or {}).get(head.ttt_steps)

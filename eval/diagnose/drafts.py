@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.data.console import log_note
+from draftsmith.data.engines.served_target import ServedLM
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
@@ -66,13 +68,17 @@ class TextMeasures:
 
 
 def head_variants(
-    head: DraftHead, rope: RotarySettings | None, num_layers: int, masks: Sequence[int] = (), in_files: bool = False
+    head: DraftHead, rope: RotarySettings | None, target: CausalLM, masks: Sequence[int] = (), in_files: bool = False
 ) -> list[HeadVariant]:
-    """Return the head as it is, then with one factor changed each.
+    """Return the head as it is, then with one factor changed each, of whose states the target has those of all layers.
 
     rope: of the target, if it is known. masks: tokens that may fill a block drafter's slots (`mask_tokens`).
     in_files: only those that a head's directory can hold.
+
+    Raises:
+        InputError: the target's server does not have the head's own layers.
     """
+    num_layers = target.info.num_layers
     layers = head.aux_layers or (num_layers,)
     variants = [HeadVariant("", "as it is", head, layers)]
     if not head.aux_layers and num_layers > 1 and not in_files:  # no directory says which state such heads read
@@ -82,7 +88,23 @@ def head_variants(
     for other in readings(head.config, stored_tensors(head), num_layers, rope, masks):
         built = build_head(head.kind, other.config, other.state).eval().to(device)
         variants.append(HeadVariant(other.factor, other.label, built, built.aux_layers or layers))
-    return variants
+    return served_variants(variants, target) if isinstance(target, ServedLM) else variants
+
+
+def served_variants(variants: Sequence[HeadVariant], target: ServedLM) -> list[HeadVariant]:
+    """Return the variants of whose layers a server has the states; log how many are left out.
+
+    Raises:
+        InputError: the first one is not among them.
+    """
+    readable = [one for one in variants if {*one.layers, target.info.num_layers} <= {*target.layers}]
+    start = target.start({layer for variant in variants for layer in variant.layers})
+    if variants[0] not in readable:
+        found = f"a server with states of layers {', '.join(map(str, target.layers))}"
+        raise InputError("target_server", found, f"{', '.join(map(str, variants[0].layers))}", f"Start it: {start}")
+    if readable != variants:
+        log_note(f"{len(variants) - len(readable)} readings of other layers are left out. To try them: {start}")
+    return readable
 
 
 def answered(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

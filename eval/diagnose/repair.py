@@ -83,7 +83,7 @@ def search(
     found, first = head, Share(0.0, 0.0)
 
     def variants_of(head: DraftHead) -> list[HeadVariant]:
-        return head_variants(head, rope, target.info.num_layers, masks, in_files=True)
+        return head_variants(head, rope, target, masks, in_files=True)
 
     for _ in range(MOST_MISTAKES):
         variants = variants_of(found)

@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.data.console import log_note, print_text
 from draftsmith.data.engines.own import generate_all
+from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, writing_alone
@@ -34,7 +35,7 @@ from draftsmith.modules.pretrained.heads import (
     save_head,
     stored_tensors,
 )
-from draftsmith.modules.pretrained.models import load_lm, vocabulary_size
+from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.provenance import flatten
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.pretrained.tokenizers import text_identity
@@ -63,7 +64,7 @@ def run(config: DiagnoseConfig) -> int:
         raise InputError("data", f"{config.data}, prompts without answers", "answers", remedy)
     # Its errors come before the target is loaded.
     head_config(config.draft)
-    target = load_lm(config.target, **config.loading)
+    target = load_target(config.target, **config.loading)
     print_text(diagnose(Path(config.draft), target, config.target, rows, manifest))
     return 0
 
@@ -83,8 +84,9 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
         raise InputError("write", f"{output}, which exists", "a new directory", "Choose another, or remove it.")
     directory, ours = Path(config.draft), kind_at(config.draft) is not None
     if not ours:
-        directory = import_head(ImportConfig(config.draft, output / DECLARED, config.target, engine=config.engine))
-    target = load_lm(config.target, **config.loading)
+        served: Any = {"engine": config.engine, "target_server": config.target_server}
+        directory = import_head(ImportConfig(config.draft, output / DECLARED, config.target, **served))
+    target = load_target(config.target, **config.loading)
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
     rows, data = read_rows(config, ("responses", "prompts"), LIMIT_TO_WRITE)
     if "input_ids" not in {spec.name for spec in data.fields}:
@@ -117,7 +119,8 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
         )
         return 0
     name: Any = format.name
-    files = ExportConfig(format=name, output=output / FILES, head=saved, target=config.target, dtype=config.dtype)
+    model: Any = {"target": config.target, "target_server": config.target_server, "dtype": config.dtype}
+    files = ExportConfig(format=name, output=output / FILES, head=saved, **model)
     if code := export(files):
         return code
     print_text("\n".join(f"CHANGED {one}" for one in changed_fields(format, head, repaired)))

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from draftsmith.data.settings import Dtype, Loading
+from draftsmith.data.settings import Dtype, ServedLoading
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.modules.formats import GGUF
 from draftsmith.modules.types import InputError, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(Loading):
+class ExportConfig(ServedLoading):
     """Write a head as another system loads it, check what was written, and print the command that serves it.
 
     Attributes:
@@ -72,6 +72,7 @@ class ImportConfig:
             --weight_mismatch), which no file has; it corrects the calibrated output.
         engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
         trust_remote_code: Run code that comes with the target or draft; never with the head.
+        target_server: Address of a vLLM server that runs the target, of which then only the embeddings are read here.
     """
 
     directory: str
@@ -82,6 +83,7 @@ class ImportConfig:
     w_rej: float = 1.0
     engine: Literal["auto", "lean", "hf"] = "auto"
     trust_remote_code: bool = False
+    target_server: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.w_rej < float("inf"):

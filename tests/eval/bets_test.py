@@ -19,6 +19,7 @@ from draftsmith.eval.bets import (
     decided_tokens,
     places_of,
     score_gains,
+    with_tail,
 )
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.sampling import draw_rows
@@ -72,6 +73,29 @@ def test_every_bet_is_fair_whatever_was_drafted():
         for stakes in mean.values():
             assert torch.allclose(stakes, torch.ones_like(stakes), atol=1e-12)
     assert len(mean) == 9
+
+
+def test_every_bet_is_fair_where_a_server_names_the_likeliest_tokens_only():
+    everywhere = places(40, seed=2)
+    everywhere = replace(everywhere, target=distributions(40, torch.Generator().manual_seed(3)))
+    logits = everywhere.target.log()
+    known = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.topk(3).indices, True)
+    stakes = torch.stack(
+        [stakes_of(with_tail(with_tokens(everywhere, torch.full((40,), token)), logits, known)) for token in range(V)]
+    )  # [V, 40, bets]
+    mean = (everywhere.target.T[..., None] * stakes).sum(0)
+    torch.testing.assert_close(mean, torch.ones_like(mean))
+    assert float((stakes - 1).abs().mean()) > 0.05, "they bet on something"
+
+
+def stakes_of(tokens: DecidedTokens) -> torch.Tensor:
+    """The stakes [N, bets] of each token alone."""
+    found = []
+    for row in range(len(tokens.token)):
+        evidence = Evidence()
+        evidence.add(tokens.take(slice(row, row + 1)))
+        found.append(torch.cat([stakes.flatten() for stakes in evidence.stakes.values()]).exp())
+    return torch.stack(found)
 
 
 class ScoredTable(TableLM):

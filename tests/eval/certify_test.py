@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from planted_biases import PLANTED, Planted, accepts_too_often, child_twice, past_the_end
+from states_server import StatesServer
 from worlds import captured_head, draft_options, draft_words
 
+from draftsmith.data.engines.own import generate_all
+from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as answer
 from draftsmith.eval import certify
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bets import RecordingRunner, ends_as_asked
+from draftsmith.eval.bets import DraftedPlace, RecordingRunner, decided_tokens, ends_as_asked
 from draftsmith.eval.certify import Answered, CertifyConfig, greedy_answers, greedy_test, methods_rows, run
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
@@ -30,7 +34,7 @@ from draftsmith.modules.drafters.methods import known_methods, parse_methods
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import probabilities
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 
 FLAGS = {
     "split": "test",
@@ -250,6 +254,43 @@ def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, pr
         assert (code, server["passed"]) == (1 - ttt_steps, ttt_steps)
     assert test["strongest_bet"].startswith("towards")
     assert 0 < test["detectable"]["what was drafted"] < 0.1
+
+
+def test_a_server_that_scores_answers_by_its_log_probabilities_finds_the_mistake_too(
+    models, prompts, control, tmp_path, monkeypatch
+):
+    honest = answers(models, prompts, tmp_path / "honest")
+    accepts_too_often(monkeypatch)
+    mistaken = answers(models, prompts, tmp_path / "mistaken")
+    lm = load_lm(models["target"])
+    with StatesServer(lm, (), tmp_path / "states", connector=False) as server:
+        for served, passes in ((honest, True), (mistaken, False)):
+            more = {"draft": models["draft"], "target_server": server.url}
+            code, (plain, tested) = certified(models, tmp_path, served, control, **more)
+            assert plain["passed"] and tested["passed"] == passes == (code == 0)
+            assert tested["sampling"]["tokens"] == 160 * 64 and not tested["sampling"]["impossible"]
+        # A head reads states, which this server does not have.
+        save_head(tmp_path / "head", captured_head(lm), {"target": lm.info.identity}, "card")
+        with pytest.raises(InputError, match="without our connector"):
+            certified(models, tmp_path, mistaken, control, **{**more, "draft": str(tmp_path / "head")})
+
+
+@pytest.mark.parametrize("cut", [{"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.9}, {}])
+def test_log_probabilities_of_a_server_give_what_the_target_gives(models, tmp_path, cut, capsys):
+    """In every mode of sampling: all probabilities where they are known, and the mass of the others."""
+    lm, params = load_lm(models["target"]), SamplingParams(**{"temperature": 1.0, **cut})
+    prompt, own = [5, 6, 7], [DraftedPlace()] * 4
+    (answer,) = generate_all(lm, [prompt], SamplingParams(), 4, 1, eos_ids=())
+    expected, _ = decided_tokens(lm, prompt, answer, own, (), params, 0.5)
+    with StatesServer(lm, (), tmp_path / "states", connector=False, max_logprobs=20) as server:
+        served = load_target(models["target"], server.url, dtype="float32", device="cpu")
+        found, impossible = decided_tokens(served, prompt, answer, own, (), params, 0.5)
+    assert len(found.token) == len(expected.token) == 4 and not impossible
+    # All are asked for where the likeliest do not suffice.
+    assert ("20 are asked for" in capsys.readouterr().err) == (cut == {} or "top_k" in cut)
+    top = expected.target.topk(5).indices
+    torch.testing.assert_close(found.target.gather(1, top), expected.target.gather(1, top), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.target.sum(-1), torch.ones(len(found.token), dtype=torch.float64))
 
 
 def test_the_drafter_may_read_states_of_inner_layers(models, control, tmp_path):

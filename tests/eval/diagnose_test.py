@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from states_server import StatesServer
 from worlds import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
@@ -28,6 +29,7 @@ from draftsmith.launch.training import run as train_and_explain
 from draftsmith.modules.formats.readings import other_weights, reversed_states
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.types import InputError
 from draftsmith.train.command import run as train
 from draftsmith.train.config import drafter_config
 
@@ -169,8 +171,32 @@ def test_a_head_that_is_not_read_as_it_was_trained(world, diagnosed, sound, tmp_
     assert verdict.startswith(f"Likeliest cause ({name}): ") and f"better with {reading}" in verdict
 
 
-def repaired(world, head: Path, output: Path) -> tuple[int, Any]:
-    code = run(DiagnoseConfig(draft=str(head), target=str(world.target), data=world.responses, write=output))
+@pytest.mark.parametrize("layers", [(2, 3, 4, 5, 6, 7, 8), (2, 3, 4, 5, 7, 8), (3, 5, 7)])
+def test_a_server_that_runs_the_target_gives_the_same_diagnosis(world, sound, tmp_path, capsys, layers):
+    """Word for word, where it has the states of all layers; readings that it has no states for are left out."""
+    target = load_lm(str(world.target))
+    planted = changed(
+        world, sound, tmp_path / "head", stored_tensors(load_draft_head(sound, target)), aux_layers=(3, 5, 7)
+    )
+    config = DiagnoseConfig(draft=str(planted), data=world.responses, target=str(world.target))
+    run(config)
+    expected = capsys.readouterr().out
+    with StatesServer(target, layers, tmp_path / "states") as server:
+        served = dataclasses.replace(config, target_server=server.url)
+        if 8 not in layers:
+            with pytest.raises(InputError, match=r"Start it: draftsmith .* --layers 2 3 4 5 6 7\.?$"):
+                run(served)
+            return
+        run(served)
+        found = capsys.readouterr()
+        assert found.out == expected if 6 in layers else found.out != expected
+        assert "Likeliest cause (layers): " in found.out
+        assert ("1 readings of other layers are left out" in found.err) == (6 not in layers)
+
+
+def repaired(world, head: Path, output: Path, **more: Any) -> tuple[int, Any]:
+    options: dict[str, Any] = {"data": world.responses, **more}
+    code = run(DiagnoseConfig(draft=str(head), target=str(world.target), write=output, **options))
     written = output / "repaired"
     return code, load_draft_head(written, load_lm(str(world.target))) if written.exists() else None
 
@@ -197,7 +223,9 @@ def test_repair_finds_what_is_wrong_and_nothing_else(world, sound, tmp_path, cap
         assert all(torch.equal(tensor, state[name]) for name, tensor in stored_tensors(found).items())
 
 
-def test_repair_of_another_systems_directory_says_what_its_files_should_hold(world, sound, tmp_path, capsys):
+@pytest.mark.parametrize("served", [False, True])
+def test_repair_of_another_systems_directory_says_what_its_files_should_hold(world, sound, tmp_path, capsys, served):
+    """Also where a server runs the target: for the states, and for import, export and its check."""
     files, ids = tmp_path / "vllm", "eagle_aux_hidden_state_layer_ids"
     assert export(ExportConfig(format="vllm", output=files, head=sound, target=str(world.target))) == 0
     right = json.loads((files / "config.json").read_text())
@@ -205,7 +233,10 @@ def test_repair_of_another_systems_directory_says_what_its_files_should_hold(wor
     (files / "config.json").write_text(json.dumps(wrong))
     (files / "draftsmith.json").unlink()  # the record of what was exported, which a stranger's directory has not
     capsys.readouterr()
-    code, found = repaired(world, files, tmp_path / "out")
+    with StatesServer(load_lm(str(world.target)), (2, 3, 4, 5, 6, 7, 8), tmp_path / "states") as server:
+        more = {"target_server": server.url, "data": world.prompts} if served else {}
+        code, found = repaired(world, files, tmp_path / "out", **more)
+    assert bool(server.rows) == served
     assert code == 0 and found.config.aux_layers == LAYERS
     assert f"config.json {ids}: {wrong[ids]}, should be {right[ids]}" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "out" / "files" / "config.json").read_text())[ids] == right[ids]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,7 +190,8 @@ def test_the_model_whose_states_are_read_has_to_be_named(exchange, changes, fiel
 
 
 def test_a_diagnosis_tries_what_a_block_drafter_may_be_instead(exchange):
-    variants = head_variants(load_head(exchange.head("dspark")), None, 8)
+    target = SimpleNamespace(info=SimpleNamespace(num_layers=8))
+    variants = head_variants(load_head(exchange.head("dspark")), None, target)
     assert [(one.factor, one.label) for one in variants if one.factor != "rotary"] == [
         ("", "as it is"),
         ("layers", "layers 0, 2, 4 in place of 1, 3, 5"),
