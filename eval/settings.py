@@ -126,7 +126,7 @@ def number_of_tokens(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
+class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, ServedLoading):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     Attributes:

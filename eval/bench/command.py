@@ -13,6 +13,7 @@ import torch
 from draftsmith.data.console import log_note, print_table
 from draftsmith.data.settings import (
     MODEL,
+    check_left_out,
     check_not_negative,
     check_positive,
 )
@@ -62,6 +63,7 @@ def run(config: BenchConfig) -> int:
             print_table(table)
         log_note(f"Written to {config.output / RESULTS}")
         return 0
+    check_left_out(config, ("target_server",), "without --replay", "none: decoding needs the whole target")
     results = bench(config)
     for table in results_tables(results):
         print_table(table, bold="fastest")

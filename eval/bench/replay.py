@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.data.console import progress_bar
+from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.settings import MODEL, ROLES, check_left_out, check_not_negative, check_positive
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -50,7 +51,6 @@ from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter, Promp
 from draftsmith.modules.finite import NO_TOKEN, checked, name_nonfinite
 from draftsmith.modules.pretrained.card import WEIGHTS
 from draftsmith.modules.pretrained.files import write_json
-from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.sampling import Sampler, best_tokens, probabilities
@@ -86,11 +86,13 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
     # Load.
     texts, params = read_recorded(config)
     torch.set_num_threads(config.num_threads)
-    target, longest = load_lm(config.target, **config.loading), max(len(text.ids) for text in texts)
+    loading, longest = config.loading, max(len(text.ids) for text in texts)
+    target = load_target(config.target, **loading)
+    loading.pop("server", None)
     if longest > (most := target.info.max_position):
         found = f"a text of {longest:,} tokens"
         raise InputError("replay", found, f"at most {most:,}, the target's context", "Leave it out.")
-    models = load_models(named, config.paths, longest, params, target, config.draft_precision, **config.loading)
+    models = load_models(named, config.paths, longest, params, target, config.draft_precision, **loading)
     drafters = make_drafters(named, models)
 
     # Replay text by text.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracles.formulas import warped
 from oracles.tables import PROMPT, TableLM, enumerate_branches
+from states_server import StatesServer
 from worlds import run_models, small_models
 
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
@@ -19,6 +20,7 @@ from draftsmith.eval.settings import BenchConfig
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.drafters.methods import parse_method, parse_methods
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
@@ -154,6 +156,15 @@ def test_greedy_replay_is_the_decoders_walk(runs):
     by_length = next(row["by_length"] for row in replayed["methods"] if row["method"] == "spec:k=3")
     assert by_length[0]["tau"] == rows["spec:k=1"]["tau"]
     assert replayed["meta"]["kind"] == "replay" and not any("speedup" in row for row in replayed["methods"])
+
+
+def test_a_server_may_run_the_target(runs, models, tmp_path):
+    words = ["eval", "bench", f"--target={models['target']}", f"--replay={runs[2] / 'a'}", f"--methods={METHODS}"]
+    words += [f"--draft={models['draft']}", f"--draft={models['eagle']}", f"--output={tmp_path / 'out'}"]
+    with StatesServer(load_lm(models["target"]), (), tmp_path / "states") as server:
+        assert main([*words, f"--target-server={server.url}"]) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
+    assert [row["tau"] for row in found] == [row["tau"] for row in runs[1]["methods"]]
 
 
 def test_a_file_of_chats_has_the_last_turns_answers(models, tmp_path, capsys):
