@@ -497,7 +497,8 @@ class Eagle3Head(FeatureHead):
         once = norm * len(self.config.aux_layers) * size + (8 + 4 * share) * size
         layer = width * (2 * size + 3 * queries + 2 * keys + 4 * llama.intermediate_size + 2 * llama.head_dim)
         layer += 2 * norm * size + width * size + share * (norm + 4) * size  # with the rows that give logits
-        kept = rows * (once + settings.ttt_steps * layer) + earlier * (4 * size + 2 * width * keys)
+        # Besides, gradients of the first pass's keys and values: their sum, and those of a pass.
+        kept = rows * (once + settings.ttt_steps * layer + 4 * width * keys) + earlier * (4 * size + 6 * width * keys)
         return kept, share * rows
 
 
