@@ -102,7 +102,8 @@ def run(config: CheckConfig) -> int:
     if config.format == "auto":
         print_text(f"\nWritten as {format.system} does.")
         for other in formats().values():
-            if other.kind == format.kind:
+            # A trainer's own reading matters for its own directories: others are loaded by servers.
+            if other.kind == format.kind and (other.writes or other is format):
                 # Only beside the head itself a forward shows more than names and settings.
                 read = check_head(config.directory, other, source, head, head is not None, report.read)
                 lines = (report if other is format else read).failures

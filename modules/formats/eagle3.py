@@ -93,7 +93,7 @@ class Eagle3Format(LlamaFormat):
         if row.name == "sglang" and window:
             flag = f"--speculative-draft-window-size {window - 1}"
             files.notes.append(f"SGLang reads no window from the files: without {flag} the head attends to all tokens")
-        own = {"qk_norm": "layer.self_attn.q_norm.weight" in tensors, "max_position": files.longest_text(llama)}
+        own = dict[str, Any](qk_norm="layer.self_attn.q_norm.weight" in tensors, max_position=files.longest_text(llama))
         llama = dataclasses.replace(llama, num_layers=1, sliding_window=window, **own, **biases)
         return Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
 
