@@ -29,7 +29,7 @@ from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.formats import formats
+from draftsmith.modules.formats import GGUF, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Problem, largest
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.pretrained.directory import foreign_package
@@ -102,8 +102,9 @@ def run(config: CheckConfig) -> int:
     if config.format == "auto":
         print_text(f"\nWritten as {format.system} does.")
         for other in formats().values():
-            # A trainer's own reading matters for its own directories: others are loaded by servers.
-            if other.kind == format.kind and (other.writes or other is format):
+            # A trainer's own reading matters for its own directories: others are loaded by servers, GGUF by llama.cpp.
+            server = other.writes and GGUF not in (other.name, format.name)
+            if other.kind == format.kind and (server or other is format):
                 # Only beside the head itself a forward shows more than names and settings.
                 read = check_head(config.directory, other, source, head, head is not None, report.read)
                 lines = (report if other is format else read).failures
