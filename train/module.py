@@ -168,12 +168,13 @@ class LitHead(pl.LightningModule):
             # Autocast is ours under every strategy; weights and optimizer stay float32.
             with self.autocast():
                 inputs, frozen_states = self.read(part.to(self.device))
-            for place, span in enumerate(part.spans):
-                last = number == len(parts) - 1 and place == len(part.spans) - 1
+            spans = self.spans(part)
+            for place, span in enumerate(spans):
+                last = number == len(parts) - 1 and place == len(spans) - 1
                 with optimizer.toggle_model(sync_grad=last):
                     with self.autocast():
                         output = self.loss(inputs, self.train_step(part, span))
-                    repeated = span in part.spans[:place]
+                    repeated = span in spans[:place]
                     # Sums on the device: nothing waits for it until the step ends.
                     if not repeated:
                         begins = number == place == 0
@@ -219,6 +220,10 @@ class LitHead(pl.LightningModule):
             self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
         # Without a token that counts the loss is zero.
         return tokens or 1.0
+
+    def spans(self, batch: MicroBatch) -> tuple[tuple[int, int] | None, ...]:
+        """Return the spans that a micro-batch is learned in."""
+        return batch.spans
 
     def train_step(self, batch: MicroBatch, span: tuple[int, int] | None = None) -> TrainStep:
         """Return the position in the training, for a micro-batch or a span of it."""
@@ -364,6 +369,10 @@ class LitDrafter(LitHead):
         inputs: with features [B, T, L*H] of the target. step: None in validation.
         """
         return self.head.loss(inputs, self.target, self.settings, step)
+
+    def spans(self, batch: MicroBatch) -> tuple[tuple[int, int] | None, ...]:
+        # A loss of the user's own is that of the whole batch.
+        return batch.spans if type(self).loss is LitDrafter.loss else (None,)
 
     def validation(self, inputs: FeatureBatch) -> LossOutput:
         """Return the sums and counts of what validation reports."""

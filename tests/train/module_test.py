@@ -109,6 +109,20 @@ def test_span_by_span_a_head_learns_what_it_learns_at_once(kind, window, target,
         assert losses(tmp_path / "16", column) == pytest.approx(losses(tmp_path / "0", column), rel=1e-6), column
 
 
+def test_a_loss_of_the_users_own_sees_the_whole_batch(target, rows, tmp_path):
+    """It need not know of spans, which would count a batch several times."""
+    spans = []
+
+    class Own(LitDrafter):
+        def loss(self, batch, step):
+            spans.append(step.span)
+            return super().loss(batch, step)
+
+    options = {"max_steps": 1, "tokens_per_batch": 200, "span_tokens": 16, "ttt_steps": 2}
+    trained(module_of(target, tmp_path, "eagle3", learner=Own, **options), rows)
+    assert spans == [None]
+
+
 class Doubled(LitDrafter):
     def loss(self, batch, step):
         found = super().loss(batch, step)
