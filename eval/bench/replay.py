@@ -109,6 +109,7 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
             progress(1)
 
     # Summarize and write.
+    tasks = sorted({text.task for text in texts} - {""})
     heads = {key: path for key, path in config.paths.items() if key.partition("@")[0] not in (*ROLES, MODEL)}
     meta = describe(
         "bench",
@@ -123,7 +124,12 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
     )
     meta["kind"] = "replay"
     methods = [
-        {"method": label, "temperature": params.temperature, **summarize(own, config.seed)}
+        {
+            "method": label,
+            "temperature": params.temperature,
+            **summarize(own, config.seed),
+            "by_task": {task: summarize([walk for walk in own if walk.task == task], config.seed) for task in tasks},
+        }
         for label, own in walks.items()
     ]
     results = {"meta": meta, "methods": methods, "tables": to_json(replay_tables(methods, meta))}
@@ -191,7 +197,7 @@ class ReplayedDrafter:
         limit = np.concatenate(limits).clip(max=len(depth))
         chances, drafted = self.chances(seen, np.concatenate(starts), limit)
         used = depth < np.minimum(drafted, depth[:, None] + 1)[..., None]  # [K, S, K], by the length of drafts
-        reached = np.cumprod(np.where(used, chances, 0.0), -1)
+        reached = np.cumprod(chances * used, -1, np.float64)
         ends = np.cumsum(list(map(len, starts)))
         for answer, own, end in zip(text.answers, starts, ends, strict=True):
             part = slice(end - len(own), end)
@@ -302,39 +308,30 @@ def accepted(logits: Tensor, tokens: Tensor, seen: TargetText, at: Tensor, name:
 # -- numbers
 
 
-def summarize(walks: Sequence[Walk], seed: int, by_task: bool = True) -> dict[str, Any]:
-    """Summarize one method over answers, by task too; names as of `results.summarize`, numbers of rounds are means.
+def summarize(walks: Sequence[Walk], seed: int) -> dict[str, Any]:
+    """Summarize one method over answers; names as of `results.summarize`, numbers of rounds are means.
 
     by_length: of shorter drafts of the same drafter.
     """
-    resamples = Resamples([walk.text for walk in walks], seed)
+    rounds, resamples = rounds_of(walks), Resamples([walk.text for walk in walks], seed)
     tokens = np.array([walk.answer.end - walk.answer.begin for walk in walks])
-    lengths = [
-        {
-            "name": str(length),
-            "tau": float(tokens.sum() / calls.sum()),
-            "tau_ci95": resamples.interval(resamples.sums(tokens) / resamples.sums(calls)),
-            "num_target_calls": float(calls.sum()),
-        }
-        for length, calls in enumerate(np.array([walk.calls for walk in walks]).T, 1)
-    ]
-    rounds = rounds_of(walks)
+
+    def numbers(calls: Floats) -> dict[str, Any]:
+        taus = resamples.interval(resamples.sums(tokens) / resamples.sums(calls))
+        return {"tau": float(tokens.sum() / calls.sum()), "tau_ci95": taus, "num_target_calls": float(calls.sum())}
+
+    lengths = [numbers(calls) for calls in np.array([walk.calls for walk in walks]).T]
     drafted, kept = (float(rounds.weight @ own) for own in (rounds.drafted, rounds.accepted))
-    found = {
+    return {
         "prompts": len(walks),
         "tokens": int(tokens.sum()),
-        **{name: value for name, value in lengths[-1].items() if name != "name"},
+        **lengths[-1],
         "num_draft_tokens": drafted,
         "num_accepted": kept,
         "acceptance_rate": kept / drafted if drafted else None,
         **acceptance(rounds, resamples),
-        "by_length": lengths,
+        "by_length": [{"name": str(length), **own} for length, own in enumerate(lengths, 1)],
     }
-    if by_task and (tasks := sorted({walk.task for walk in walks} - {""})):
-        found["by_task"] = {
-            task: summarize([walk for walk in walks if walk.task == task], seed, by_task=False) for task in tasks
-        }
-    return found
 
 
 def rounds_of(walks: Sequence[Walk]) -> Rounds:
@@ -350,5 +347,5 @@ def rounds_of(walks: Sequence[Walk]) -> Rounds:
     answer = np.repeat(np.arange(len(walks)), list(map(len, places)))
     # Behind an accepted end token the target has no token of its own.
     emitted = kept + 1 - whole
-    classes = classes_of(np.concatenate(places), turns, kinds, CONTEXTS)
+    classes = classes_of(np.concatenate(places).tolist(), turns, kinds, CONTEXTS)
     return Rounds(answer, weight, drafted, kept, emitted, reached, classes)

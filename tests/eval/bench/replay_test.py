@@ -44,12 +44,13 @@ def text_of(prompt, tokens, ends=()) -> RecordedText:
 
 
 def walks_of(methods: str, models, text: RecordedText, params: SamplingParams) -> dict:
+    """Return the walk over the last answer of a text, by method."""
     named = parse_methods(methods)
     drafters, walks = make_drafters(named, models), {item.label: [] for item in named}
     seen = read_text(models.target, text, params, [layer for drafter in drafters for layer in drafter.layers])
     for drafter in drafters:
         drafter.walk(0, seen, walks)
-    return {label: own[0] for label, own in walks.items()}
+    return {label: own[-1] for label, own in walks.items()}
 
 
 @pytest.mark.parametrize("method", ["spec:k=1", "spec:k=2", "pld:k=2:ngram=1"])
@@ -99,6 +100,17 @@ def test_every_head_drafts_as_in_decoding(name):
                 compared += 1
             begin += len(done.tokens)
     assert compared > 60
+
+
+def test_a_later_answer_is_replayed_behind_the_earlier_ones():
+    models, params = small_models(), SamplingParams(1.0)
+    first, ids = Answer(3, 8, False, 1, ["prose"] * 5), [1, 2, 3, 4, 1, 2, 3, 1, 5, 6, 1, 2, 3, 4, 1, 2, 3]
+    alone = text_of(ids[:11], ids[11:])
+    both = RecordedText("id", "", ids, [first, *alone.answers])
+    methods = "spec:k=3,eagle3:k=3,dspark:k=3,hydra:k=3,pld:k=3"
+    walks = [walks_of(methods, models, text, params) for text in (alone, both)]
+    for label, walk in walks[0].items():
+        assert walks[1][label].calls == pytest.approx(walk.calls, abs=1e-5) and walk.calls[-1] < 6, label
 
 
 def test_answers_of_other_sampling_are_refused():
