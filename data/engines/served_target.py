@@ -25,6 +25,7 @@ from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.proof import TOP
+from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Log-probabilities of a place that are asked for, if the server allows as many: 70 kB of JSON. vLLM's default is TOP.
@@ -51,7 +52,8 @@ class ServedLM(OuterLM):
         # A folder of its own: several commands may ask one server about one head.
         self._states = ServedStates(url, Path(tempfile.gettempdir(), uuid.uuid4().hex))
         weakref.finalize(self, self._states.close)
-        self._path, self._norm, self._most = path, None, MOST
+        self._path, self._most = path, MOST
+        self._norm: Readout | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -135,7 +137,7 @@ class ServedLM(OuterLM):
         async def answer(number: int) -> list[int]:
             row = {"prompt_ids": list(prompts[number])}
             reply = await engine.connection.ask(*engine.request(number, row))
-            return engine.read(number, row, reply).tokens
+            return list(engine.read(number, row, reply).tokens)
 
         async def answer_all() -> list[list[int]]:
             try:

@@ -49,8 +49,8 @@ def run(config: ImportConfig) -> Path:
     # The model whose hidden states it reads, if it was named.
     source, facts, identity, models = None, None, None, {}
     if getattr(config, format.reads) is not None:
-        loading = {"dtype": "auto", "engine": config.engine, "trust_remote_code": config.trust_remote_code}
-        loading |= {"device": "cpu", "server": config.target_server}
+        loading: dict[str, Any] = {"dtype": "auto", "engine": config.engine, "device": "cpu"}
+        loading |= {"trust_remote_code": config.trust_remote_code, "server": config.target_server}
         source = state_source(format, config.target, config.draft, loading)
         facts, identity = source.facts, source.drafter.identity
         models = {format.reads: identity, **tokenizer_identity(source.path)}

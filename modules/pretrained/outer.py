@@ -105,14 +105,14 @@ def read_outer(directory: Path, sizes: tuple[int, int], device: str, dtype: torc
     """
     found = outer_names(directory, sizes[1])
     tensors = read_tensors_of(directory, found, tuple(found.names))
-    embeddings = tensors["embeddings"]
-    if "output" in tensors and same_values(embeddings, tensors["output"]):
+    if "output" in tensors and same_values(tensors["embeddings"], tensors["output"]):
         del tensors["output"]
     for field in {"embeddings", "output"} & tensors.keys():
         if (shape := tuple(tensors[field].shape)) != sizes:
             what = f"{directory} with {found.names[field]} of {shape[0]} x {shape[1]}"
             raise InputError("model", what, f"{sizes[0]} x {sizes[1]}, as config.json says", REMEDY)
-    moved = {field: tensor.to(device, dtype) for field, tensor in tensors.items()}
+    # One after the other: of a large target not everything is held in both types.
+    moved = {field: tensors.pop(field).to(device, dtype) for field in list(tensors)}
     return OuterWeights(**{"output": moved["embeddings"], **moved})
 
 
