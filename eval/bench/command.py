@@ -95,7 +95,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     prompts = [prompt for file in files for prompt in file]
     models = load_run(config, named, prompts, config.modes, later_turns=True)
     target, tokenizer = models.target, load_tokenizer(config.target)
-    for kind, head in (models.heads | models.others).items():
+    for kind, head in {**models.heads, **models.others}.items():
         if config.lengths and isinstance(head, DraftHead):
             check_contexts(config.lengths, config.max_new_tokens, f"the {kind} head", head.config.max_position)
     models.times.load_state_dict(journal.times)
