@@ -17,11 +17,16 @@ os.environ |= {
 }
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import own_code  # noqa: F401
 import pytest
 import torch
+from exported import FIGURES
+from states_vllm_cpu_test import serving
 from vllm.utils import cpu_triton_utils
 
 from draftsmith.data.prompts import PromptsConfig
@@ -69,14 +74,32 @@ def control(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return answers(prompts, tmp_path_factory.mktemp("control") / "plain", draft=False)
 
 
+def sampling_tests(certificate: Path) -> list[dict[str, Any]]:
+    return [row["sampling"] for row in json.loads((certificate / "results.json").read_text())["answers"]]
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    words = ["--target", TARGET, "--dtype", "float32"]
+    with serving(tmp_path_factory.mktemp("server") / "states", words) as server:
+        yield server.url
+
+
 @pytest.mark.parametrize(("kernel", "code"), [(released, 1), (mended, 0)])
-def test_a_server_that_does_not_follow_its_target_is_found(prompts, control, tmp_path, kernel, code):
+def test_a_server_that_does_not_follow_its_target_is_found(prompts, control, plain_server, tmp_path, kernel, code):
     expand["now"] = kernel
     served = answers(prompts, tmp_path / "served", draft=True)
     config = CertifyConfig(
         target=TARGET, answers=served, control=control, draft=DRAFT, output=tmp_path / "certificate", num_threads=1
     )
     assert certify(config) == code
-    plain, server = json.loads((tmp_path / "certificate/results.json").read_text())["answers"]
+    plain, server = sampling_tests(tmp_path / "certificate")
     assert plain["tokens"] == server["tokens"] == 120 * 64 and plain["p_value"] > 0.01
     assert (server["p_value"] < 1e-20) == bool(code)
+
+    # By the log-probabilities of a vLLM server alone: of 20 tokens at each place, its default.
+    by_server = replace(config, target_server=plain_server, output=tmp_path / "by-server")
+    assert certify(by_server) == code
+    plain, scored = sampling_tests(tmp_path / "by-server")
+    FIGURES.append(f"certified by prompt_logprobs: p {scored['p_value']:.1e}, in process {server['p_value']:.1e}")
+    assert plain["p_value"] > 0.01 and (scored["p_value"] < 1e-20) == bool(code)
