@@ -50,7 +50,7 @@ def openai_turns(turns: Sequence[Any]) -> tuple[list[Any], set[str]]:
             continue
         role = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
         used = next((key for key in CONTENT if turn.get(key) is not None), "content")
-        content = turn.get(used)
+        content: Any = turn.get(used)
         fields = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value", used)}
         if str(role).lower() in CALL_ROLES:
             fields["tool_calls"] = written_calls(content)
@@ -69,8 +69,8 @@ def openai_turns(turns: Sequence[Any]) -> tuple[list[Any], set[str]]:
             read += results
             if results and not content:
                 continue
-        if isinstance(calls := fields.get("tool_calls"), list):
-            fields["tool_calls"] = [openai_call(call) for call in calls]
+        if isinstance(made := fields.get("tool_calls"), list):
+            fields["tool_calls"] = [openai_call(call) for call in made]
         read.append({**fields, "role": role, "content": content})
     return read, ignored
 
@@ -102,7 +102,9 @@ def unread_keys(parts: Sequence[Any]) -> set[str]:
 
 def thought(value: Any) -> str:
     """Return the text of a thought, which Mistral writes as parts; raise RowError for anything else."""
-    texts = [part.get("text") for part in value if isinstance(part, Mapping)] if isinstance(value, list) else [value]
+    texts: list[Any] = (
+        [part.get("text") for part in value if isinstance(part, Mapping)] if isinstance(value, list) else [value]
+    )
     if not all(isinstance(text, str) for text in texts):
         raise RowError(f"a thought is {value!r:.60}, expected text")
     return "".join(texts)

@@ -265,7 +265,8 @@ def open_turns(chat: Chat, turns: Turns) -> list[OpenTurns]:
         if message["role"] == "user":
             stretches.append(stretch)
             stretch = []
-    first, *others = *stretches, *later
+    stretches += later
+    first, others = stretches[0], stretches[1:]
     return [OpenTurns(first, not_asked=len(others)) if turns == "first" else OpenTurns(first, tuple(others))]
 
 

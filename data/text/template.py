@@ -131,7 +131,7 @@ def render(
 
     tools, variables = map((inputs or {}).get, ("tools", "variables"))
     try:
-        options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         options["chat_template"] = template_of(tokenizer, inputs or {})
         if "length != 9" in options["chat_template"]:
             messages = nine_letter_ids(messages)
@@ -351,7 +351,7 @@ def joined_mask(tokenizer: Any, text: str, ids: list[int], spans: Sequence[tuple
     return mask
 
 
-def num_common(left: Iterable[int], right: Iterable[int]) -> int:
+def num_common(left: Iterable[object], right: Iterable[object]) -> int:
     """Return how many items two sequences have in common at their beginning."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 

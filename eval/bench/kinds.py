@@ -60,7 +60,10 @@ def kinds_of(pieces: Sequence[str], prompt: str = "") -> list[Kind]:
     text, opened = "".join(pieces), OPENS_LAST.search(prompt)
     if opened is None and BARE_CALL.match(text):
         return ["call"] * len(pieces)
-    kind, closing = ("prose", "") if opened is None else opened_by(opened)
+    kind: Kind = "prose"
+    closing = ""
+    if opened is not None:
+        kind, closing = opened_by(opened)
     begins, kinds, place = [0], [kind], 0
     while place < len(text):
         if kind == "prose":
