@@ -13,6 +13,7 @@ os.environ |= {
 }
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -36,7 +37,13 @@ from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.datasets import open_dataset
+from draftsmith.modules.formats.readings import other_weights
+from draftsmith.modules.pretrained.heads import build_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
+from worlds import quick_eagle3_head
 
 torch.set_num_threads(1)
 TARGET, ROWS = "embedded:target", 120
@@ -174,6 +181,39 @@ def serving(directory: Path, words: list[str]) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize("mistake", [None, "weights"])
+def test_a_server_that_runs_the_target_gives_the_same_diagnosis(responses: Path, tmp_path: Path, mistake: str | None):
+    """On greedy answers: vLLM's CPU build samples wrong ones beside the states, as with any drafter
+    (certify_vllm_cpu_test.py)."""
+    target = load_lm(TARGET)
+    more: dict[str, Any] = {"limit": 24, "max_new_tokens": 96, "num_threads": 1, "temperature": 0.0}
+    greedy = make_responses(ResponsesConfig(responses.parent / "prompts", TARGET, tmp_path / "greedy", **more))
+    rows = [item["input_ids"][-64:].tolist() for item in open_dataset(greedy)]
+    head = quick_eagle3_head(target, rows, 200)
+    state = stored_tensors(head)
+    if mistake is not None:
+        state = next(other.state for other in other_weights(head.config, state) if "twice" in other.label)
+    planted = build_head(head.kind, head.config, state)
+    save_head(tmp_path / "head", planted, {"target": target.info.identity}, "card")
+    command = [sys.executable, "-m", "draftsmith", "diagnose", str(tmp_path / "head"), "--target", TARGET]
+    command += ["--data", str(greedy)]
+    layers = ["--layers", *map(str, range(1, target.info.num_layers))]
+    with serving(tmp_path / "states", ["--target", TARGET, "--dtype", "float32", *layers]) as server:
+        found = [
+            subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout.splitlines()
+            for more in ([], ["--target-server", server.url])
+        ]
+    # The same findings, verdicts and causes, and shares within 1 %.
+    assert [line[:20] for line in found[0]] == [line[:20] for line in found[1]]
+    causes = [line for line in found[1] if line.startswith("Likeliest cause")]
+    assert mistake is None or causes[0].startswith(f"Likeliest cause ({mistake})")
+    own, served = ([float(number) for number in re.findall(r"\d+\.\d+", "\n".join(lines))] for lines in found)
+    # Of those above 5 %: a token more or less is 1 % of a smaller one.
+    worst = max(abs(a - b) / a for a, b in zip(own, served, strict=True) if a > 0.05)
+    FIGURES.append(f"diagnosis by a server ({mistake or 'sound'}): {len(own)} numbers within {worst:.1%}")
+    assert worst < 0.01
 
 
 def steps(output: Path) -> int:
