@@ -73,7 +73,7 @@ def resident(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def one_step(kind: str, window: int, length: int, config: LongRowsConfig) -> dict[str, float]:
+def one_step(kind: str, window: int, length: int, config: LongRowsConfig) -> dict[str, int]:
     """Take a step. Returns the peak of the process, that above what it had before, and the planned ones, in bytes."""
     import draftsmith
     from draftsmith.train.plan import plan_of
