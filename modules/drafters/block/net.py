@@ -265,30 +265,30 @@ class BlockNet(DraftHead):
         # Under autocast rotated queries and keys are wider than values.
         query = rotate(query, cos[seen:], sin[seen:]).to(value.dtype)
         key = rotate(key, cos, sin).to(value.dtype)
-        mixed, rows, slots = [], 0, 0
+        mixed, rows, slots = [], 0, seen
         # Blocks of a document that stand near each other are attended to together: they see much the same.
         for document in groups:
             for own, read, visible in document:
-                before, after = (
-                    slice(part.start + at, part.stop + at) for part, at in ((read, rows), (own, slots + seen))
-                )
-                keys, values = (torch.cat([part[before], part[after]]) for part in (key, value))  # [T + q, kv_heads, D]
-                q = query[slots + own.start : slots + own.stop]
-                q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
-                shared = attention.num_heads != attention.num_kv_heads
-                if shared and not takes_shared(keys):  # asked for both, CUDA stores all scores
-                    repeats = attention.num_heads // attention.num_kv_heads
-                    keys, values, shared = (
-                        keys.repeat_interleave(repeats, 1),
-                        values.repeat_interleave(repeats, 1),
-                        False,
-                    )
-                attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=shared)
-                mixed.append(attended[0].transpose(0, 1).flatten(1))
+                of_slots = slice(slots + own.start, slots + own.stop)
+                of_rows = slice(rows + read.start, rows + read.stop)
+                keys, values = (torch.cat([part[of_rows], part[of_slots]]) for part in (key, value))  # [T + q, .., D]
+                queries = query[own.start + slots - seen : own.stop + slots - seen]
+                mixed.append(attend(queries, keys, values, visible))
             rows += document[-1][1].stop
             slots += document[-1][0].stop
         x = x + attention.o_proj(torch.cat(mixed))
         return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Attend with queries [q, heads, D] to keys and values [S, kv_heads, D] by the mask [q, S]: [q, heads * D]."""
+    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+    repeats = query.shape[1] // key.shape[1]
+    shared = repeats > 1 and takes_shared(key)
+    if repeats > 1 and not shared:  # asked for both, CUDA stores all scores
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=shared)
+    return attended[0].transpose(0, 1).flatten(1)
 
 
 def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
