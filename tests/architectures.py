@@ -30,6 +30,7 @@ from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.formats.families import SERVERS
+from draftsmith.modules.formats.systems import DEEPSEEK
 from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import load_lm, load_outer, text_settings
@@ -351,9 +352,14 @@ def teaches(model: Any, lm: CausalLM, kind: str, result: Outcome) -> bool:
 def exported(head: DraftHead, system: str, lm: CausalLM) -> bool | None:
     """Whether a system's directory holds the head's tensors and names no problem; None if it refuses the head."""
     format, facts, state = formats()[system, head.kind], TargetFacts(read_config(lm.info.path)), stored_tensors(head)
-    facts = TargetFacts(facts.raw, lm.embed(list(range(lm.info.vocab_size))), lm.lm_head_weight())
+    raw, config = facts.raw, head.config
+    if system == "sglang" and head.kind == "eagle3" and facts.family in DEEPSEEK:
+        # It cannot be given layers from 1 of these, as of a target with few layers; heads of real ones read from 2.
+        raw = {**raw, "num_hidden_layers": raw["num_hidden_layers"] + 1}
+        config = replace(config, aux_layers=tuple(number + 1 for number in config.aux_layers))
+    facts = TargetFacts(raw, lm.embed(list(range(lm.info.vocab_size))), lm.lm_head_weight())
     try:
-        package = format.write(head.config, state, torch.float32, facts)
+        package = format.write(config, state, torch.float32, facts)
     except InputError:
         return None
     found = format.read(package, facts)

@@ -171,6 +171,9 @@ def sglang_eagle3_refused(system: System, config: Eagle3Config, target: TargetFa
     if config.aux_layers[0] == 0:
         expected = f"layers from 1: {system.system} counts outputs of layers, and the embedding is none"
         yield "layers", list(config.aux_layers), expected, remedy
+    if config.aux_layers[0] == 1 and target is not None and target.family in DEEPSEEK:
+        expected = f"layers from 2: {system.system} reads numbers from 1 as those of a layer later for this target"
+        yield "layers", list(config.aux_layers), expected, remedy
 
 
 def llamacpp_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
