@@ -74,7 +74,7 @@ def resident(name: str) -> int:
 
 
 def one_step(kind: str, window: int, length: int, config: LongRowsConfig) -> dict[str, int]:
-    """Take a step. Returns the peak of the process, that above what it had before, and the planned ones, in bytes."""
+    """Take a step and return memories in bytes: the peak, the peak above the start, and both as planned."""
     import draftsmith
     from draftsmith.train.plan import plan_of
 

@@ -279,7 +279,7 @@ class RowEncoder:
             try:
                 encoded, used = self.encode_turn(chat, turn, inputs)
             except RowError as error:
-                # The turns behind this one hold what it fails on.
+                # Later turns contain the same message, so they fail too.
                 if not rows or not may_drop(error, config):
                     raise
                 reason = "beyond_context" if error.reason == "overlong" else "refused_by_template"

@@ -312,7 +312,7 @@ def write(head: Published, facts: TargetFacts, directory: Path) -> dict[str, Ten
 
 
 def cells(head: Published, directory: Path) -> str:
-    """The cells of a head's row: what it is read as, and what each server would compute."""
+    """Return the cells of a head's row: the kind that it is read as, and each server's verdict."""
     facts = head.facts()
     write(head, facts, directory)
     source = StateSource("", None, facts)

@@ -98,7 +98,7 @@ class StatesServer:
         return said
 
     def choice(self, row: list[int], body: dict[str, Any]) -> dict[str, Any]:
-        """What any vLLM server replies: log-probabilities of the prompt, or a greedy answer to it."""
+        """Reply as any vLLM server: with log-probabilities of the prompt, or a greedy answer to it."""
         if "prompt_logprobs" in body:
             return {"prompt_logprobs": [None, *self.log_probs(row, body["prompt_logprobs"])]}
         (tokens,) = generate_all(self.lm, [row], SamplingParams(), body["max_tokens"], 1)

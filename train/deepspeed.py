@@ -52,7 +52,7 @@ class ZeroPrecision(DeepSpeedPrecision):
     def convert_input(self, data: Any) -> Any:
         return data
 
-    # The signature differs from the base class as Lightning's does.
+    # The signatures of this and the next differ from the base class as Lightning's do.
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Let the engine see gradients in one order on all ranks: stages 1 and 2 sum them in that in which they come,
         and a part without a loss, or inside of a long text, has another graph."""

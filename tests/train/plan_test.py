@@ -138,7 +138,7 @@ def test_what_zero_shares_out_adds_up_over_the_ranks(strategy):
 @pytest.mark.parametrize(("kind", "window"), [("eagle3", 0), ("eagle3", 256), ("dflash", 0), ("dflash", 256)])
 @pytest.mark.parametrize("span", [None, (512, 1024)])
 def test_the_memory_of_a_loss_is_what_autograd_keeps(kind, window, span, tmp_path):
-    """Of two documents, and of the second half of the first one."""
+    """Compare two documents together, and the second half of the first one."""
     target = load_lm(str(tiny_llama_dir(tmp_path, layers=8, hidden=128, max_position_embeddings=1024)))
     settings = draftsmith.settings(kind, output=tmp_path, window=window)
     head, lengths = draftsmith.new_head(settings, target), (1024, 600)
