@@ -169,6 +169,12 @@ def copy_file(source: Path, path: Path) -> None:
         shutil.copy(source, temporary)
 
 
+def link_file(source: Path, path: Path) -> None:
+    """Make a symbolic link to a file; where `source` is a link itself, to the file behind it."""
+    with writing(path):
+        path.symlink_to(source.resolve())
+
+
 def append(path: Path, text: str) -> None:
     """Append whole lines to a file and sync them.
 

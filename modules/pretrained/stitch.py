@@ -1,0 +1,111 @@
+"""A target's multi-token-prediction module in its checkpoint: read it, or write another into a copy.
+
+The copy links to every file that stays as it is: a target of 200 GB is not written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from draftsmith.modules.formats.base import TargetFacts
+from draftsmith.modules.formats.mtp import EXPERT, mtp_family
+from draftsmith.modules.pretrained.checkpoint import (
+    CONFIG,
+    INDEX,
+    REMEDY,
+    check_unquantized,
+    checkpoint_files,
+    read_model_json,
+)
+from draftsmith.modules.pretrained.directory import KINDS
+from draftsmith.modules.pretrained.files import check_disk, link_file, write_json, write_tensors
+from draftsmith.modules.pretrained.reading import open_tensors
+
+SHARD = "mtp.safetensors"
+# transformers reads a file called model.safetensors alone, without the index.
+WHOLE, FIRST = "model.safetensors", "model-00001-of-00001.safetensors"
+
+
+def tensor_names(directory: Path) -> dict[Path, list[str]]:
+    """Return the names of the tensors in each file of a checkpoint, from the files themselves."""
+    names = {}
+    for file in checkpoint_files(directory):
+        with open_tensors(file, REMEDY) as opened:
+            names[file] = list(opened.keys())
+    return names
+
+
+def read_facts(directory: Path) -> tuple[dict[str, Any], TargetFacts]:
+    """Read the config of a model with weights as they are computed with; InputError if they are quantized."""
+    raw = read_model_json(directory / "config.json", CONFIG)
+    check_unquantized(directory, raw)
+    return raw, TargetFacts(raw)
+
+
+def mtp_state(directory: Path) -> dict[str, Tensor]:
+    """Read a checkpoint's own MTP module, by the names of `MtpFamily.from_file`; empty if it has none.
+
+    Raises:
+        InputError: the target's family has none that is known here, or the checkpoint is quantized.
+    """
+    facts = read_facts(directory)[1]
+    family, tensors = mtp_family(facts.family), dict[str, Tensor]()
+    for file, names in tensor_names(directory).items():
+        with open_tensors(file, REMEDY) as opened:
+            tensors |= {name: opened.get_tensor(name) for name in family.own(names, facts.num_layers or 0)}
+    return family.from_file(tensors, facts.num_layers or 0)
+
+
+def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a copy of a checkpoint with this MTP module in the place of its own.
+
+    directory: new and empty; the caller gives it its name once it is whole. state: by the names of `mtp_state`, in the
+    type of the copy.
+
+    Raises:
+        InputError: as of `mtp_state`; the disk has no room for what is written.
+    """
+    raw, facts = read_facts(source)
+    family, num_layers, files = mtp_family(facts.family), facts.num_layers or 0, tensor_names(source)
+    every = [name for names in files.values() for name in names]
+    own = set(family.own(every, num_layers))
+    # The layout of the module in place of which it stands, else of the target's layers: Qwen3.5's differ.
+    tensors = family.to_file(state, num_layers, fused=not any(map(EXPERT.search, own or every)))
+    mixed = [file for file, names in files.items() if not own.isdisjoint(names)]
+    needed = sum(file.stat().st_size for file in mixed) + sum(tensor.nbytes for tensor in tensors.values())
+    check_disk(directory, needed, "output", "Choose another place.")
+
+    if family.count:
+        # Without it vLLM and SGLang take the module for a layer of the target.
+        (raw["text_config"] if raw.get("text_config") else raw)[family.count] = 1
+    write_json(directory / "config.json", raw, indent=2)
+    weight_map: dict[str, str] = {}
+    for file, names in files.items():
+        kept, name = [name for name in names if name not in own], FIRST if file.name == WHOLE else file.name
+        if file not in mixed:
+            link_file(file, directory / name)
+        elif kept:
+            # vLLM and SGLang read all tensors of a file, whatever the index says, SGLang's files in no fixed order: an
+            # old tensor left in it could replace the new one.
+            with open_tensors(file, REMEDY) as opened:
+                _write(directory / name, {name: opened.get_tensor(name) for name in kept}, opened.metadata())
+        weight_map |= dict.fromkeys(kept, name)
+    shard = SHARD if SHARD not in weight_map.values() else f"new-{SHARD}"
+    _write(directory / shard, tensors, {"format": "pt"})
+    weight_map |= dict.fromkeys(tensors, shard)
+    total = sum((directory / name).stat().st_size for name in set(weight_map.values()))
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    for file in source.iterdir():
+        weights = file.name.endswith((*KINDS, ".index.json"))
+        if file.is_file() and not weights and not file.name.startswith(".") and file.name != "config.json":
+            link_file(file, directory / file.name)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> None:
+    """Write weights that others may read: safetensors keeps them from it, and a server often runs as somebody else."""
+    write_tensors(path, tensors, metadata)
+    path.chmod((path.parent / "config.json").stat().st_mode)
