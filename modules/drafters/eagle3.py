@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents, Entry, attend_pass
-from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep, documents_of
+from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
 from draftsmith.modules.drafters.eagle import rope_of
-from draftsmith.modules.drafters.feature_heads import FeatureHead
-from draftsmith.modules.drafters.settings import Eagle3Settings, Mask
+from draftsmith.modules.drafters.settings import Eagle3Settings
+from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import (
     PLAIN,
     CaptureConfig,
@@ -29,10 +27,8 @@ from draftsmith.modules.layers import (
     captured_layers,
     layers_of,
 )
-from draftsmith.modules.losses import Divergence, LmHead, along_drafts, distances
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.transfer import to_device, true_places
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_range
+from draftsmith.modules.types import InputError, check_config, check_range
 
 
 @dataclass(frozen=True)
@@ -95,99 +91,7 @@ VERSIONS = {"3": (False, False, False), "3-norm": (False, True, False), "3.1": (
 DRAFT_VOCAB = 32_000
 
 
-# Alignment. In pass j row t has read x_{t+1} .. x_{t+1+j} behind the target's states up to t. It predicts the target's
-# distribution at position s = t+1+j, which the final state there gives:
-#
-#   position s            0    1    2    3    4   ...
-#   row of pass 0         -    0    1    2    3        reads x_s behind the states up to s-1
-#   row of pass 1         -    -    0    1    2        reads x_{s-1}, x_s behind the states up to s-2
-#   row of pass 2         -    -    -    0    1        reads x_{s-2}, x_{s-1}, x_s behind the states up to s-3
-@dataclass(frozen=True)
-class Eagle3Inputs:
-    """A `FeatureBatch`, or the rows of a span of it, paired for the head; N positions s count, in any pass.
-
-    next_ids: [B, T + K - 1], x_{t+1} at t, for K passes. states: [B, T, n H]. Of the N positions: sequence and
-    position [N] among these rows, place [N] in their own sequence, owner [N], the number of that sequence, and
-    wanted [N, H], the final state. first: the batch's row that row 0 is. earlier: rows of the batch before, whose keys
-    of pass 0 the rows see. documents: of the rows; None if each is a sequence, or all are part of one.
-    """
-
-    next_ids: Tensor
-    states: Tensor
-    first: int
-    earlier: slice
-    documents: Documents | None
-    sequence: Tensor
-    position: Tensor
-    place: Tensor
-    owner: Tensor
-    wanted: Tensor
-
-    def rows(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the rows [N] of pass `number` that predict at the positions, and whether [N] they exist.
-
-        Drafts begin inside their sequence.
-        """
-        return (self.position - 1 - number).clamp_min(0), self.place > number
-
-    def by_draft(self, values: Tensor) -> Tensor:
-        """Lay values [N, P] of predictions out by the row that their draft begins at, [B * T, P]; 0 without one."""
-        laid = values.new_zeros(self.states.shape[:2].numel(), values.shape[1])
-        for number, column in enumerate(values.unbind(1)):
-            rows, exists = self.rows(number)
-            laid[(self.sequence * self.states.shape[1] + rows)[exists], number] = column[exists]
-        return laid
-
-
-def counted(batch: FeatureBatch, mask: Mask) -> Tensor:
-    """Return the positions s [B, T] (bool) whose predictions count. Position 0 of a sequence never does."""
-    chosen, first = batch.loss_mask, batch.position_ids == 0
-    if mask == "previous":
-        chosen = F.pad(chosen[:, :-1], (1, 0))
-    chosen = chosen & ~first
-    return chosen if batch.attention_mask is None else chosen & batch.attention_mask
-
-
-def owners(batch: FeatureBatch) -> Tensor:
-    """Return the number of the sequence that each token belongs to, [B, T]."""
-    if batch.lengths is None:
-        return torch.arange(len(batch.input_ids), device=batch.input_ids.device)[:, None].expand_as(batch.input_ids)
-    sizes = torch.tensor(batch.lengths)
-    return to_device(torch.arange(len(sizes)).repeat_interleave(sizes)[None], batch.input_ids.device)
-
-
-def paired(
-    batch: FeatureBatch, mask: Mask, config: Eagle3Config, ttt_steps: int, step: TrainStep | None = None
-) -> Eagle3Inputs:
-    """Pair tokens and states; features are the states that the head reads and, last, the final one."""
-    assert batch.features is not None, "the target reads the batch first"
-    size, width, device = config.hidden_size, batch.input_ids.shape[1], batch.input_ids.device
-    own, lengths, logit_rows = counted(batch, mask), batch.lengths, None if step is None else step.logit_rows
-    first, stop, earlier = 0, width, 0
-    if step is not None and step.span is not None:
-        start, stop = step.span
-        begin, lengths = documents_of(batch, step.span)
-        # Of a text's part: drafts of later passes began before it, and their first rows see keys before them.
-        first, reach = max(begin, start - ttt_steps), config.llama.sliding_window or width
-        earlier = max(begin, first - reach + 1)
-        place = torch.arange(width, device=device)
-        own, logit_rows = own & (place >= start) & (place < stop), None
-    chosen = true_places(own, logit_rows)  # [N]
-    return Eagle3Inputs(
-        next_ids=F.pad(batch.input_ids, (0, ttt_steps))[:, first + 1 : stop + ttt_steps],
-        states=batch.features[:, first:stop, :-size],
-        first=first,
-        earlier=slice(earlier, first),
-        documents=None if lengths is None else Documents.of(lengths, device),
-        sequence=chosen // width,
-        position=chosen % width - first,
-        place=batch.position_ids.flatten().index_select(0, chosen),
-        owner=owners(batch).flatten().index_select(0, chosen),
-        wanted=batch.features[..., -size:].flatten(0, 1).index_select(0, chosen),
-    )
-
-
-class Eagle3Head(FeatureHead):
+class Eagle3Head(UnrolledHead):
     """EAGLE-3: it reads the inputs of some of the target's layers, and its own state in the place of the next ones. It
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
     directory.
@@ -202,10 +106,6 @@ class Eagle3Head(FeatureHead):
     kind = "eagle3"
     drafts = ("chain", "tree", "static")
     Config, Settings = Eagle3Config, Eagle3Settings
-    # SafeAILab/EAGLE eagle/traineagle3, but for the learning rate, SpecForge's and TorchSpec's.
-    ttt_steps = "ttt_steps"
-    takes_spans = True
-    monitor = "chain_length"
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -216,11 +116,6 @@ class Eagle3Head(FeatureHead):
     cos: Tensor
     sin: Tensor
     d2t: Tensor
-
-    @classmethod
-    def needs_gathered_weights(cls, settings: Any) -> bool:
-        # Its lm_head.
-        return True
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -279,14 +174,6 @@ class Eagle3Head(FeatureHead):
         documents: Documents | None = None,
         earlier: Entry | None = None,
     ) -> list[Tensor]:
-        """Run drafts of num_passes tokens from every row at once (training-time test, section 3.2).
-
-        Returns h [B, T, H] of each pass: row t of pass j has read x_{t+1} .. x_{t+1+j} behind the states up to t.
-
-        embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, n H]. position_ids: [B, T]; 0, 1, .. by
-        default. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that leave their document mean
-        nothing. earlier: keys and values of the rows before those of a text's part (`read_keys`).
-        """
         hidden, rows, layer = self.read(states), states.shape[1], self.layer  # [B, T, H]
         if position_ids is None:
             position_ids = torch.arange(rows, device=hidden.device)[None]
@@ -310,11 +197,14 @@ class Eagle3Head(FeatureHead):
         at = position_ids.clamp_max(len(self.cos) - 1)
         return self.cos[at][:, None].to(dtype), self.sin[at][:, None].to(dtype)
 
-    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
-        """Return keys and values [B, kv_heads, T, D] of pass 0 for rows that only later ones see.
+    def output_weight(self, target: CausalLM) -> Tensor:
+        return self.lm_head.weight
 
-        Arguments as of `unroll`, all [B, T, ..].
-        """
+    @property
+    def tokens(self) -> Tensor | None:
+        return self.d2t if self.config.reduced else None
+
+    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
         layer = self.layer
         pair = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(self.read(states))], -1)
         return layer.self_attn.keys_values(pair, *self._turns(position_ids, pair.dtype))
@@ -378,97 +268,6 @@ class Eagle3Head(FeatureHead):
     def loss_layers(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
         """Return its layers and, last, the final state, which gives the target's distributions."""
         return (*config.aux_layers, num_layers)
-
-    @classmethod
-    def loss_count(cls, batch: FeatureBatch, settings: Eagle3Settings) -> float:
-        if settings.normalizer == "padded":
-            return batch.input_ids.numel()
-        chosen = counted(batch, settings.token_mask)
-        return int(chosen.sum() if settings.normalizer == "tokens" else owners(batch)[chosen].unique().numel())
-
-    @classmethod
-    def logit_rows(cls, batch: FeatureBatch, settings: Eagle3Settings) -> int:
-        return int(counted(batch, settings.token_mask).sum())
-
-    def loss(
-        self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
-    ) -> LossOutput:
-        """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes.
-
-        In validation it also says what drafts of `ttt_steps` tokens would come to.
-        """
-        dtype, ttt_steps, measured = self.fc.weight.dtype, settings.num_ttt_steps(step), step is None or step.logged
-        pairs = paired(batch, settings.token_mask, self.config, ttt_steps, step)
-        device, rows = batch.input_ids.device, slice(pairs.first, pairs.first + pairs.states.shape[1])
-        embeds = target.embed(pairs.next_ids).to(dtype)  # [B, T + ttt_steps - 1, H]
-        earlier, before = None, pairs.earlier
-        if before.start < before.stop:
-            ids, states = (
-                batch.input_ids[:, before.start + 1 : before.stop + 1],
-                cast(Tensor, batch.features)[:, before],
-            )
-            own = target.embed(ids).to(dtype), states[..., : -self.config.hidden_size].to(dtype)
-            # They are most of a long text, and cheap to compute again.
-            earlier = checkpoint(self.read_keys, *own, batch.position_ids[:, before], use_reentrant=False)
-        hidden = self.unroll(
-            embeds, pairs.states.to(dtype), ttt_steps, batch.position_ids[:, rows], pairs.documents, earlier
-        )  # [B, T, H] each
-
-        # Only the rows that predict at a position that counts go on to lm_head.
-        predictions, inside = [], []
-        for number, states in enumerate(hidden):
-            own_rows, exists = pairs.rows(number)  # [N], [N]
-            predictions.append(self.logits_input(states[pairs.sequence, own_rows]))  # [N, H]
-            inside.append(exists)
-        weights = torch.stack(inside, -1).to(torch.promote_types(dtype, torch.float32))  # [N, ttt_steps]
-        if settings.normalizer == "sequence":
-            # `bincount` would wait for the device.
-            sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
-            whole = counted(batch, settings.token_mask).flatten()
-            sizes = sizes.index_add_(0, owners(batch).flatten(), whole.to(weights.dtype))
-            weights = weights / sizes[pairs.owner, None]
-        decay = torch.tensor([settings.ttt_step_decay**i for i in range(ttt_steps)], dtype=weights.dtype)
-        scale = to_device(decay, device)
-        weights = weights * (scale / scale.sum() if settings.ttt_step_weights == "mean" else scale)
-        lm_head: LmHead = target.lm_head
-        vocab_size, d2t = self.config.vocab_size, self.d2t if self.config.reduced else None
-        if d2t is not None and settings.unknown == "keep" and not measured:
-            # The loss alone compares distributions over the draft vocabulary.
-            lm_head, vocab_size, d2t = target.lm_head_of(d2t), len(d2t), None
-        compared = distances(
-            lm_head,
-            vocab_size,
-            pairs.wanted.to(target.dtype),
-            self.lm_head.weight,
-            d2t,
-            predictions,
-            weights,
-            settings.unknown == "drop",
-            measured,
-            cast(Divergence, settings.loss or "forward"),
-        )
-
-        total = compared.total
-        sums = {"loss": total.detach()}
-        if measured:
-            sums |= {"top1": compared.right[:, 0].sum(), "accepted": compared.accepted[:, 0].sum()}
-            if self.config.reduced:
-                sums["known"] = compared.known.sum()
-        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=device))
-        count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
-        counts["loss"] = torch.full((), int(count), device=device)
-        if step is not None and step.span is not None:
-            # Shares add up to the whole.
-            counts["loss"] = counts["loss"].double() * ((step.span[1] - step.span[0]) / batch.input_ids.numel())
-        rounds = None
-        if step is None:
-            values = compared.accepted, compared.right, torch.ones_like(compared.right)
-            accepted, right, exist = (pairs.by_draft(each) for each in values)
-            # Row t has read x_{t+1}.
-            places = torch.arange(len(exist), device=device) + 1
-            more, of_more, rounds = along_drafts(accepted, right, exist, places)
-            sums, counts = sums | more, counts | of_more
-        return LossOutput(total / max(count, 1), sums, counts, rounds)
 
     @classmethod
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, logit_rows: int) -> float:

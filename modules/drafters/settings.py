@@ -78,7 +78,50 @@ class EagleSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Settings:
+class UnrolledSettings:
+    """Train a head on drafts that begin at every token, each behind the head's own states.
+
+    Attributes:
+        ttt_steps: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
+        ttt_steps_after: Share of the steps after which there is more than one.
+        ttt_step_decay: Loss weight of a pass, relative to the one before.
+        ttt_step_weights: mean divides by the sum of the steps' weights, so that the learning rate does not depend on
+            their number; sum does not.
+        token_mask: Which tokens count: those whose input is of an answer, which is what drafting meets; previous takes
+            the mask one token earlier (SafeAILab, SpecForge).
+        normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
+            those that do not count and padding too.
+        loss: FILE.py:FUNCTION takes the place of the cross-entropy: (draft logits [N, V], target
+            probabilities [N, V]) -> losses of N tokens.
+    """
+
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "ttt_steps_after",
+        "ttt_step_decay",
+        "ttt_step_weights",
+        "token_mask",
+        "normalizer",
+    )
+
+    ttt_steps: int = 7
+    ttt_steps_after: float = 0.0
+    ttt_step_decay: float = 0.8
+    ttt_step_weights: Literal["mean", "sum"] = "mean"
+    token_mask: Mask = "input"
+    normalizer: Normalizer = "sequence"
+    loss: str | None = None  # in training the function itself (train/module.py)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, ttt_steps=1, ttt_steps_after=(0.0, 1.0, "[)"), ttt_step_decay=(0.0, 1.0, "(]"))
+
+    def num_ttt_steps(self, step: TrainStep | None) -> int:
+        """Return the passes that a training step learns from; validation measures all."""
+        late = step is None or step.number >= round(self.ttt_steps_after * step.total)
+        return self.ttt_steps if late else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Settings(UnrolledSettings):
     """Train an EAGLE-3 head. Where the published trainers differ, each of their ways is a value here:
     configs/recipes/ has them by name.
 
@@ -98,32 +141,13 @@ class Eagle3Settings:
             of the head it starts from.
         train_lm_head: Train the lm_head too, which begins as the target's. That of a head to fine-tune is the new
             target's where it was never trained, and else the head's own.
-        ttt_steps: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
-        ttt_steps_after: Share of the steps after which there is more than one.
-        ttt_step_decay: Loss weight of a pass, relative to the one before.
-        ttt_step_weights: mean divides by the sum of the steps' weights, so that the learning rate does not depend on
-            their number; sum does not.
-        token_mask: Which tokens count: those whose input is of an answer, which is what drafting meets; previous takes
-            the mask one token earlier (SafeAILab, SpecForge).
-        normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
-            those that do not count and padding too.
         unknown: Tokens where the target's first choice cannot be drafted: drop them from the loss, or keep them, for
             which a step needs the target's logits of the draft vocabulary only.
-        loss: FILE.py:FUNCTION takes the place of the cross-entropy: (draft logits [N, V], target
-            probabilities [N, V]) -> losses of N tokens.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
 
-    help_rarely: ClassVar[tuple[str, ...]] = (
-        "rope_theta",
-        "ttt_steps_after",
-        "ttt_step_decay",
-        "ttt_step_weights",
-        "token_mask",
-        "normalizer",
-        "unknown",
-    )
+    help_rarely: ClassVar[tuple[str, ...]] = ("rope_theta", *UnrolledSettings.help_rarely, "unknown")
 
     layers: tuple[int, ...] = ()
     draft_vocab: int | None = None
@@ -132,24 +156,12 @@ class Eagle3Settings:
     window: int | None = None
     version: Literal["3", "3-norm", "3.1"] | None = None
     train_lm_head: bool = False
-    ttt_steps: int = 7
-    ttt_steps_after: float = 0.0
-    ttt_step_decay: float = 0.8
-    ttt_step_weights: Literal["mean", "sum"] = "mean"
-    token_mask: Mask = "input"
-    normalizer: Normalizer = "sequence"
     unknown: Literal["drop", "keep"] = "drop"
-    loss: str | None = None  # in training the function itself (train/module.py)
 
     def __post_init__(self) -> None:
-        check_ranges(self, ttt_steps=1, ttt_steps_after=(0.0, 1.0, "[)"), ttt_step_decay=(0.0, 1.0, "(]"))
+        super().__post_init__()
         check_ranges(self, draft_vocab=0, rope_theta=(0.0, math.inf, "()"))
         check_window(self.window, self.ttt_steps)
-
-    def num_ttt_steps(self, step: TrainStep | None) -> int:
-        """Return the passes that a training step learns from; validation measures all."""
-        late = step is None or step.number >= round(self.ttt_steps_after * step.total)
-        return self.ttt_steps if late else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,271 @@
+"""Heads that are trained on drafts from every row of a text at once, each read behind the head's own states
+(training-time test: EAGLE-3, section 3.2): alignment and loss that EAGLE-3 heads and MTP modules share.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.modules.attention import Documents, Entry
+from draftsmith.modules.drafters.base import TrainStep, documents_of
+from draftsmith.modules.drafters.feature_heads import FeatureHead
+from draftsmith.modules.drafters.settings import Mask, UnrolledSettings
+from draftsmith.modules.layers import LlamaHeadConfig
+from draftsmith.modules.losses import Divergence, LmHead, along_drafts, distances
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.transfer import to_device, true_places
+from draftsmith.modules.types import FeatureBatch, LossOutput
+
+
+# Alignment. In pass j row t has read x_{t+1} .. x_{t+1+j} behind the target's states up to t. It predicts the target's
+# distribution at position s = t+1+j, which the final state there gives:
+#
+#   position s            0    1    2    3    4   ...
+#   row of pass 0         -    0    1    2    3        reads x_s behind the states up to s-1
+#   row of pass 1         -    -    0    1    2        reads x_{s-1}, x_s behind the states up to s-2
+#   row of pass 2         -    -    -    0    1        reads x_{s-2}, x_{s-1}, x_s behind the states up to s-3
+@dataclass(frozen=True)
+class UnrolledInputs:
+    """A `FeatureBatch`, or the rows of a span of it, paired for the head; N positions s count, in any pass.
+
+    next_ids: [B, T + K - 1], x_{t+1} at t, for K passes. states: [B, T, n H]. Of the N positions: sequence and
+    position [N] among these rows, place [N] in their own sequence, owner [N], the number of that sequence, and
+    wanted [N, H], the final state. first: the batch's row that row 0 is. earlier: rows of the batch before, whose keys
+    of pass 0 the rows see. documents: of the rows; None if each is a sequence, or all are part of one.
+    """
+
+    next_ids: Tensor
+    states: Tensor
+    first: int
+    earlier: slice
+    documents: Documents | None
+    sequence: Tensor
+    position: Tensor
+    place: Tensor
+    owner: Tensor
+    wanted: Tensor
+
+    def rows(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the rows [N] of pass `number` that predict at the positions, and whether [N] they exist.
+
+        Drafts begin inside their sequence.
+        """
+        return (self.position - 1 - number).clamp_min(0), self.place > number
+
+    def by_draft(self, values: Tensor) -> Tensor:
+        """Lay values [N, P] of predictions out by the row that their draft begins at, [B * T, P]; 0 without one."""
+        laid = values.new_zeros(self.states.shape[:2].numel(), values.shape[1])
+        for number, column in enumerate(values.unbind(1)):
+            rows, exists = self.rows(number)
+            laid[(self.sequence * self.states.shape[1] + rows)[exists], number] = column[exists]
+        return laid
+
+
+def read_states(features: Tensor, config: LlamaHeadConfig) -> Tensor:
+    """Return the states [.., F] that a head reads among features [.., F + H], whose last ones are the final state.
+
+    A head that reads the final state alone has features [.., H].
+    """
+    return features[..., : -config.hidden_size] if features.shape[-1] > config.hidden_size else features
+
+
+def counted(batch: FeatureBatch, mask: Mask) -> Tensor:
+    """Return the positions s [B, T] (bool) whose predictions count. Position 0 of a sequence never does."""
+    chosen, first = batch.loss_mask, batch.position_ids == 0
+    if mask == "previous":
+        chosen = F.pad(chosen[:, :-1], (1, 0))
+    chosen = chosen & ~first
+    return chosen if batch.attention_mask is None else chosen & batch.attention_mask
+
+
+def owners(batch: FeatureBatch) -> Tensor:
+    """Return the number of the sequence that each token belongs to, [B, T]."""
+    if batch.lengths is None:
+        return torch.arange(len(batch.input_ids), device=batch.input_ids.device)[:, None].expand_as(batch.input_ids)
+    sizes = torch.tensor(batch.lengths)
+    return to_device(torch.arange(len(sizes)).repeat_interleave(sizes)[None], batch.input_ids.device)
+
+
+def paired(
+    batch: FeatureBatch, mask: Mask, config: LlamaHeadConfig, ttt_steps: int, step: TrainStep | None = None
+) -> UnrolledInputs:
+    """Pair tokens and states; features are the states that the head reads and, last, the final one."""
+    assert batch.features is not None, "the target reads the batch first"
+    size, width, device = config.hidden_size, batch.input_ids.shape[1], batch.input_ids.device
+    own, lengths, logit_rows = counted(batch, mask), batch.lengths, None if step is None else step.logit_rows
+    first, stop, earlier = 0, width, 0
+    if step is not None and step.span is not None:
+        start, stop = step.span
+        begin, lengths = documents_of(batch, step.span)
+        # Of a text's part: drafts of later passes began before it, and their first rows see keys before them.
+        first, reach = max(begin, start - ttt_steps), config.llama.sliding_window or width
+        earlier = max(begin, first - reach + 1)
+        place = torch.arange(width, device=device)
+        own, logit_rows = own & (place >= start) & (place < stop), None
+    chosen = true_places(own, logit_rows)  # [N]
+    return UnrolledInputs(
+        next_ids=F.pad(batch.input_ids, (0, ttt_steps))[:, first + 1 : stop + ttt_steps],
+        states=read_states(batch.features, config)[:, first:stop],
+        first=first,
+        earlier=slice(earlier, first),
+        documents=None if lengths is None else Documents.of(lengths, device),
+        sequence=chosen // width,
+        position=chosen % width - first,
+        place=batch.position_ids.flatten().index_select(0, chosen),
+        owner=owners(batch).flatten().index_select(0, chosen),
+        wanted=batch.features[..., -size:].flatten(0, 1).index_select(0, chosen),
+    )
+
+
+class UnrolledHead(FeatureHead):
+    """A head whose loss is that of whole drafts, each token behind the head's own states.
+
+    fc: joins what it reads of the target to a state.
+    """
+
+    fc: nn.Linear
+
+    ttt_steps: ClassVar[str] = "ttt_steps"
+    takes_spans: ClassVar[bool] = True
+    monitor: ClassVar[str] = "chain_length"
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The target's id of each token that it can draft, int64 ascending; None: all."""
+        return None
+
+    @classmethod
+    def needs_gathered_weights(cls, settings: Any) -> bool:
+        # Its lm_head.
+        return True
+
+    @abstractmethod
+    def output_weight(self, target: CausalLM) -> Tensor:
+        """Return the weight of the head's lm_head, [tokens, H]."""
+
+    @abstractmethod
+    def logits_input(self, hidden: Tensor) -> Tensor:
+        """Return the input [.., H] of lm_head for states [.., H]."""
+
+    @abstractmethod
+    def unroll(
+        self,
+        embeds: Tensor,
+        states: Tensor,
+        num_ttt_steps: int,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        earlier: Entry | None = None,
+    ) -> list[Tensor]:
+        """Run drafts of num_ttt_steps tokens from every row at once (training-time test, section 3.2).
+
+        Returns h [B, T, H] of each pass: row t of pass j has read x_{t+1} .. x_{t+1+j} behind the states up to t.
+
+        embeds: [B, T + num_ttt_steps - 1, H], of x_{t+1} at t. states: [B, T, F]. position_ids: [B, T]; 0, 1, .. by
+        default. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that leave their document mean
+        nothing. earlier: keys and values of the rows before those of a text's part (`read_keys`).
+        """
+
+    @abstractmethod
+    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
+        """Return keys and values [B, kv_heads, T, D] of pass 0 for rows that only later ones see.
+
+        Arguments as of `unroll`, all [B, T, ..].
+        """
+
+    @classmethod
+    def loss_count(cls, batch: FeatureBatch, settings: UnrolledSettings) -> float:
+        if settings.normalizer == "padded":
+            return batch.input_ids.numel()
+        chosen = counted(batch, settings.token_mask)
+        return int(chosen.sum() if settings.normalizer == "tokens" else owners(batch)[chosen].unique().numel())
+
+    @classmethod
+    def logit_rows(cls, batch: FeatureBatch, settings: UnrolledSettings) -> int:
+        return int(counted(batch, settings.token_mask).sum())
+
+    def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
+        """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes.
+
+        In validation it also says what drafts of `ttt_steps` tokens would come to.
+        """
+        dtype, ttt_steps, measured = self.fc.weight.dtype, settings.num_ttt_steps(step), step is None or step.logged
+        pairs = paired(batch, settings.token_mask, self.config, ttt_steps, step)
+        device, rows = batch.input_ids.device, slice(pairs.first, pairs.first + pairs.states.shape[1])
+        embeds = target.embed(pairs.next_ids).to(dtype)  # [B, T + ttt_steps - 1, H]
+        earlier, before = None, pairs.earlier
+        if before.start < before.stop:
+            ids, states = (
+                batch.input_ids[:, before.start + 1 : before.stop + 1],
+                cast(Tensor, batch.features)[:, before],
+            )
+            own = target.embed(ids).to(dtype), read_states(states, self.config).to(dtype)
+            # They are most of a long text, and cheap to compute again.
+            earlier = checkpoint(self.read_keys, *own, batch.position_ids[:, before], use_reentrant=False)
+        hidden = self.unroll(
+            embeds, pairs.states.to(dtype), ttt_steps, batch.position_ids[:, rows], pairs.documents, earlier
+        )  # [B, T, H] each
+
+        # Only the rows that predict at a position that counts go on to lm_head.
+        predictions, inside = [], []
+        for number, states in enumerate(hidden):
+            own_rows, exists = pairs.rows(number)  # [N], [N]
+            predictions.append(self.logits_input(states[pairs.sequence, own_rows]))  # [N, H]
+            inside.append(exists)
+        weights = torch.stack(inside, -1).to(torch.promote_types(dtype, torch.float32))  # [N, ttt_steps]
+        if settings.normalizer == "sequence":
+            # `bincount` would wait for the device.
+            sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
+            whole = counted(batch, settings.token_mask).flatten()
+            sizes = sizes.index_add_(0, owners(batch).flatten(), whole.to(weights.dtype))
+            weights = weights / sizes[pairs.owner, None]
+        decay = torch.tensor([settings.ttt_step_decay**i for i in range(ttt_steps)], dtype=weights.dtype)
+        scale = to_device(decay, device)
+        weights = weights * (scale / scale.sum() if settings.ttt_step_weights == "mean" else scale)
+        lm_head: LmHead = target.lm_head
+        vocab_size, tokens = self.config.vocab_size, self.tokens
+        drop_unknown = tokens is not None and settings.unknown == "drop"
+        if tokens is not None and not drop_unknown and not measured:
+            # The loss alone compares distributions over the draft vocabulary.
+            lm_head, vocab_size, tokens = target.lm_head_of(tokens), len(tokens), None
+        compared = distances(
+            lm_head,
+            vocab_size,
+            pairs.wanted.to(target.dtype),
+            self.output_weight(target),
+            tokens,
+            predictions,
+            weights,
+            drop_unknown,
+            measured,
+            cast(Divergence, settings.loss or "forward"),
+        )
+
+        total = compared.total
+        sums = {"loss": total.detach()}
+        if measured:
+            sums |= {"top1": compared.right[:, 0].sum(), "accepted": compared.accepted[:, 0].sum()}
+            if self.tokens is not None:
+                sums["known"] = compared.known.sum()
+        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=device))
+        count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
+        counts["loss"] = torch.full((), int(count), device=device)
+        if step is not None and step.span is not None:
+            # Shares add up to the whole.
+            counts["loss"] = counts["loss"].double() * ((step.span[1] - step.span[0]) / batch.input_ids.numel())
+        rounds = None
+        if step is None:
+            values = compared.accepted, compared.right, torch.ones_like(compared.right)
+            accepted, right, exist = (pairs.by_draft(each) for each in values)
+            # Row t has read x_{t+1}.
+            places = torch.arange(len(exist), device=device) + 1
+            more, of_more, rounds = along_drafts(accepted, right, exist, places)
+            sums, counts = sums | more, counts | of_more
+        return LossOutput(total / max(count, 1), sums, counts, rounds)
