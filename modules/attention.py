@@ -111,22 +111,42 @@ def attend_pass(
     keys and values of pass 0 before those of a text's part.
     """
     query, key, value = attention.project(x, cos, sin)  # [B, heads, T, D], twice [B, kv_heads, T, D]
+    mixed = attend_entries(query, key, value, entries, documents, window, earlier)
+    return attention.o_proj(mixed.flatten(2))
+
+
+def attend_entries(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    entries: list[Entry],
+    documents: Documents | None = None,
+    window: int | None = None,
+    earlier: Entry | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return values [B, T, heads, D] for the next pass's query [B, heads, T, D], and append its entry to `entries`.
+
+    key, value: [B, kv_heads, T, D]. sinks: as of `diagonal_attention`, others as of `attend_pass`.
+    """
     if documents is not None:
         # [1, heads, N, D] -> [documents, heads, L, D]
         query, key, value = (documents.pad(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
     if not entries and earlier is not None:
         key, value = (torch.cat(parts, 2) for parts in zip(earlier, (key, value), strict=True))
     entries.append((key, value))
-    mixed = diagonal_attention(query, entries[0], entries[1:], window)  # [B, heads, T, D]
-    mixed = mixed.transpose(1, 2).flatten(2)  # [B, T, heads * D]
-    return attention.o_proj(mixed if documents is None else documents.unpad(mixed))
+    mixed = diagonal_attention(query, entries[0], entries[1:], window, sinks).transpose(1, 2)  # [B, T, heads, D]
+    return mixed if documents is None else documents.unpad(mixed)
 
 
-def diagonal_attention(query: Tensor, first: Entry, own: Sequence[Entry] = (), window: int | None = None) -> Tensor:
+def diagonal_attention(
+    query: Tensor, first: Entry, own: Sequence[Entry] = (), window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Apply one softmax over the first pass, causally, and the rows' own entries: [B, heads, T, D] like `query`.
 
     first: of the first pass, [B, kv_heads, S, D]; the queries are the last T of its S rows. own: of each later pass up
-    to this one; without any it is plain causal attention. window: see `attend_pass`.
+    to this one; without any it is plain causal attention. window: see `attend_pass`. sinks: [heads], the score of an
+    entry without a value that every row sees (MiMo-V2, gpt-oss).
     """
     key, value = first
     # Under autocast rotated queries and keys are wider than values.
@@ -136,7 +156,7 @@ def diagonal_attention(query: Tensor, first: Entry, own: Sequence[Entry] = (), w
     assert reach is None or reach > 0, "a window is longer than a draft"
     if reach is not None and reach >= key.shape[2]:
         reach = None
-    return _Diagonal.apply(reach, query, key, value, *own_keys, *own_values)
+    return _Diagonal.apply(reach, sinks, query, key, value, *own_keys, *own_values)
 
 
 class _Diagonal(torch.autograd.Function):
@@ -147,22 +167,27 @@ class _Diagonal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, reach: int | None, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, reach: int | None, sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *own: Tensor
+    ) -> Tensor:
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         attended, norm, state = _causal(query, key, value, reach)
-        weights = query.new_empty(0)
+        weights, total = query.new_empty(0), norm
         if keys:
             # Of each row with its own keys, summed in float32 at least: [B, heads, T, passes].
             wide = torch.float64 if query.dtype == torch.float64 else torch.float32
             scores = torch.stack([(query * _spread(own_key, query)).sum(-1, dtype=wide) for own_key in keys], -1)
             scores = scores * query.shape[-1] ** -0.5
-            total = torch.logaddexp(norm, scores.logsumexp(-1))
-            weights = (scores - total[..., None]).exp()
+            total = torch.logaddexp(total, scores.logsumexp(-1))
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks[:, None].to(total.dtype))
+        if keys or sinks is not None:
             attended = attended * (norm - total).exp()[..., None].to(query.dtype)
+        if keys:
+            weights = (scores - total[..., None]).exp()
             for i, own_value in enumerate(values):
                 attended = torch.addcmul(attended, weights[..., i : i + 1].to(query.dtype), _spread(own_value, query))
-            norm = total
-        ctx.save_for_backward(query, key, value, attended, norm, *state, weights, *own)
+        ctx.save_for_backward(query, key, value, attended, total, *state, sinks, weights, *own)
         ctx.num_state, ctx.reach = len(state), reach
         return attended
 
@@ -170,7 +195,7 @@ class _Diagonal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, attended, norm, *rest = ctx.saved_tensors
-        state, (weights, *own) = rest[: ctx.num_state], rest[ctx.num_state :]
+        state, (sinks, weights, *own) = rest[: ctx.num_state], rest[ctx.num_state :]
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         grad = grad.contiguous()
         to_query, to_key, to_value = _causal_backward(grad, query, key, value, attended, norm, state, ctx.reach)
@@ -184,7 +209,10 @@ class _Diagonal(torch.autograd.Function):
             to_query = torch.addcmul(to_query, to_score, _spread(own_key, query))
             to_keys.append(_gather(to_score * query, own_key))
             to_values.append(_gather(weight[..., None] * grad, own_value))
-        return None, to_query, to_key, to_value, *to_keys, *to_values
+        to_sinks = None
+        if sinks is not None:
+            to_sinks = -((sinks[:, None] - norm).exp() * common).sum((0, 2)).to(sinks.dtype)
+        return None, to_sinks, to_query, to_key, to_value, *to_keys, *to_values
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, reach: int | None) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -6,7 +6,7 @@ Parameter names are those of transformers' Llama, Mistral, Qwen2 and Qwen3, so s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -534,3 +534,41 @@ class LlamaModel(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Compute logits [B, T, V]."""
         return self.lm_head(self.features(input_ids))
+
+
+# Attention of a `NativeLayer`: query [B, heads, T, D], key [B, kv_heads, T, D], value [B, kv_heads, T, D'], the factor
+# of their products, and sinks [heads] or None (`attention.diagonal_attention`) give values [B, T, heads, D'].
+Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+
+
+class NativeLayer(nn.Module):
+    """Decoder layer of another architecture, with the attention of its caller (`targets.native` builds one).
+
+    layer: module with `input_layernorm` and `self_attn`, called as transformers' layers are. cos, sin: its tables of
+    rotation, [positions, D''].
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, layer: nn.Module, cos: Tensor, sin: Tensor):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Return the layer's output [B, T, H] for x [B, T, H]; cos and sin [B or 1, T, D''] of its positions."""
+        return self.layer(x, position_embeddings=(cos, sin), attention_mask=None, attend=attend)
+
+    def calls(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query, key and value that the layer calls its attention with; arguments as of `forward`."""
+        given: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+            given.append((query, key, value))
+            return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1])
+
+        layer: Any = self.layer
+        layer.self_attn(layer.input_layernorm(x), position_embeddings=(cos, sin), attention_mask=None, attend=attend)
+        return given[0]

@@ -223,7 +223,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
         feature_bytes={dtype: tokens * size for dtype, size in per_token.items()} if feature_size else {},
-        reasons=shape.reasons,
+        reasons=() if config.drafter.own_layer else shape.reasons,
     )
 
 

@@ -79,7 +79,7 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
     head_shape = head_config(config, shape)
     layers = drafter.loss_layers(head_shape, target.info.num_layers)
 
-    for reason in shape.reasons:
+    for reason in () if drafter.own_layer else shape.reasons:
         say_on_rank_zero(f"the head has {reason}")
 
     # Data: a head to fine-tune may have a shorter context than its target.

@@ -36,6 +36,7 @@ HEADS = {
         "medusa",
         "Medusa-1: heads beside the target's own that guess the tokens further ahead (Cai et al. 2024).",
     ),
+    "mtp": ("mtp", "MTP: the multi-token-prediction layer that ships with the target (DeepSeek-V3; Qwen3-Next)."),
 }
 
 

@@ -116,6 +116,8 @@ class DraftHead(nn.Module, ABC):
     num_lost_rows: tokens at the end of a sequence that give no training row; pieces of a long one overlap by so many.
     ttt_steps: name of the option with the number of training-time-test steps; empty if the head has none.
     takes_spans: its loss can be that of a span of the batch alone, for long texts.
+    own_layer: its decoder layer is of the target's own kind, not the one that servers run for any target.
+    recurs: its forward launches the same kernels for the same shapes, so that CUDA graphs can replay it.
     saved_as_model: it is a language model, saved as transformers loads it; commands take its directory as that of any
         draft model.
     monitor: validation metric that picks best/, its largest value.
@@ -131,6 +133,8 @@ class DraftHead(nn.Module, ABC):
     num_lost_rows: ClassVar[int] = 1
     ttt_steps: ClassVar[str] = ""
     takes_spans: ClassVar[bool] = False
+    own_layer: ClassVar[bool] = False
+    recurs: ClassVar[bool] = True
     saved_as_model: ClassVar[bool] = False
     monitor: ClassVar[str] = "top1"
 

@@ -95,7 +95,7 @@ class PairNet(DraftNet):
         # The pairs that are read of each row. With a window what is kept moves to the front when the cache is full.
         self._room = depth + slots
         kept = most if window is None else min(most, 2 * window + depth)
-        self.cache = cached_rows(self.network, rows, kept + slots, static)
+        self.cache = cached_rows(self.network, rows, kept + slots, static if self.network.head.recurs else False)
         self._kept: Sequence[int] = self.cache.lengths
         self._themselves = as_bias(torch.eye(slots, dtype=torch.bool, device=self.device), self.network.stack.dtype)
 

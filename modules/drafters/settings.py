@@ -165,6 +165,15 @@ class Eagle3Settings(UnrolledSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpSettings(UnrolledSettings):
+    """Train the MTP module of a target: the one that its files hold, or a new one if they hold none."""
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-4, "clip": 0.5}
+
+    ttt_steps: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
 class MedusaSettings:
     """Train Medusa heads. The target stays as it is, its lm_head too.
 
@@ -344,6 +353,7 @@ SETTINGS: dict[str, type] = {
     "dspark": DSparkSettings,
     "eagle": EagleSettings,
     "eagle3": Eagle3Settings,
+    "mtp": MtpSettings,
     "hydra": HydraSettings,
     "medusa": MedusaSettings,
 }

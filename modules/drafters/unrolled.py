@@ -127,10 +127,10 @@ def paired(
 class UnrolledHead(FeatureHead):
     """A head whose loss is that of whole drafts, each token behind the head's own states.
 
-    fc: joins what it reads of the target to a state.
+    norm: of its last states, with a weight.
     """
 
-    fc: nn.Linear
+    norm: nn.Module
 
     ttt_steps: ClassVar[str] = "ttt_steps"
     takes_spans: ClassVar[bool] = True
@@ -196,7 +196,8 @@ class UnrolledHead(FeatureHead):
 
         In validation it also says what drafts of `ttt_steps` tokens would come to.
         """
-        dtype, ttt_steps, measured = self.fc.weight.dtype, settings.num_ttt_steps(step), step is None or step.logged
+        dtype = cast(Tensor, self.norm.weight).dtype
+        ttt_steps, measured = settings.num_ttt_steps(step), step is None or step.logged
         pairs = paired(batch, settings.token_mask, self.config, ttt_steps, step)
         device, rows = batch.input_ids.device, slice(pairs.first, pairs.first + pairs.states.shape[1])
         embeds = target.embed(pairs.next_ids).to(dtype)  # [B, T + ttt_steps - 1, H]

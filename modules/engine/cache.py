@@ -112,6 +112,25 @@ def attend(
     return attended.transpose(1, 2)
 
 
+def attend_with_sinks(
+    queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """Attend as `attend` does, with an entry of score sinks [heads] and no value beside the keys.
+
+    No fused kernel has such an entry.
+    """
+    groups, length = queries.shape[2] // keys.shape[1], queries.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)  # [B, heads, S, D]
+    scores = queries.transpose(1, 2) @ keys.transpose(2, 3) * queries.shape[-1] ** -0.5  # [B, heads, T, S]
+    if causal:
+        mask = as_bias(torch.ones(length, length, dtype=torch.bool, device=keys.device).tril(), scores.dtype)
+    elif mask is not None and mask.shape[-2] > length:
+        mask = mask[..., ::groups, :]  # folded by `prepared`
+    scores = scores if mask is None else scores + mask
+    scores = torch.cat([scores, sinks[:, None, None].expand(len(scores), -1, length, 1).to(scores.dtype)], -1)
+    return (scores.softmax(-1)[..., :-1] @ values).transpose(1, 2)
+
+
 def any_shape(device: torch.device) -> AbstractContextManager[None]:
     """Attend inside the block without cuDNN, whose plan of each new shape takes some 60 ms: for texts of any length."""
     if device.type != "cuda":

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, attend, prepared, tree_mask
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, PairLayer, RMSNorm, rope_table
+from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, attend, attend_with_sinks, prepared, tree_mask
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, NativeLayer, PairLayer, RMSNorm, rope_table
 
 # States by layer: the caller gives the numbers, the forward fills in the states.
 Captured = dict[int, Tensor]
@@ -300,6 +300,39 @@ class LeanLayer:
         return self.o.add_to(rows, attended.reshape(rows.shape[0], -1))
 
 
+class LeanNative:
+    """A `NativeLayer` over a cache; arguments as of `LeanLayer`. Values narrower than keys are cached with zeros."""
+
+    def __init__(self, layer: NativeLayer, config: LlamaConfig):
+        self.layer, self.size, self.groups = layer, config.head_dim, config.num_heads // config.num_kv_heads
+
+    def __call__(
+        self,
+        rows: Tensor,
+        batch: int,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        index: int,
+        mask: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        def attend_cached(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+            width = value.shape[-1]
+            fresh = torch.cat([key, F.pad(value, (0, self.size - width))], 1)  # [B, 2 * kv_heads, T, D]
+            keys, values = cache.write(index, fresh.transpose(1, 2).contiguous())  # [B, kv_heads, S, D]
+            queries = (query * (scale * self.size**0.5)).transpose(1, 2).contiguous()  # [B, T, heads, D]
+            if sinks is not None:
+                attended = attend_with_sinks(queries, keys, values, sinks, mask, causal)
+            else:
+                attended = attend(queries, keys, values, self.groups, mask, causal, cache.spans)
+            return attended[..., :width]
+
+        x = rows.view(batch, -1, rows.shape[-1])  # [B, T, H]
+        cos, sin = (own[(None,) * (4 - own.dim())].squeeze(-2) for own in (cos, sin))  # [B or 1, T or 1, D]
+        return self.layer(x, cos, sin, attend_cached).view(rows.shape)
+
+
 def swap_modules(module: nn.Module, make_linear: MakeLinear) -> Any:
     """Replace linears, norms and decoder layers inside a module by those for inference, and return it.
 
@@ -325,7 +358,7 @@ class LeanStack:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer | LeanLayer],
+        layers: Sequence[DecoderLayer | LeanLayer | NativeLayer],
         config: LlamaConfig,
         dtype: torch.dtype,
         device: torch.device,
@@ -333,17 +366,24 @@ class LeanStack:
         share: bool = False,
     ):
         """share: the layers are frozen and give their weights away (`_fuse`)."""
-        self.layers = [
-            layer if isinstance(layer, LeanLayer) else LeanLayer(layer, make_linear, share) for layer in layers
-        ]
+        self.layers = [self._lean(layer, config, make_linear, share) for layer in layers]
         self.config, self.dtype, self.device = config, dtype, device
-        cos, sin = rope_table(config, config.max_position)
-        half = config.rotary_dim // 2
-        signed = torch.cat([-sin[:, :half], sin[:, half:]], -1)
-        self.cos, self.sin = cos.to(device, dtype)[:, None], signed.to(device, dtype)[:, None]  # [positions, 1, D]
+        if isinstance(layers[0], NativeLayer):
+            cos, sin = layers[0].cos, layers[0].sin
+        else:
+            cos, sin = rope_table(config, config.max_position)
+            half = config.rotary_dim // 2
+            sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)
+        self.cos, self.sin = cos.to(device, dtype)[:, None], sin.to(device, dtype)[:, None]  # [positions, 1, D]
         self._strip = torch.zeros(0, 0, dtype=dtype)
         # Views of cos and sin, one pair for each of the first positions.
         self._ready: list[tuple[Tensor, Tensor]] = []
+
+    @staticmethod
+    def _lean(layer: Any, config: LlamaConfig, make_linear: MakeLinear, share: bool) -> LeanLayer | LeanNative:
+        if isinstance(layer, NativeLayer):
+            return LeanNative(layer, config)
+        return layer if isinstance(layer, LeanLayer) else LeanLayer(layer, make_linear, share)
 
     def new_slots(self, batch: int, capacity: int) -> Tensor:
         """Allocate keys and values of a cache: [layers, 2, B, kv_heads, capacity, D]."""

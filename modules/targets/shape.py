@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, RopeScaling, llama_sizes
@@ -40,11 +40,13 @@ class TargetShape(LlamaConfig):
 
     full_layers: numbers of the states after its full-attention layers, ascending, if others are recurrent.
     reasons: how that layer differs from the target's own, and why; empty if they are alike.
+    text: settings of the target's text model, of a target with another layer.
     """
 
     # Class variables of `LlamaConfig`, which mypy forbids to make fields of.
     full_layers: tuple[int, ...] = ()  # type: ignore[misc]
     reasons: tuple[str, ...] = ()  # type: ignore[misc]
+    text: dict = field(default_factory=dict)
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +88,8 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
         reasons.append(f"rotation of whole heads: the target rotates {rotation.partial_rotary_factor:g} of each")
         whole = dataclasses.replace(llama.rope_scaling, partial_rotary_factor=1.0)
         llama = dataclasses.replace(llama, rope_scaling=whole)
-    return TargetShape(**vars(llama), full_layers=_full_layers(text, llama.num_layers), reasons=tuple(reasons))
+    full_layers = _full_layers(text, llama.num_layers)
+    return TargetShape(**vars(llama), full_layers=full_layers, reasons=tuple(reasons), text=text)
 
 
 def max_position(text: Mapping[str, Any]) -> int:

@@ -31,12 +31,15 @@ from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.drafters.method import CostModel, Models
 from draftsmith.modules.drafters.methods import DynamicTreeMethod, methods_of
+from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
+from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.sampling import Sampler, TorchSource, pick
 from draftsmith.modules.targets.base import ModelInfo
+from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
 
@@ -45,6 +48,14 @@ LLAMA = LlamaConfig(
     vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=2,
     max_position=CAPACITY, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
     rope_scaling=RopeScaling("llama3", 4.0, original_max_position=16),
+)  # fmt: skip
+# MiMo-V2: a window, sinks, and values narrower than keys.
+NARROW_VALUES = plain_shape(
+    {
+        "model_type": "mimo_v2_flash", "vocab_size": V, "hidden_size": H, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "v_head_dim": 2, "intermediate_size": 8,
+        "max_position_embeddings": CAPACITY, "sliding_window": CAPACITY, "partial_rotary_factor": 0.5,
+    }
 )  # fmt: skip
 SHAPES: dict[str, Any] = {
     "dflash": BlockConfig(layers_like(LLAMA, 2), (1, 3), 8, V - 1, "fill-in"),
@@ -55,6 +66,7 @@ SHAPES: dict[str, Any] = {
     "medusa": MedusaConfig(H, V, CAPACITY, own_lm_head=True),
     "hydra": HydraConfig(LLAMA, num_layers=3, own_lm_head=True),
     "eagle3": Eagle3Config(layer_like(LLAMA), (1, 2, 3), V - 1, fc_norm=True, norm_output=True),
+    "mtp": MtpHead.new_config(MtpSettings(), NARROW_VALUES),
 }
 SAMPLING = SamplingParams(temperature=0.9, top_k=2)
 
@@ -73,6 +85,9 @@ class Linear:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return hidden @ self._output.T
+
+    def lm_head_weight(self) -> Tensor:
+        return self._output
 
 
 def shape_of(kind: str) -> Any:

@@ -1,0 +1,191 @@
+"""MTP module: the multi-token-prediction layer that ships with a target (DeepSeek-V3, section 2.2; Qwen3-Next), trained
+on drafts as EAGLE-3 is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.modules import flops
+from draftsmith.modules.attention import Documents, Entry, attend_entries
+from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
+from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.drafters.unrolled import UnrolledHead
+from draftsmith.modules.layers import PLAIN, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.native import layer_settings, native_layer, native_shape
+from draftsmith.modules.types import InputError
+
+# Families whose modules servers draft with, by the type of their text model: the layer of the module among the kinds of
+# layers that the family has. Sources: vLLM 0.33 (qwen3_next_mtp.py, qwen3_5_mtp.py, glm4_moe_mtp.py, deepseek_mtp.py,
+# mimo_v2_mtp.py) and SGLang 0.5.23, which agree.
+LAYERS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_next": {"layer_types": ["full_attention"], "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3_5_text": {"layer_types": ["full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["full_attention"]},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "deepseek_v3": {"first_k_dense_replace": 0},
+    "mimo_v2_flash": {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+}
+
+
+@dataclass(frozen=True)
+class MtpConfig(LlamaHeadConfig):
+    """Config of an MTP module.
+
+    llama: sizes, with the heads of its attention. layer: settings of its decoder layer (`targets.native`).
+    """
+
+    layer: dict
+    windowed = True
+
+
+class MtpHead(UnrolledHead):
+    """MTP module: it reads the target's final state and then its own, through one decoder layer of the target's own
+    kind. Embedding and lm_head are the target's and not in this directory.
+
+    Network h_t = norm(layer(eh_proj([enorm(embed(x_{t+1})); hnorm(f_t)]))), whose lm_head, the target's, predicts
+    x_{t+2}. Later in a draft h takes the place of f: one module drafts all tokens, as servers run it.
+    """
+
+    kind = "mtp"
+    drafts = ("chain", "tree", "static")
+    Config, Settings = MtpConfig, MtpSettings
+    own_layer: ClassVar[bool] = True
+    # Experts are chosen on the host.
+    recurs: ClassVar[bool] = False
+
+    # -- network
+
+    def __init__(self, config: MtpConfig):
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        # The norms are those of the architecture: their gain is w, or 1 + w.
+        self.layer, self.norm = native_layer(config.layer, config.max_position)
+        self.enorm, self.hnorm = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+
+    @property
+    def layers(self) -> list[Any]:
+        return [self.layer]
+
+    def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
+        """Return the layer's input [.., H] of embeddings and states [.., H]."""
+        return self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(states)], -1))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    def logits_input(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def output_weight(self, target: CausalLM) -> Tensor:
+        return target.lm_head_weight()
+
+    def unroll(
+        self,
+        embeds: Tensor,
+        states: Tensor,
+        num_ttt_steps: int,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        earlier: Entry | None = None,
+    ) -> list[Tensor]:
+        hidden, rows = states, states.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(rows, device=hidden.device)[None]
+        ttt_steps: list[Tensor] = []
+        entries: list[Entry] = []
+        attend = partial(self._attend, entries=entries, documents=documents, earlier=earlier)
+        for j in range(num_ttt_steps):
+            x = self.fuse(embeds[:, j : j + rows], hidden)  # [B, T, H]
+            hidden = self.norm(self.layer(x, *self._turns(position_ids + j, x.dtype), attend))
+            ttt_steps.append(hidden)  # [B, T, H]
+        return ttt_steps
+
+    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
+        x = self.fuse(embeds, states)
+        _, key, value = self.layer.calls(x, *self._turns(position_ids, x.dtype))
+        return self._wide(key), self._wide(value)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, **given: Any
+    ) -> Tensor:
+        """Attend over `entries` as training does (`attend_entries`)."""
+        query, window = query * (scale * self.config.llama.head_dim**0.5), self.config.llama.sliding_window
+        wide = self._wide(query), self._wide(key), self._wide(value)
+        return attend_entries(*wide, window=window, sinks=sinks, **given)[..., : value.shape[-1]]
+
+    def _wide(self, part: Tensor) -> Tensor:
+        """Pad queries, keys or values to one width: kernels and caches have no other."""
+        return F.pad(part, (0, self.config.llama.head_dim - part.shape[-1]))
+
+    def _turns(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [B, T, D] at positions [B, T]."""
+        # The loss has no token where a draft would leave the context.
+        at = position_ids.clamp_max(len(self.layer.cos) - 1)
+        return self.layer.cos[at].to(dtype), self.layer.sin[at].to(dtype)
+
+    # -- a new head
+
+    @classmethod
+    def new_config(cls, settings: MtpSettings, target: LlamaConfig) -> MtpConfig:
+        text = getattr(target, "text", {})
+        if text.get("model_type") not in LAYERS:
+            expected = f"one of {', '.join(LAYERS)}, whose MTP modules servers draft with"
+            raise InputError("target", text.get("model_type", "of another family"), expected, "Train an eagle3 head.")
+        layer = layer_settings(text, LAYERS[text["model_type"]])
+        shape = native_shape(layer)
+        sizes = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+        changes = PLAIN | sizes | {"sliding_window": shape.window, "rope_scaling": RopeScaling()}
+        return MtpConfig(layers_of(target, num_layers=1, **changes), layer)
+
+    def start(self, weights: TargetWeights) -> None:
+        """Begin as the module that the target's files hold, if they hold one."""
+        if state := weights.mtp():
+            names = {name.replace("layer.", "layer.layer.", 1) if name.startswith("layer.") else name: own
+                     for name, own in state.items()}  # fmt: skip
+            self.load_state_dict(names)
+
+    # -- loss
+
+    @classmethod
+    def flops(cls, config: MtpConfig, settings: MtpSettings, step: TrainStep, logit_rows: int) -> float:
+        llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
+        layer = flops.linear(1, active_weights(json.dumps(config.layer)), rows)
+        layer += flops.linear(2 * size, size, rows)
+        layer += flops.attention(llama, flops.causal_pairs(step.lengths, llama.sliding_window))
+        logits = flops.linear(size, config.vocab_size, logit_rows)
+        ttt_steps = settings.num_ttt_steps(step)
+        return ttt_steps * (flops.TRAINED * layer + flops.FROZEN_PASSING * logits) + logits
+
+    def loss_memory(self, settings: MtpSettings, parts: DocumentParts, share: float, width: int) -> tuple[float, float]:
+        kept, predictions = super().loss_memory(settings, parts, share, width)
+        inner = self.config.layer.get("moe_intermediate_size", 0) * self.config.layer.get("num_experts_per_tok", 0)
+        rows = sum(stop - start for start, stop, _ in parts)
+        # Of each chosen expert its gate, its up projection and their product.
+        return kept + width * 3 * inner * rows * settings.ttt_steps, predictions
+
+
+@lru_cache
+def active_weights(settings: str) -> int:
+    """Return the weights of a decoder layer that a token meets. settings: of `native_layer`, as JSON."""
+    with torch.device("meta"):
+        layer, _ = native_layer(json.loads(settings), 1)
+    chosen = json.loads(settings).get("num_experts_per_tok", 1)
+    # Experts are stacked in one tensor.
+    return sum(
+        weight.numel() * chosen // len(weight) if weight.dim() == 3 else weight.numel()
+        for weight in layer.parameters()
+        if weight.dim() > 1
+    )
