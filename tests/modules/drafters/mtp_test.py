@@ -1,0 +1,137 @@
+"""MTP modules of every family: unrolled training and decoding against transformers' own layer over each whole draft."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from oracles.native import EXPERTS, MTP_FAMILIES, mtp_config
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
+
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.mtp import LAYERS, MtpHead, active_weights
+from draftsmith.modules.drafters.net import RowState
+from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.targets.shape import plain_shape
+from draftsmith.modules.types import FeatureBatch, InputError
+
+H, V, T, STEPS, CONTEXT = 64, 31, 9, 3, 48
+
+
+class Target:
+    dtype, device, packed = torch.float32, torch.device("cpu"), False
+
+    def __init__(self) -> None:
+        self.embedding, self.output = torch.randn(2, V, H, generator=torch.Generator().manual_seed(5))
+
+    def embed(self, ids: Any) -> Tensor:
+        return self.embedding[torch.as_tensor(ids)]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.output.T
+
+    def lm_head_weight(self) -> Tensor:
+        return self.output
+
+
+TARGET = Target()
+
+
+def head_of(family: str) -> MtpHead:
+    torch.manual_seed(0)
+    head = MtpHead(mtp_config(family, H, V, CONTEXT))
+    rng = torch.Generator().manual_seed(3)
+    for weight in head.parameters():
+        weight.data += 0.2 * torch.randn(weight.shape, generator=rng)
+    return head
+
+
+def by_transformers(head: MtpHead, embeds: Tensor, states: Tensor) -> list[Tensor]:
+    """The state behind every token of one draft behind `states` [t, H], embeds [t + STEPS - 1, H]: whole texts again
+    and again, with transformers' eager attention and its masks."""
+    config = AutoConfig.for_model(**head.config.layer)
+    model = AutoModel.from_config(config, attn_implementation="eager")
+    names = {name.removeprefix("layer."): weight for name, weight in head.layer.state_dict().items()}
+    model.layers[0].load_state_dict(names)
+    model.norm.load_state_dict(head.norm.state_dict())
+    own, states = [], states
+    for _ in range(STEPS):
+        pairs = torch.cat([head.enorm(embeds[: len(states)]), head.hnorm(states)], -1)
+        # The whole model is one layer and the final norm.
+        read = model(inputs_embeds=head.eh_proj(pairs)[None], use_cache=False).last_hidden_state[0]
+        own.append(read[-1])
+        states = torch.cat([states, read[-1:]])
+    return own
+
+
+@pytest.mark.parametrize("family", LAYERS)
+@torch.no_grad()
+def test_unrolled_rows_are_drafts_by_transformers(family: str) -> None:
+    """Every row, in every pass; MiMo's window hides the first rows from the last."""
+    head, rng = head_of(family), torch.Generator().manual_seed(1)
+    states, ids = torch.randn(T, H, generator=rng), torch.randint(V, (T + STEPS - 1,), generator=rng)
+    embeds = TARGET.embed(ids)
+    passes = head.unroll(embeds[None], states[None], STEPS)
+    for t in range(T):
+        wanted = by_transformers(head, embeds[: t + STEPS], states[: t + 1])
+        for found, one in zip(passes, wanted, strict=True):
+            assert (found[0, t] - one).abs().max() < 1e-5 * one.abs().max()
+
+
+@pytest.mark.parametrize("family", LAYERS)
+@torch.no_grad()
+def test_decoding_reads_what_training_reads(family: str) -> None:
+    """One row and two, chains of STEPS tokens behind a text that is read in two parts."""
+    head, rng = head_of(family), torch.Generator().manual_seed(1)
+    states, tokens = torch.randn(T, H, generator=rng), torch.randint(V, (T + STEPS,), generator=rng).tolist()
+    embeds = TARGET.embed(tokens[1:])
+    for rows in (1, 2):
+        net = head.net(TARGET)
+        net.allocate(rows, CONTEXT, STEPS, static=False)
+        kept = [RowState(None, tokens[:1], states[:0]) for _ in range(rows)]
+        for row in range(rows):
+            net.begin(row)
+        for first, last in ((0, 4), (4, T)):
+            for state in kept:
+                state.tokens = tokens[: last + 1]
+                state.features = torch.cat([state.features, states[first:last]])
+            found = [net.start(kept, [STEPS] * rows).hidden[:, -1]]
+            for depth in range(1, STEPS):
+                found.append(net.step([tokens[last + depth : last + depth + 1]] * rows, depth)[1])
+            net.finish([0] * rows)
+            wanted = head.unroll(embeds[None, : last + STEPS - 1], states[None, :last], STEPS)
+            for ours, one in zip(found, wanted, strict=True):
+                assert (ours - one[0, -1]).abs().max() < 1e-5 * one.abs().max()
+
+
+def test_spans_of_a_batch_add_up_to_it() -> None:
+    """Loss and gradients, of a family with a window."""
+    lengths, rng = (9, 5, 7), torch.Generator().manual_seed(2)
+    ids = torch.randint(V, (1, 21), generator=rng)
+    features, places = torch.randn(1, 21, H, generator=rng), torch.cat([torch.arange(n) for n in lengths])[None]
+    batch = FeatureBatch(ids, features, torch.ones(1, 21, dtype=torch.bool), places, None, lengths)
+    found = []
+    for spans in ([None], [(0, 4), (4, 9), (9, 21)]):
+        head = head_of("mimo_v2_flash")
+        losses = [head.loss(batch, TARGET, MtpSettings(), TrainStep(0, 1, lengths, (), span=own)).loss for own in spans]
+        torch.stack(losses).sum().backward()
+        found.append([torch.stack(losses).sum().detach(), *(weight.grad for weight in head.parameters())])
+    for whole, parts in zip(*found, strict=True):
+        assert (whole - parts).abs().max() < 1e-5 * whole.abs().max()
+
+
+def test_a_mixture_costs_the_weights_of_the_experts_that_a_token_meets() -> None:
+    head = head_of("deepseek_v3")
+    experts = head.layer.layer.mlp.experts
+    unused = sum(weight[EXPERTS // 2 :].numel() for weight in experts.parameters())
+    whole = sum(weight.numel() for weight in head.layer.parameters() if weight.dim() > 1)
+    assert active_weights(json.dumps(head.config.layer)) == whole - unused
+
+
+def test_a_family_that_no_server_drafts_for_is_refused() -> None:
+    raw = {**MTP_FAMILIES["glm4_moe"], "model_type": "granite", "hidden_size": H, "vocab_size": V}
+    with pytest.raises(InputError, match=r"granite.*eagle3"):
+        MtpHead.new_config(MtpSettings(), plain_shape({**raw, "num_hidden_layers": 2}))
