@@ -541,34 +541,31 @@ class LlamaModel(nn.Module):
 Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 
 
-class NativeLayer(nn.Module):
+@dataclass(frozen=True)
+class NativeLayer:
     """Decoder layer of another architecture, with the attention of its caller (`targets.native` builds one).
 
     layer: module with `input_layernorm` and `self_attn`, called as transformers' layers are. cos, sin: its tables of
     rotation, [positions, D''].
     """
 
+    layer: Any
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, layer: nn.Module, cos: Tensor, sin: Tensor):
-        super().__init__()
-        self.layer = layer
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Return the layer's output [B, T, H] for x [B, T, H]; cos and sin [B or 1, T, D''] of its positions."""
-        return self.layer(x, position_embeddings=(cos, sin), attention_mask=None, attend=attend)
+        output: Tensor = self.layer(x, position_embeddings=(cos, sin), attention_mask=None, attend=attend)
+        return output
 
     def calls(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query, key and value that the layer calls its attention with; arguments as of `forward`."""
+        """Return the query, key and value that the layer calls its attention with; arguments as of a call."""
         given: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
             given.append((query, key, value))
             return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1])
 
-        layer: Any = self.layer
-        layer.self_attn(layer.input_layernorm(x), position_embeddings=(cos, sin), attention_mask=None, attend=attend)
+        x = self.layer.input_layernorm(x)
+        self.layer.self_attn(x, position_embeddings=(cos, sin), attention_mask=None, attend=attend)
         return given[0]

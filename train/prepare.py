@@ -24,6 +24,7 @@ from draftsmith.modules.pretrained.heads import starting_head, starting_settings
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_lm, load_outer, shape_of, target_shape
+from draftsmith.modules.pretrained.stitch import mtp_state
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.outer import OuterLM
@@ -245,6 +246,12 @@ class FrozenWeights:
     def tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
         """Read tensors from the files: a loaded model may be rounded, packed, or split over ranks."""
         return checkpoint_tensors(model_directory(self.path), prefixes)
+
+    def mtp(self) -> dict[str, Tensor]:
+        state = mtp_state(model_directory(self.path))
+        shipped = "the target's own MTP module" if state else "random weights: the target ships no MTP module"
+        say_on_rank_zero(f"the head starts from {shipped}")
+        return state
 
     def lm_head(self) -> Tensor:
         """Return the output embedding, which every rank has whole."""

@@ -20,7 +20,7 @@ from draftsmith.modules.attention import Documents, Entry, attend_entries
 from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
-from draftsmith.modules.layers import PLAIN, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
+from draftsmith.modules.layers import PLAIN, LlamaConfig, LlamaHeadConfig, NativeLayer, RopeScaling, layers_of
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.native import layer_settings, native_layer, native_shape
 from draftsmith.modules.types import InputError
@@ -66,18 +66,24 @@ class MtpHead(UnrolledHead):
 
     # -- network
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: MtpConfig):
         super().__init__()
         self.config = config
         size = config.hidden_size
         # The norms are those of the architecture: their gain is w, or 1 + w.
-        self.layer, self.norm = native_layer(config.layer, config.max_position)
+        native, self.norm = native_layer(config.layer, config.max_position)
+        self.layer = native.layer
+        self.register_buffer("cos", native.cos, persistent=False)
+        self.register_buffer("sin", native.sin, persistent=False)
         self.enorm, self.hnorm = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
 
     @property
     def layers(self) -> list[Any]:
-        return [self.layer]
+        return [NativeLayer(self.layer, self.cos, self.sin)]
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layer's input [.., H] of embeddings and states [.., H]."""
@@ -104,18 +110,18 @@ class MtpHead(UnrolledHead):
         hidden, rows = states, states.shape[1]
         if position_ids is None:
             position_ids = torch.arange(rows, device=hidden.device)[None]
-        ttt_steps: list[Tensor] = []
+        (layer,), ttt_steps = self.layers, list[Tensor]()
         entries: list[Entry] = []
         attend = partial(self._attend, entries=entries, documents=documents, earlier=earlier)
         for j in range(num_ttt_steps):
             x = self.fuse(embeds[:, j : j + rows], hidden)  # [B, T, H]
-            hidden = self.norm(self.layer(x, *self._turns(position_ids + j, x.dtype), attend))
+            hidden = self.norm(layer(x, *self._turns(position_ids + j, x.dtype), attend))
             ttt_steps.append(hidden)  # [B, T, H]
         return ttt_steps
 
     def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
         x = self.fuse(embeds, states)
-        _, key, value = self.layer.calls(x, *self._turns(position_ids, x.dtype))
+        _, key, value = self.layers[0].calls(x, *self._turns(position_ids, x.dtype))
         return self._wide(key), self._wide(value)
 
     def _attend(
@@ -133,8 +139,8 @@ class MtpHead(UnrolledHead):
     def _turns(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [B, T, D] at positions [B, T]."""
         # The loss has no token where a draft would leave the context.
-        at = position_ids.clamp_max(len(self.layer.cos) - 1)
-        return self.layer.cos[at].to(dtype), self.layer.sin[at].to(dtype)
+        at = position_ids.clamp_max(len(self.cos) - 1)
+        return self.cos[at].to(dtype), self.sin[at].to(dtype)
 
     # -- a new head
 
@@ -153,9 +159,7 @@ class MtpHead(UnrolledHead):
     def start(self, weights: TargetWeights) -> None:
         """Begin as the module that the target's files hold, if they hold one."""
         if state := weights.mtp():
-            names = {name.replace("layer.", "layer.layer.", 1) if name.startswith("layer.") else name: own
-                     for name, own in state.items()}  # fmt: skip
-            self.load_state_dict(names)
+            self.load_state_dict(state)
 
     # -- loss
 
@@ -186,6 +190,6 @@ def active_weights(settings: str) -> int:
     # Experts are stacked in one tensor.
     return sum(
         weight.numel() * chosen // len(weight) if weight.dim() == 3 else weight.numel()
-        for weight in layer.parameters()
+        for weight in layer.layer.parameters()
         if weight.dim() > 1
     )

@@ -330,7 +330,7 @@ class LeanNative:
 
         x = rows.view(batch, -1, rows.shape[-1])  # [B, T, H]
         cos, sin = (own[(None,) * (4 - own.dim())].squeeze(-2) for own in (cos, sin))  # [B or 1, T or 1, D]
-        return self.layer(x, cos, sin, attend_cached).view(rows.shape)
+        return self.layer(x, cos, sin, attend_cached).reshape(rows.shape)
 
 
 def swap_modules(module: nn.Module, make_linear: MakeLinear) -> Any:

@@ -45,6 +45,7 @@ TITLES = {
     "eagle3": "EAGLE-3 head",
     "hydra": "Hydra heads",
     "medusa": "Medusa heads",
+    "mtp": "MTP module",
 }
 METRICS = {
     "kl": "binary KL from the acceptance probability, nats a token, without w_acc and w_rej, calibrated output",

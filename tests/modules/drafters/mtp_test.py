@@ -54,8 +54,7 @@ def by_transformers(head: MtpHead, embeds: Tensor, states: Tensor) -> list[Tenso
     and again, with transformers' eager attention and its masks."""
     config = AutoConfig.for_model(**head.config.layer)
     model = AutoModel.from_config(config, attn_implementation="eager")
-    names = {name.removeprefix("layer."): weight for name, weight in head.layer.state_dict().items()}
-    model.layers[0].load_state_dict(names)
+    model.layers[0].load_state_dict(head.layer.state_dict())
     model.norm.load_state_dict(head.norm.state_dict())
     own, states = [], states
     for _ in range(STEPS):
@@ -125,7 +124,7 @@ def test_spans_of_a_batch_add_up_to_it() -> None:
 
 def test_a_mixture_costs_the_weights_of_the_experts_that_a_token_meets() -> None:
     head = head_of("deepseek_v3")
-    experts = head.layer.layer.mlp.experts
+    experts = head.layer.mlp.experts
     unused = sum(weight[EXPERTS // 2 :].numel() for weight in experts.parameters())
     whole = sum(weight.numel() for weight in head.layer.parameters() if weight.dim() > 1)
     assert active_weights(json.dumps(head.config.layer)) == whole - unused
