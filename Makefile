@@ -113,6 +113,10 @@ ifneq ($(filter vllm_cpu,$(ENGINES)),)
 	DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads DRAFTSMITH_ENGINE_PYTHON=$(CURDIR)/$(ENGINE_ENVS)/vllm_cpu/bin/python \
 		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/gate_test.py $(PYTEST_ARGS)
 endif
+ifneq ($(filter speculators,$(ENGINES)),)
+	DRAFTSMITH_ENGINE_PYTHON=$(CURDIR)/$(ENGINE_ENVS)/speculators/bin/python \
+		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/peers_gate_test.py $(PYTEST_ARGS)
+endif
 ifneq ($(filter llamacpp,$(ENGINES)),)
 	DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads DRAFTSMITH_LLAMA_SERVER=$(CURDIR)/$(ENGINE_ENVS)/llamacpp/bin/llama-server \
 		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/llamacpp_gate_test.py \

@@ -1,0 +1,1 @@
+"""Other projects' trainers beside ours."""

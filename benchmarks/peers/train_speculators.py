@@ -1,0 +1,74 @@
+"""`speculators train ...` 0.9.0 on one CPU thread, with its steps timed: arguments RECORD.json HEAD OPTIONS.
+
+Its environment's Python runs this. HEAD receives the trained weights in float32; its own checkpoints are bfloat16. It
+was written for accelerators: what is replaced below asks for one, and computes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import speculators.train.checkpointer
+import speculators.train.cli
+import speculators.train.trainer
+import torch
+from speculators.train.config import TrainConfig
+from torch.optim import _muon
+
+from draftsmith.benchmarks.peers.clock import StepClock
+from draftsmith.train.optimizers import orthogonalise
+
+# Muon in bfloat16, as released, takes 26 s a step without bf16 instructions. With this option it iterates in float32.
+MUON_IN_FLOAT32 = "--muon-in-float32"
+
+
+class TimedTrainer(speculators.train.trainer.Trainer):
+    """Its trainer, which gives the steps to a clock and saves the head."""
+
+    clock: StepClock
+    head: Path
+
+    def train_epoch(self, epoch: int, *, step_callback: Any = None) -> None:
+        self.clock.start()
+        super().train_epoch(epoch, step_callback=lambda: self.clock.step(self.model.num_tokens))
+
+    def run_training(self) -> None:
+        # Behind --max-steps it takes one more step in every epoch that is left.
+        epochs = math.ceil(self.config.max_steps / len(self.train_loader))
+        self.config = self.config._replace(num_epochs=epochs)
+        forward = self.model.forward
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.model.num_tokens = int((kwargs["document_ids"] != -1).sum())
+            return forward(*args, **kwargs)
+
+        self.model.forward = counted
+        super().run_training()
+        del self.model.forward
+        self.model.float().save_pretrained(self.head)
+
+
+def in_float32(grad: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
+    """Return Muon's update of a gradient, by the same iteration with the same coefficients."""
+    return orthogonalise(grad[None], steps)[0]
+
+
+def main(record: Path, head: Path, words: list[str]) -> None:
+    torch.set_num_threads(1)
+    speculators.train.trainer.get_local_rank = lambda: torch.device("cpu")
+    speculators.train.checkpointer.get_current_device = lambda: "cpu"
+    torch.accelerator.synchronize = lambda *_: None
+    if MUON_IN_FLOAT32 in words:
+        words = [word for word in words if word != MUON_IN_FLOAT32]
+        _muon._zeropower_via_newtonschulz = in_float32
+    TimedTrainer.clock, TimedTrainer.head = StepClock(), head
+    speculators.train.cli.Trainer = TimedTrainer
+    speculators.train.cli.main(TrainConfig.resolve(words))
+    TimedTrainer.clock.write(record)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
