@@ -100,7 +100,7 @@ class CompareConfig:
         output: Directory that receives runs/, steps.json, compare.md and compare.json.
         target: Target, a directory or a GGUF file.
         features: Its states along greedy answers, that `data features --drafter eagle3` wrote.
-        prompts: Held-out prompts, .jsonl files separated by commas: a task each, whose rows are taken in turns.
+        answers: Its greedy answers to held-out prompts, that `data responses` wrote.
         speculators: Python of an environment with speculators (make engines ENGINES=speculators).
         kind: Kind of the heads.
         optimizer: Of all arms but draftsmith-config, which has its own.
@@ -110,16 +110,15 @@ class CompareConfig:
         steps: Steps of each head, in the place of seconds.
         seeds: Of trainings, separated by commas.
         anchors: Blocks of a pack of 1,024 tokens that DSpark learns from.
-        limit: Held-out prompts.
-        max_new_tokens: Longest answer to these.
-        data: Directory of the states as speculators reads them, and of the answers to held-out prompts, which several
-            outputs may share. Default: output/data.
+        limit: Only the first so many held-out prompts; 0 takes all.
+        states: Directory of the states as speculators reads them, which several outputs may share. Default:
+            output/states.
     """
 
     output: Path
     target: str
     features: Path
-    prompts: str
+    answers: Path
     speculators: Path = Path(".engines/speculators/bin/python")
     kind: Literal["eagle3", "dspark"] = "eagle3"
     optimizer: Literal["adamw", "muon"] = "muon"
@@ -128,13 +127,11 @@ class CompareConfig:
     steps: int = 0
     seeds: str = "0"
     anchors: int = 64
-    limit: int = 60
-    max_new_tokens: int = 128
-    data: Path | None = None
+    limit: int = 0
+    states: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("anchors", "limit", "max_new_tokens"):
-            check_range(name, getattr(self, name), 1)
+        check_range("anchors", self.anchors, 1)
         check_range("steps", self.steps, 0)
         if unknown := sorted(set(self.names) - ARMS.keys()):
             raise InputError("arms", ", ".join(unknown), f"some of {', '.join(ARMS)}", "Change it.")
@@ -148,8 +145,8 @@ class CompareConfig:
         return [int(seed) for seed in self.seeds.split(",")]
 
     @property
-    def data_directory(self) -> Path:
-        return self.data or self.output / "data"
+    def their_states(self) -> Path:
+        return self.states or self.output / "states"
 
     @cached_property
     def layers(self) -> list[str]:
@@ -178,7 +175,7 @@ class CompareConfig:
 
     def theirs(self, name: str, steps: int, seed: int, output: Path) -> list[str]:
         """Return the options of `speculators train` for an arm."""
-        states = self.data_directory / "states"
+        states = self.their_states
         rows = json.loads((states / "rows.json").read_text())
         words = ["--speculator-type", self.kind, "--verifier-name-or-path", str(model_directory(self.target))]
         words += ["--data-path", str(states), "--train-data-ratio", str(rows["ratio"]), "--total-seq-len", str(PACK)]
@@ -203,8 +200,9 @@ class CompareConfig:
 
 @sole_writer()
 def run(config: CompareConfig) -> Path:
-    """Make the data, measure the steps, train and decode what is missing, write the table; return compare.json."""
-    make_data(config)
+    """Write the states, measure the steps, train and decode what is missing, write the table; return compare.json."""
+    if not (config.their_states / "rows.json").exists():
+        write_states(config, config.their_states)
     steps = steps_of(config)
     every = [(name, seed) for seed in config.numbers for name in config.names]
     runs = {(name, seed): config.output / "runs" / f"{name}-{seed}-{steps[name]}" for name, seed in every}
@@ -224,27 +222,7 @@ def head_of(directory: Path) -> Path:
     return directory / "run" / "last" if (directory / "run").exists() else directory / "head"
 
 
-# -- data
-
-
-def make_data(config: CompareConfig) -> None:
-    """Make the states that both sides read, and the target's answers to the held-out prompts."""
-    data = make_directory(config.data_directory)
-    questions, files = data / "questions.jsonl", [Path(name.strip()) for name in config.prompts.split(",")]
-    rows = [[(file.stem, number, json.loads(line)) for number, line in enumerate(file.open())] for file in files]
-    # In turns, so that any limit takes as many of each.
-    chosen = [row for texts in zip(*rows, strict=False) for row in texts][: config.limit]
-    lines = (json.dumps({**row, "id": f"{task}-{number}", "task": task}) for task, number, row in chosen)
-    write_text(questions, "".join(f"{line}\n" for line in lines))
-    answering = ["--temperature", "0", "--max-new-tokens", str(config.max_new_tokens), "--batch-size", "20"]
-    answering += ["--dtype", "float32", "--num-threads", "1"]
-    for words in (
-        ["prompts", "--source", str(questions), "--turns", "first", "--output", str(data / "prompts")],
-        ["responses", "--prompts", str(data / "prompts"), *answering, "--output", str(data / "answers")],
-    ):
-        python("-m", "draftsmith", "data", *words, "--target", config.target)
-    if not (data / "states" / "rows.json").exists():
-        write_states(config, data / "states")
+# -- states
 
 
 def write_states(config: CompareConfig, states: Path) -> None:
@@ -353,7 +331,7 @@ def measure(config: CompareConfig, heads: Sequence[Path]) -> None:
     heads = [head for head in heads if not (head.parent / "tau.json").exists()]
     if not heads:
         return
-    words = ["--target", config.target, "--replay", str(config.data_directory / "answers"), "--dtype", "float32"]
+    words = ["--target", config.target, "--replay", str(config.answers), "--dtype", "float32"]
     words += ["--draft", ",".join(map(str, heads)), "--methods", f"{config.kind}:k={K}", "--limit", str(config.limit)]
     _, bench = configure("eval bench", [*words, "--num-threads", "1", "--output", str(config.output)])
     assert bench is not None  # only of words that ask for help

@@ -29,14 +29,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> CompareConfig:
         "data features", responses=root / "responses", drafter="eagle3", layers=(2, 6, 9), target=TARGET,
         output=root / "features",
     )  # fmt: skip
-    (root / "asked.jsonl").write_text("".join(json.dumps({"prompt": f"import {name}"}) + "\n" for name in ("os", "re")))
-    features, asked = root / "features", str(root / "asked.jsonl")
-    return CompareConfig(root / "out", TARGET, features, asked, PYTHON, steps=STEPS, seeds="0", anchors=8, limit=2)
+    features, answers = root / "features", root / "responses"
+    return CompareConfig(root / "out", TARGET, features, answers, PYTHON, steps=STEPS, anchors=8, limit=2)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_it_trains_so_many_steps_and_its_head_drafts_here(config, kind):
-    own = dataclasses.replace(config, output=config.output / kind, data=config.output, kind=kind)
+    own = dataclasses.replace(config, output=config.output / kind, states=config.output, kind=kind)
     rows = json.loads(compare.run(own).read_text())["rows"]
     assert [(row["arm"], row["steps"]) for row in rows] == [("speculators", STEPS), ("draftsmith", STEPS)]
     # Both read the same texts; in EAGLE-3 its rows have a token less each, and its packs hold no more than 1,024.
