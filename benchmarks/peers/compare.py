@@ -21,11 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import draftsmith
 from draftsmith.benchmarks.measured import describe_run
@@ -48,6 +49,7 @@ from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError, check_range
+from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import prepare
 
 K, VOCAB, PACK, VAL_SHARE = 5, 8192, 1024, 0.02
@@ -237,9 +239,10 @@ def write_states(config: CompareConfig, states: Path) -> None:
     _, training = configure("train eagle3", dataclasses.replace(config, kind="eagle3").ours("draftsmith", 1, 0, states))
     assert training is not None  # only of words that ask for help
     module, data = prepare(training)
+    assert isinstance(module, LitDrafter)
     order = [*data.train.indices.tolist(), *data.val.indices.tolist()]
     features, width = open_dataset(config.features), module.target.info.hidden_size
-    weights, rows = checkpoint_tensors(model_directory(config.target), ("norm.",)), []
+    weights, rows = checkpoint_tensors(model_directory(config.target), ("norm.",)), list[dict[str, Any]]()
     for number, index in enumerate(order):
         item = features[index]
         hidden = item["features"].float().view(len(item["input_ids"]), -1, width)  # [T, 4, H]
@@ -251,8 +254,8 @@ def write_states(config: CompareConfig, states: Path) -> None:
     table = datasets.Dataset.from_list(rows)
     table.set_format("torch")
     table.save_to_disk(states)
-    d2t, vocab_size = getattr(module.head, "d2t", None), module.target.info.vocab_size
-    if d2t is not None and len(d2t) < vocab_size:
+    d2t, vocab_size = cast(Tensor, module.head.d2t), module.target.info.vocab_size
+    if len(d2t) < vocab_size:
         np.save(states / "d2t.npy", (d2t - torch.arange(len(d2t))).numpy())
         np.save(states / "t2d.npy", np.isin(np.arange(vocab_size), d2t.numpy()))
     about = {"texts": len(rows), "tokens": sum(row["seq_len"] for row in rows), "vocab_size": vocab_size}
