@@ -30,6 +30,7 @@ class TimedTrainer(speculators.train.trainer.Trainer):
 
     clock: StepClock
     head: Path
+    config: Any
 
     def train_epoch(self, epoch: int, *, step_callback: Any = None) -> None:
         self.clock.start()
@@ -51,9 +52,9 @@ class TimedTrainer(speculators.train.trainer.Trainer):
         self.model.float().save_pretrained(self.head)
 
 
-def in_float32(grad: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
+def in_float32(grad: torch.Tensor, ns_coefficients: Any, ns_steps: int, eps: float) -> torch.Tensor:
     """Return Muon's update of a gradient, by the same iteration with the same coefficients."""
-    return orthogonalise(grad[None], steps)[0]
+    return orthogonalise(grad[None], ns_steps)[0]
 
 
 def main(record: Path, head: Path, words: list[str]) -> None:
