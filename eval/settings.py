@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from draftsmith.eval.clock import ClockName
 
 # Formats of heads that can be written, and that can be read (modules/formats).
-WrittenFormat = Literal["specdec_pp", "eagle", "vllm", "sglang", "llamacpp", "speculators"]
+WrittenFormat = Literal["specdec_pp", "eagle", "vllm", "sglang", "llamacpp", "speculators", "mtp"]
 AnyFormat = Literal["auto", WrittenFormat, "medusa", "deepspec", "specforge", "modelopt", "torchspec"]
 SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 LENGTHS = "0,1,3,5"  # of drafts, where the server is started here

@@ -29,11 +29,12 @@ from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.formats import GGUF, formats
+from draftsmith.modules.formats import GGUF, MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Problem, largest
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.pretrained.directory import foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
+from draftsmith.modules.pretrained.stitch import head_package
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -93,9 +94,10 @@ def run(config: CheckConfig) -> int:
     # All formats of a name read the same model: a missing --target is reported before the directory is read.
     named = next((format for (name, _), format in formats().items() if name == config.format), None)
     source = state_source(named, *models) if named else None
-    foreign = ForeignHead.of(foreign_package(config.directory))
-    format = named_format(config.format, foreign) if named else detect(foreign)
-    source = source or state_source(format, *models)
+    if named is None or named.name != MTP:
+        foreign = ForeignHead.of(foreign_package(config.directory))
+        named = named_format(config.format, foreign) if named else detect(foreign)
+    format, source = named, source or state_source(named, *models)
     head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)
@@ -137,7 +139,7 @@ def check_head(
 
     forward: run it on real text. like: the head as its own system reads it, to compare with where there is no record.
     """
-    report, package = CheckReport(), foreign_package(directory)
+    report, package = CheckReport(), head_package(directory, format.name)
     try:
         theirs = format.read(package, source.facts)
         net = build_head(format.kind, theirs.config, theirs.state)

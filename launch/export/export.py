@@ -17,13 +17,12 @@ from draftsmith.eval.check.check import CheckReport, Measure, check_head, origin
 from draftsmith.eval.check.record import RECORD, hashes_of
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ExportConfig
-from draftsmith.modules.formats import GGUF, formats, formats_of
+from draftsmith.modules.formats import GGUF, MTP, formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX
-from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.modules.pretrained.gguf import copied_tokenizer
 from draftsmith.modules.pretrained.gguf_writer import (
@@ -45,6 +44,7 @@ from draftsmith.modules.pretrained.heads import (
 from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, read_config, upload
 from draftsmith.modules.pretrained.models import DTYPES, load_lm, vocabulary_size
 from draftsmith.modules.pretrained.reading import open_tensors, read_object
+from draftsmith.modules.pretrained.stitch import head_package, stitch
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.types import InputError
 
@@ -126,6 +126,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
         named = {"general.name": name, **target_tokenizer(config, source.path)}
         write_gguf(directory / GGUF_HEAD, kind, {**named, **metadata}, tensors, weights)
         model, written = str(target_file(config, source.path) or "TARGET.gguf"), str(config.output / GGUF_HEAD)
+    elif format.name == MTP:
+        stitch(model_directory(source.path), directory, package.tensors)
     else:
         fields = dict(package.config)
         for name, value in format.extra_fields(source.facts.raw, model).items():
@@ -134,7 +136,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
 
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
-    read_back = format.read(read_package(str(directory)), source.facts)
+    read_back = format.read(head_package(directory, format.name), source.facts)
     record = {"format": format.name, "kind": format.kind, "head": origin, "config": asdict(read_back.config)}
     write_json(directory / RECORD, {**record, "tensors": hashes_of(read_back.state), **made_with()})
     report = check_head(directory, format, source, build_head(format.kind, head.config, state))
@@ -243,8 +245,6 @@ def write_package(directory: Path, package: Package, files: tuple[str, ...] = ("
             continue
         # transformers and the servers want to know that the tensors are torch's.
         write_tensors(directory / name, tensors, {"format": "pt", **package.metadata})
-        # safetensors keeps others from reading it; a server often runs as somebody else.
-        (directory / name).chmod((directory / "config.json").stat().st_mode)
 
 
 def index_for_target(target: str, directory: Path) -> str:

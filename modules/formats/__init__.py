@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 
 GGUF = "llamacpp"  # the format whose heads are one GGUF file
+MTP = "mtp"  # the format whose heads are part of their target's checkpoint
 
 
 @functools.cache
@@ -20,6 +21,7 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
     from draftsmith.modules.formats.eagle1 import Eagle1Format
     from draftsmith.modules.formats.eagle3 import Eagle3Format
     from draftsmith.modules.formats.medusa import Medusa
+    from draftsmith.modules.formats.mtp import MtpFormat
     from draftsmith.modules.formats.specdec_pp import SpecDecPP
     from draftsmith.modules.formats.systems import EAGLE1_ROWS, EAGLE3_ROWS, block_rows
 
@@ -28,6 +30,7 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
         *(Eagle1Format(row) for row in EAGLE1_ROWS),
         *(Eagle3Format(row) for row in EAGLE3_ROWS),
         Medusa(),
+        MtpFormat(),
         *(BlockFormat(row) for kind in ("dflash", "dspark") for row in block_rows(kind)),
     )
     return {(format.name, format.kind): format for format in known}

@@ -6,13 +6,20 @@ transformers 5.23, modeling_layers.py and conversion_mapping.py; llama.cpp, conv
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftsmith.modules.drafters.mtp import MtpHead
+from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Served, TargetFacts
+from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import InputError
 
 # Copies of the target's own tensors: every server but llama.cpp reads the target's in their place.
@@ -23,7 +30,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts, as transformers h
 
 @dataclass(frozen=True)
 class MtpFamily:
-    """Names of a family's MTP tensors: ours are `enorm`, `hnorm`, `eh_proj`, `norm`, and `layer.` with transformers'.
+    """Names of a family's MTP tensors: ours are those of `MtpHead`.
 
     prefix: of all of them in checkpoints; `{n}` is the target's number of layers. count: field of config.json with the
     number of modules; empty if no server reads one. names: beginnings of our names, and what stands in their place
@@ -78,14 +85,14 @@ def _renamed(name: str, names: Iterable[tuple[str, str]]) -> str:
 OUTER = ("enorm.", "hnorm.", "eh_proj.", "norm.")
 QWEN = (
     *zip(OUTER, ("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), strict=True),
-    ("layer.", "layers.0."),
+    ("layer.layer.", "layers.0."),
 )
-NEXTN = (*zip(OUTER, (*OUTER[:3], "shared_head.norm."), strict=True), ("layer.", ""))
+NEXTN = (*zip(OUTER, (*OUTER[:3], "shared_head.norm."), strict=True), ("layer.layer.", ""))
 MIMO = (
     *zip(OUTER, (*OUTER[:3], "final_layernorm."), strict=True),
-    ("layer.post_attention_layernorm.", "pre_mlp_layernorm."),
-    ("layer.self_attn.sinks", "self_attn.attention_sink_bias"),
-    ("layer.", ""),
+    ("layer.layer.post_attention_layernorm.", "pre_mlp_layernorm."),
+    ("layer.layer.self_attn.sinks", "self_attn.attention_sink_bias"),
+    ("layer.layer.", ""),
 )
 FAMILIES = {
     # The layer behind the target's last one.
@@ -101,12 +108,36 @@ FAMILIES = {
 
 
 def mtp_family(model_type: str) -> MtpFamily:
-    """Return the names of a family of targets. model_type: of the text, without `_text` (`TargetFacts.family`).
-
-    Raises:
-        InputError: targets of this type have no MTP module that is known here.
-    """
+    """Return the names of a family (`TargetFacts.family`), or raise InputError."""
     if model_type not in FAMILIES:
         remedy = "Train another head: `train eagle3` reads states of any target."
         raise InputError("target", f"a target of type {model_type}", f"one of {', '.join(FAMILIES)}", remedy)
     return FAMILIES[model_type]
+
+
+class MtpFormat(HeadFormat):
+    """The MTP module in a copy of its target's checkpoint, with which servers load it; packages have its tensors alone.
+
+    Its settings are those of the target.
+    """
+
+    name = kind = "mtp"
+    system = "the target's checkpoint"
+    num_drafted = 3
+    notes = (
+        "SGLang: --speculative-algorithm NEXTN. llama.cpp: convert this directory, then --spec-type draft-mtp.",
+        "The copy links to the target's files: keep them, or copy it with cp -rL.",
+    )
+
+    def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
+        assert target is not None, "a checkpoint is its own target"
+        return ImportedHead(MtpHead.new_config(MtpSettings(), plain_shape(target.raw)), dict(package.tensors))
+
+    def write(
+        self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
+    ) -> Package:
+        return Package({}, state)
+
+    def serve(self, served: Served) -> str:
+        options = json.dumps({"method": "mtp", "num_speculative_tokens": served.num_drafted})
+        return f"vllm serve {shlex.quote(served.directory)} --speculative-config {shlex.quote(options)}"

@@ -144,7 +144,11 @@ def write_json(path: Path, content: object, indent: int | None = 1) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file."""
     with whole(path) as temporary:
+        # safetensors keeps others from reading its files; a server often runs as somebody else.
+        temporary.touch()
+        mode = temporary.stat().st_mode
         save_file(dict(tensors), temporary, dict(metadata) if metadata is not None else None)
+        temporary.chmod(mode)
 
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:

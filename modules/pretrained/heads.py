@@ -122,9 +122,6 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
                 copy_file(file, partial / file.name)
         write_json(partial / "config.json", config, indent=2)
         write_tensors(partial / "model.safetensors", state, {"format": "pt"} if saved_as_model else None)
-        if saved_as_model:
-            # safetensors keeps others from reading it; a server often runs as somebody else.
-            (partial / "model.safetensors").chmod((partial / "config.json").stat().st_mode)
         write_text(partial / "README.md", card)
         # The manifest is written last: a directory without it is unfinished.
         # The card has no hash: it may be edited, and is written anew by `eval bench --card`.

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.modules.formats.base import TargetFacts
+from draftsmith.modules.formats import MTP
+from draftsmith.modules.formats.base import Package, TargetFacts
 from draftsmith.modules.formats.mtp import EXPERT, mtp_family
 from draftsmith.modules.pretrained.checkpoint import (
     CONFIG,
@@ -21,22 +22,13 @@ from draftsmith.modules.pretrained.checkpoint import (
     checkpoint_files,
     read_model_json,
 )
-from draftsmith.modules.pretrained.directory import KINDS
+from draftsmith.modules.pretrained.directory import KINDS, foreign_package
 from draftsmith.modules.pretrained.files import check_disk, link_file, write_json, write_tensors
 from draftsmith.modules.pretrained.reading import open_tensors
 
 SHARD = "mtp.safetensors"
 # transformers reads a file called model.safetensors alone, without the index.
 WHOLE, FIRST = "model.safetensors", "model-00001-of-00001.safetensors"
-
-
-def tensor_names(directory: Path) -> dict[Path, list[str]]:
-    """Return the names of the tensors in each file of a checkpoint, from the files themselves."""
-    names = {}
-    for file in checkpoint_files(directory):
-        with open_tensors(file, REMEDY) as opened:
-            names[file] = list(opened.keys())
-    return names
 
 
 def read_facts(directory: Path) -> tuple[dict[str, Any], TargetFacts]:
@@ -54,10 +46,15 @@ def mtp_state(directory: Path) -> dict[str, Tensor]:
     """
     facts = read_facts(directory)[1]
     family, tensors = mtp_family(facts.family), dict[str, Tensor]()
-    for file, names in tensor_names(directory).items():
+    for file in checkpoint_files(directory):
         with open_tensors(file, REMEDY) as opened:
-            tensors |= {name: opened.get_tensor(name) for name in family.own(names, facts.num_layers or 0)}
+            tensors |= {name: opened.get_tensor(name) for name in family.own(opened.keys(), facts.num_layers or 0)}
     return family.from_file(tensors, facts.num_layers or 0)
+
+
+def head_package(directory: Path, format: str) -> Package:
+    """Read what a format reads of a head's directory: of a checkpoint with an MTP module, that alone."""
+    return Package({}, mtp_state(directory)) if format == MTP else foreign_package(directory)
 
 
 def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
@@ -70,7 +67,10 @@ def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
         InputError: as of `mtp_state`; the disk has no room for what is written.
     """
     raw, facts = read_facts(source)
-    family, num_layers, files = mtp_family(facts.family), facts.num_layers or 0, tensor_names(source)
+    family, num_layers, files = mtp_family(facts.family), facts.num_layers or 0, dict[Path, list[str]]()
+    for file in checkpoint_files(source):
+        with open_tensors(file, REMEDY) as opened:
+            files[file] = list(opened.keys())
     every = [name for names in files.values() for name in names]
     own = set(family.own(every, num_layers))
     # The layout of the module in place of which it stands, else of the target's layers: Qwen3.5's differ.
@@ -92,10 +92,10 @@ def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
             # vLLM and SGLang read all tensors of a file, whatever the index says, SGLang's files in no fixed order: an
             # old tensor left in it could replace the new one.
             with open_tensors(file, REMEDY) as opened:
-                _write(directory / name, {name: opened.get_tensor(name) for name in kept}, opened.metadata())
+                write_tensors(directory / name, {name: opened.get_tensor(name) for name in kept}, opened.metadata())
         weight_map |= dict.fromkeys(kept, name)
     shard = SHARD if SHARD not in weight_map.values() else f"new-{SHARD}"
-    _write(directory / shard, tensors, {"format": "pt"})
+    write_tensors(directory / shard, tensors, {"format": "pt"})
     weight_map |= dict.fromkeys(tensors, shard)
     total = sum((directory / name).stat().st_size for name in set(weight_map.values()))
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
@@ -103,9 +103,3 @@ def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
         weights = file.name.endswith((*KINDS, ".index.json"))
         if file.is_file() and not weights and not file.name.startswith(".") and file.name != "config.json":
             link_file(file, directory / file.name)
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> None:
-    """Write weights that others may read: safetensors keeps them from it, and a server often runs as somebody else."""
-    write_tensors(path, tensors, metadata)
-    path.chmod((path.parent / "config.json").stat().st_mode)
