@@ -120,7 +120,7 @@ endif
 ifneq ($(filter llamacpp,$(ENGINES)),)
 	DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads DRAFTSMITH_LLAMA_SERVER=$(CURDIR)/$(ENGINE_ENVS)/llamacpp/bin/llama-server \
 		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/llamacpp_gate_test.py \
-		tests/engines/llamacpp_families_test.py $(PYTEST_ARGS)
+		tests/engines/llamacpp_families_test.py tests/engines/llamacpp_mtp_test.py $(PYTEST_ARGS)
 endif
 
 # NAME.txt is what its code imports; NAME.hashed.txt, where there is one, what is installed by its hash; NAME.sh repairs.

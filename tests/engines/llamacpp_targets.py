@@ -87,7 +87,8 @@ def write_target(family: str, directory: Path) -> Path:
 def convert(converter: Path, directory: Path, file: Path) -> Path:
     """Write a target as GGUF with llama.cpp's own converter, in float32."""
     # A config of Qwen3.5 without MTP layers asserts otherwise.
-    without = ["--no-mtp"] if "qwen3_5" in (directory / "config.json").read_text() else []
+    config = (directory / "config.json").read_text()
+    without = ["--no-mtp"] if "qwen3_5" in config and "mtp_num_hidden_layers" not in config else []
     words = [sys.executable, "-c", CONVERT, str(converter), str(directory), "--outfile", str(file), "--outtype", "f32"]
     made = subprocess.run([*words, *without], capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr[-3000:]
