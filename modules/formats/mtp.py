@@ -85,14 +85,14 @@ def _renamed(name: str, names: Iterable[tuple[str, str]]) -> str:
 OUTER = ("enorm.", "hnorm.", "eh_proj.", "norm.")
 QWEN = (
     *zip(OUTER, ("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), strict=True),
-    ("layer.layer.", "layers.0."),
+    ("layer.", "layers.0."),
 )
-NEXTN = (*zip(OUTER, (*OUTER[:3], "shared_head.norm."), strict=True), ("layer.layer.", ""))
+NEXTN = (*zip(OUTER, (*OUTER[:3], "shared_head.norm."), strict=True), ("layer.", ""))
 MIMO = (
     *zip(OUTER, (*OUTER[:3], "final_layernorm."), strict=True),
-    ("layer.layer.post_attention_layernorm.", "pre_mlp_layernorm."),
-    ("layer.layer.self_attn.sinks", "self_attn.attention_sink_bias"),
-    ("layer.layer.", ""),
+    ("layer.post_attention_layernorm.", "pre_mlp_layernorm."),
+    ("layer.self_attn.sinks", "self_attn.attention_sink_bias"),
+    ("layer.", ""),
 )
 FAMILIES = {
     # The layer behind the target's last one.

@@ -54,7 +54,7 @@ def drafts_by_hand(model: Any, head: MtpHead, text: list[int]) -> list[list[int]
     """Draft behind every prefix of a text with transformers' own layer, whole drafts again and again."""
     config = AutoConfig.for_model(**head.config.layer)
     layer = AutoModel.from_config(config, attn_implementation="eager").eval()
-    layer.layers[0].load_state_dict(head.layer.layer.state_dict())
+    layer.layers[0].load_state_dict(head.layer.state_dict())
     layer.norm.load_state_dict(head.norm.state_dict())
     embed, ids = model.get_input_embeddings(), torch.tensor(text)
     states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
