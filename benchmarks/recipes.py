@@ -49,12 +49,19 @@ BASE = "base"
 # The settings that a recipe changes, by the size of the target.
 CONFIGS = {"embedded": "{}-embedded", "smollm2-135m": "smollm2-135m-{}"}
 # Of a kind of head, the method that drafts chains.
-CHAINS = {kind: f"{kind}:k={K}" for kind in ("eagle", "eagle3", "dflash", "dspark")}
+CHAINS = {kind: f"{kind}:k={K}" for kind in ("eagle", "eagle3", "mtp", "dflash", "dspark")}
 CHAINS |= {"medusa": "medusa", "hydra": "hydra"}
 EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
 
 # Beside EAGLE-3.
-KINDS = {"eagle": "EAGLE-1", "medusa": "Medusa-1", "hydra": "Hydra", "dflash": "DFlash", "dspark": "DSpark"}
+KINDS = {
+    "eagle": "EAGLE-1",
+    "medusa": "Medusa-1",
+    "hydra": "Hydra",
+    "mtp": "MTP",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ RECIPES = {
     "vocab-16384": Recipe({"draft_vocab": 16384}),
     **{f"version-{version}": Recipe({"version": version}) for version in ("3", "3-norm", "3.1")},
     "late-layers": Recipe(late=True),
+    "mtp": Recipe(kind="mtp"),  # of a target whose family has such modules
     "other-data": Recipe(other_data=True),
     **{f"dflash-{n}": Recipe({"num_layers": n, "block": K}, kind="dflash") for n in (1, 2, 5)},
     **{f"dspark-{n}": Recipe({"num_layers": n, "block": K}, kind="dspark") for n in (1, 2, 5)},
