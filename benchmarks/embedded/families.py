@@ -40,6 +40,7 @@ from draftsmith.modules.types import InputError
 PROSE = Path(__file__).parents[2] / "data" / "embedded" / "prose"
 # The learning rate of each stage; short ones, so that a killed training loses little.
 RATES = (4e-3, 4e-3, 4e-3, 2e-3, 5e-4)
+TUNING_RATE = 2e-3
 STAGE = Recipe(steps=50, tokens_per_step=1024, warmup=5, decay_from=1.0 - 1e-9, prompt_weight=0.3)
 SHAPE: dict[str, Any] = {
     "hidden_size": 128,
@@ -96,12 +97,14 @@ class FamiliesConfig:
     Attributes:
         output: Directory that receives a directory for each target, with its tokenizer.
         families: Which ones, separated by commas.
+        tuned: Also write NAME-tuned: the target after 50 more steps, on the prompts of the code pair.
         seed: Of the weights and the order of batches.
         num_threads: CPU threads.
     """
 
     output: Path
     families: str = ",".join(FAMILIES)
+    tuned: bool = False
     seed: int = 0
     num_threads: int = 2
 
@@ -114,8 +117,10 @@ def run(config: FamiliesConfig) -> Path:
         raise InputError("families", ", ".join(unknown), f"some of {', '.join(FAMILIES)}", "Change it.")
     make_directory(config.output)
     tokenizer = AutoTokenizer.from_pretrained(str(PROSE / "target"))
-    turns = read_prompts(PROSE / "prompts.jsonl")
-    chosen = fitting([turn for turn in turns if turn.split == "train"], tokenizer)
+    prose, code = (
+        fitting([turn for turn in read_prompts(file) if turn.split == "train"], tokenizer)
+        for file in (PROSE / "prompts.jsonl", PROSE.parent / "prompts.jsonl")
+    )
     for name in names:
         torch.manual_seed(config.seed)
         ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -123,11 +128,19 @@ def run(config: FamiliesConfig) -> Path:
         print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights", flush=True)
         for number, rate in enumerate(RATES):
             recipe = replace(STAGE, lr=rate, seed=config.seed + number)
-            train_stage(model, chosen, config.output / f"{name}-{number}.safetensors", recipe)
+            train_stage(model, prose, config.output / f"{name}-{number}.safetensors", recipe)
         model.generation_config = GenerationConfig(**ends, do_sample=False)
-        model.save_pretrained(config.output / name)
-        tokenizer.save_pretrained(str(config.output / name))
+        save(model, tokenizer, config.output / name)
+        if config.tuned:
+            recipe = replace(STAGE, lr=TUNING_RATE, seed=config.seed + len(RATES))
+            train_stage(model, code, config.output / f"{name}-tuned.safetensors", recipe)
+            save(model, tokenizer, config.output / f"{name}-tuned")
     return config.output
+
+
+def save(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(str(directory))
 
 
 def train_stage(model: PreTrainedModel, rows: list[TokenRow], path: Path, recipe: Recipe) -> None:
