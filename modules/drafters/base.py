@@ -84,6 +84,9 @@ class TargetWeights(Protocol):
     def tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
         """Read its tensors whose names, as in its files but without `model.`, begin with one of these."""
 
+    def mtp(self) -> dict[str, Tensor]:
+        """Read the MTP module that its files hold, under the names of `MtpHead`; empty if they hold none."""
+
     def lm_head(self) -> Tensor:
         """Return its output embedding [V, H]."""
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules.attention import Documents, Entry
@@ -130,7 +130,7 @@ class UnrolledHead(FeatureHead):
     norm: of its last states, with a weight.
     """
 
-    norm: nn.Module
+    norm: Any
 
     ttt_steps: ClassVar[str] = "ttt_steps"
     takes_spans: ClassVar[bool] = True
@@ -196,7 +196,7 @@ class UnrolledHead(FeatureHead):
 
         In validation it also says what drafts of `ttt_steps` tokens would come to.
         """
-        dtype = cast(Tensor, self.norm.weight).dtype
+        dtype = self.norm.weight.dtype
         ttt_steps, measured = settings.num_ttt_steps(step), step is None or step.logged
         pairs = paired(batch, settings.token_mask, self.config, ttt_steps, step)
         device, rows = batch.input_ids.device, slice(pairs.first, pairs.first + pairs.states.shape[1])

@@ -181,7 +181,7 @@ def config_from_json(config_class: type, values: Mapping[str, Any]) -> Any:
         wanted = dict if dataclasses.is_dataclass(kind) else (int, float) if kind is float else kind
         if wanted in (dict, (int, float), int, str, bool) and not isinstance(value, wanted):
             raise TypeError(f"{name}: {value!r}")
-        fields[name] = config_from_json(kind, value) if dataclasses.is_dataclass(kind) else _as_tuple(value)
+        fields[name] = config_from_json(kind, value) if kind is not dict and wanted is dict else _as_tuple(value)
     return config_class(**fields)
 
 

@@ -65,7 +65,7 @@ def layer_settings(text: Mapping[str, Any], kind: Mapping[str, Any]) -> dict[str
     return {**own, "model_type": text["model_type"], **NO_VOCABULARY, "num_hidden_layers": 1, **kind}
 
 
-def native_layer(settings: Mapping[str, Any], num_positions: int) -> tuple[NativeLayer, nn.Module]:
+def native_layer(settings: Mapping[str, Any], num_positions: int) -> tuple[NativeLayer, Any]:
     """Build a decoder layer, and a norm of its width, with random weights.
 
     settings: of a model of this layer alone, as transformers' config classes take them. num_positions: of its tables.
