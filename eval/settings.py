@@ -213,7 +213,7 @@ class CompareConfig:
     """Compares two runs of `draftsmith eval bench` over the prompts that both measured, with paired intervals.
 
     Runs of another target, tokenizer, dtype, of other sampling settings or prompts are refused: their numbers are not
-    of the same thing.
+    of the same thing. Methods of one name are compared, or the only method of each run beside ar.
 
     Attributes:
         runs: directories of the two runs; ratios and differences are those of the second over the first.

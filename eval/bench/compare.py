@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -153,9 +153,8 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
         other = {key for key in asked[0].keys() & asked[1].keys() if asked[0][key] != asked[1][key]}
         base = pair(ours[BASELINE], theirs[BASELINE], other)
         rows = [
-            {"method": label, **compare_method(pair(ours[label], theirs[label], other), base, clock, same_machine)}
-            for label in ours
-            if label in theirs
+            {"method": label, **compare_method(pair(ours[a], theirs[b], other), base, clock, same_machine)}
+            for label, a, b in matched(ours, theirs)
         ]
         speed = [Column("speed", "tokens/s B/A", ".3fx"), Column("speed_ci", "95 % CI", below=True)]
         columns = [
@@ -180,6 +179,15 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
             note += f" Turns left out, as they follow another answer in A than in B: {len(other)}."
         tables.append(Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note))
     return tables
+
+
+def matched(ours: Collection[str], theirs: Collection[str]) -> list[tuple[str, str, str]]:
+    """Return a label and both methods of each pair to compare: those of one name, or the only one of each run."""
+    pairs = [(label, label, label) for label in ours if label in theirs]
+    a, b = ([label for label in run if label != BASELINE] for run in (ours, theirs))
+    if len(a) == len(b) == 1 and a != b:
+        pairs.append((f"{a[0]} (A), {b[0]} (B)", a[0], b[0]))
+    return pairs
 
 
 def pair(ours: Sequence[Row], theirs: Sequence[Row], other: set[tuple[int, int]]) -> tuple[list[Row], list[Row]]:

@@ -15,13 +15,16 @@ from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.eval.check.record import against_model, read_record
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ImportConfig
+from draftsmith.modules.formats import MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.directory import package_directory, read_package, weight_files
 from draftsmith.modules.pretrained.heads import build_head, check_sizes, head_fields, made_with, named_kind, save_head
+from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.stitch import head_package
 from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.types import InputError
 
@@ -35,9 +38,16 @@ def run(config: ImportConfig) -> Path:
     """
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
-    package = read_package(config.directory)
-    foreign = ForeignHead.of(package)
-    format = detect(foreign) if config.format == "auto" else named_format(config.format, foreign)
+    if config.format == MTP:
+        format, package = formats()[MTP, MTP], head_package(model_directory(config.directory), MTP)
+        if not package.tensors:
+            remedy = "Train one: `draftsmith train mtp` begins with random weights."
+            found = f"{config.directory}, without MTP tensors"
+            raise InputError("directory", found, "a target that ships some", remedy)
+    else:
+        package = read_package(config.directory)
+        foreign = ForeignHead.of(package)
+        format = detect(foreign) if config.format == "auto" else named_format(config.format, foreign)
     # Flags of the other kind of head would be ignored.
     other = "target" if format.predicts else "draft"
     if getattr(config, other) is not None:
@@ -81,7 +91,8 @@ def run(config: ImportConfig) -> Path:
         "imported": {
             "producer": format.name,
             "path": config.directory,
-            "sha256": {file.name: file_sha256(file) for file in weight_files(package_directory(config.directory))},
+            # An MTP module is a part of its target's files, whose hashes are in its identity.
+            "sha256": {} if format.name == MTP else hashes(package_directory(config.directory)),
             format.reads: getattr(config, format.reads),
             "notes": list(imported.notes),
             "problems": [f"{problem.where}: {problem.text}" for problem in imported.problems],
@@ -91,6 +102,11 @@ def run(config: ImportConfig) -> Path:
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
     _print_result(config, format, imported)
     return config.output
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """Return the sha256 of a head's weight files."""
+    return {file.name: file_sha256(file) for file in weight_files(directory)}
 
 
 def tied_to_target(imported: ImportedHead, lm_head: Tensor | None) -> list[str]:

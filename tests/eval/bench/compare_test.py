@@ -77,6 +77,14 @@ def test_ratios_differences_and_intervals_by_hand(runs):
     assert row["equal"] == "1 of 2" and rows["ar"]["equal"] == "2 of 2" and rows["ar"]["speed"] == 1.0
 
 
+def test_the_only_methods_of_two_runs_are_compared_whatever_their_names(tmp_path):
+    first = write(tmp_path / "a", {"ar": AR, "mtp:k=5": SLOW})
+    second = write(tmp_path / "b", {"ar": AR, "eagle3:k=5": FAST})
+    (table,) = compare_runs(open_bench(first), open_bench(second))
+    row = table.rows[1]
+    assert row["method"] == "mtp:k=5 (A), eagle3:k=5 (B)" and (row["tau_a"], row["tau_b"]) == (12 / 7, 12 / 6)
+
+
 def test_tokens_per_second_of_different_machines_are_left_out(tmp_path):
     first = write(tmp_path / "a", {"ar": AR, "spec": SLOW})
     for name, changes in (
