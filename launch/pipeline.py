@@ -237,7 +237,7 @@ def variables(plan: Mapping[str, Any], given: Sequence[str], output: Path) -> di
         "llama_server": Computed(has_llama_server),
         "package": Computed(lambda name: as_text(find_spec(name) is not None)),
         "kind": Computed(kind_of_head),
-        "ships_mtp": Computed(ships_mtp),
+        "ships_mtp": Computed(with_mtp),
         "fastest": Computed(fastest_methods),
     }
     for name, default in defaults.items():
@@ -330,12 +330,12 @@ def kind_of_head(directory: str) -> str:
     return kind
 
 
-def ships_mtp(target: str) -> str:
-    """Return whether a target's files hold an MTP module of a known family."""
+def with_mtp(target: str) -> str:
+    """Return whether a target's files hold an MTP module."""
     from draftsmith.modules.pretrained.hub import model_directory
-    from draftsmith.modules.pretrained.stitch import mtp_names
+    from draftsmith.modules.pretrained.stitch import ships_mtp
 
-    return as_text(bool(mtp_names(model_directory(target))))
+    return as_text(ships_mtp(model_directory(target)))
 
 
 def fastest_methods(directory: str) -> str:

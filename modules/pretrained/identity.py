@@ -22,6 +22,7 @@ import torch
 from draftsmith.modules.pretrained.checkpoint import FLOATS, REMEDY, checkpoint_files, read_model_json
 from draftsmith.modules.pretrained.files import CannotWrite, cache_folder, make_directory, write_json
 from draftsmith.modules.pretrained.reading import open_tensors
+from draftsmith.modules.targets.shape import text_config
 
 VERSION = 1  # of a cached file's content
 THREADS = 4  # each reads and hashes one tensor at a time, about 1 GB/s
@@ -40,6 +41,9 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 
+# Fields of config.json with the number of MTP modules.
+MTP_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+
 logger = logging.getLogger("draftsmith")
 SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "split_special_tokens", "do_lower_case")
 
@@ -55,14 +59,17 @@ class TensorDigest(NamedTuple):
 def model_identity(directory: Path, config: Mapping[str, Any], outputs: Iterable[str]) -> dict[str, str]:
     """Hash a model's config, tensors, output embedding and own code, independent of engine, dtype and sharding.
 
+    An MTP module in the same files is no part of it: another one drafts for the same model.
+
     config: config.json. outputs: names that the output embedding may have in the files, the likeliest first.
     """
+    last = text_config(config).get("num_hidden_layers")
     # inv_freq is computed, and stored by old versions of transformers only.
     by_name = {
         _bare_name(name): digest
         for file in checkpoint_files(directory)
         for name, digest in file_digests(file).items()
-        if not name.endswith("rotary_emb.inv_freq")
+        if not name.endswith("rotary_emb.inv_freq") and not _bare_name(name).startswith(("mtp.", f"layers.{last}."))
     }
     # Files of a model that ties its embeddings may hold the output embedding or not: a copy is not counted.
     others = {digest for name, digest in by_name.items() if not name.endswith(OUTPUT_NAMES)}
@@ -88,9 +95,12 @@ def captured(identity: Mapping[str, str], layers: Sequence[int]) -> dict[str, st
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Hash config.json without the bookkeeping fields that saving changes."""
-    skipped = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
-    return _hash({key: value for key, value in config.items() if key not in skipped})
+    """Hash config.json without the bookkeeping fields that saving changes, and the numbers of MTP modules."""
+    skipped = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", *MTP_COUNTS)
+    kept = {key: value for key, value in config.items() if key not in skipped}
+    if isinstance(text := kept.get("text_config"), dict):
+        kept["text_config"] = {key: value for key, value in text.items() if key not in MTP_COUNTS}
+    return _hash(kept)
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.modules.formats import MTP
 from draftsmith.modules.formats.base import Package, TargetFacts
-from draftsmith.modules.formats.mtp import EXPERT, mtp_family
+from draftsmith.modules.formats.mtp import EXPERT, FAMILIES, mtp_family
 from draftsmith.modules.pretrained.checkpoint import (
     CONFIG,
     INDEX,
@@ -36,6 +36,18 @@ def read_facts(directory: Path) -> tuple[dict[str, Any], TargetFacts]:
     raw = read_model_json(directory / "config.json", CONFIG)
     check_unquantized(directory, raw)
     return raw, TargetFacts(raw)
+
+
+def ships_mtp(directory: Path) -> bool:
+    """Return whether a checkpoint holds an MTP module of a family that is known here."""
+    facts = TargetFacts(read_model_json(directory / "config.json", CONFIG))
+    if facts.family not in FAMILIES:
+        return False
+    for file in checkpoint_files(directory):
+        with open_tensors(file, REMEDY) as opened:
+            if FAMILIES[facts.family].own(opened.keys(), facts.num_layers or 0):
+                return True
+    return False
 
 
 def mtp_state(directory: Path) -> dict[str, Tensor]:

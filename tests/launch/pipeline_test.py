@@ -29,7 +29,7 @@ SHIPPED = {
 def no_server_and_no_head(monkeypatch):
     monkeypatch.setattr(pipeline, "has_llama_server", lambda: "true")
     monkeypatch.setattr(pipeline, "kind_of_head", lambda directory: "eagle3")
-    monkeypatch.setattr(pipeline, "ships_mtp", lambda target: "true")
+    monkeypatch.setattr(pipeline, "with_mtp", lambda target: "true")
 
 
 def stages_of(name: str, given: list[str] = []) -> list[Stage]:  # noqa: B006  # never changed
