@@ -317,7 +317,16 @@ def _draftable(
     return softmax_(drafted), share, first, known
 
 
-# -- DFlash, DSpark
+# -- DFlash, DFlash2, DSpark
+
+
+class Selection(NamedTuple):
+    """Selector of a block drafter: z [N, r] of the predictions, a table [V, r], its candidates, its loss's weight."""
+
+    z: Tensor
+    successors: Tensor
+    top_k: int
+    weight: float
 
 
 def compare_blocks(
@@ -333,6 +342,7 @@ def compare_blocks(
     l1: float,
     log_counts: Tensor | None = None,
     own_loss: TokenLoss | None = None,
+    selection: Selection | None = None,
 ) -> Measured:
     """Sum w (ce * -log q(label) + l1 * sum_v |p_v - q_v|) over N predictions, with p at P positions of the text.
 
@@ -340,11 +350,12 @@ def compare_blocks(
     [N, H]. position: [N] int64 on the host, the number of each prediction's position, ascending from 0 without gaps:
     blocks overlap, and p is computed once for a position. labels: [N], the text's tokens there. weights: [N]. markov:
     z [N, r] and W2 [V, r], which add W2 z to the draft's logits. ce, l1: weights of the two terms. log_counts: of
-    `Columns`, if lm_head, W2 and labels cover these only. own_loss: takes the place of both terms.
+    `Columns`, if lm_head, W2 and labels cover these only. own_loss: takes the place of both terms. selection: adds the
+    selector's loss, and what is accepted is what it chooses.
     """
     measures: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def loss(hidden: Tensor, position: Tensor, labels: Tensor, weights: Tensor, *markov: Tensor) -> Iterator[Tensor]:
+    def loss(hidden: Tensor, position: Tensor, labels: Tensor, weights: Tensor, *more: Tensor) -> Iterator[Tensor]:
         begin, end = int(position[0]), int(position[-1]) + 1
         own = to_device(position - begin, hidden.device)  # [C]
         with torch.no_grad():
@@ -353,7 +364,8 @@ def compare_blocks(
             p = softmax_(target_logits if log_counts is None else target_logits + log_counts)[own]  # [C, V]
         logits = wide(lm_head(hidden.to(wanted.dtype)))  # [C, V]
         if markov:
-            logits += F.linear(*markov)
+            logits += F.linear(*more)
+        selected = None if selection is None else select(logits, *more, selection.top_k, p, first)
         right = logits.argmax(-1) == first
         if log_counts is not None:
             logits = logits + log_counts
@@ -363,13 +375,47 @@ def compare_blocks(
         else:
             values, q = divergence_of(own_loss, logits, p)
             apart = (q - p).abs().sum(-1)
-        measures.append((1 - apart.detach() / 2, right, q.gather(1, labels[:, None])[:, 0]))
+        accepted = 1 - apart.detach() / 2
+        if selected is not None and selection is not None:
+            entropy, accepted, right = selected
+            values = values + selection.weight * entropy
+        measures.append((accepted, right, q.gather(1, labels[:, None])[:, 0]))
         yield (values * weights).sum()
 
-    z, w2 = ([markov[0]], [markov[1]]) if markov else ([], [])
-    total = chunked(loss, vocab_size, [hidden, position, labels, weights, *z], w2)
+    z, table = (markov or selection or (None, None))[:2]
+    given = [] if z is None else [z]
+    total = chunked(loss, vocab_size, [hidden, position, labels, weights, *given], [] if table is None else [table])
     accepted, right, label_prob = (torch.cat(parts) for parts in zip(*measures, strict=True))
     return Measured(total, accepted, right, torch.empty(0), label_prob)
+
+
+def select(
+    logits: Tensor, z: Tensor, successors: Tensor, top_k: int, p: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the cross-entropy [C] of a selector with the target's first choice, and of what it drafts the overlap with
+    p [C, V] and whether its first choice is the target's, [C] each.
+
+    Where `first` [C] is not among the K likeliest tokens by logits [C, V] it takes the last one's place in the
+    cross-entropy, and in nothing else. z: [C, r].
+    """
+    top_k = min(top_k, logits.shape[-1])
+    with torch.no_grad():
+        candidates = logits.topk(top_k).indices  # [C, K]
+        last = torch.where((candidates == first[:, None]).any(1), candidates[:, -1], first)
+        trained = torch.cat([candidates[:, :-1], last[:, None]], 1)
+        place = (trained == first[:, None]).int().argmax(1)
+
+    def scores(tokens: Tensor) -> Tensor:
+        # The gradient of `gather` would want logits, whose memory `compare` takes.
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        return logits[rows, tokens] + (z[:, None] * successors[tokens]).sum(-1)
+
+    entropy = F.cross_entropy(scores(trained), place, reduction="none")
+    with torch.no_grad():
+        served = scores(candidates)
+        overlap = torch.minimum(served.softmax(-1), p.gather(1, candidates)).sum(-1)
+        right = candidates.gather(1, served.argmax(-1, keepdim=True))[:, 0] == first
+    return entropy, overlap, right
 
 
 def reach_weights(label_prob: Tensor, block: Tensor, token: Tensor, counted: Tensor) -> Tensor:

@@ -302,10 +302,10 @@ def check_served(config: CheckConfig, ours: OurDrafter) -> None:
     if config.p_min and not getattr(ours.drafter.config, "confidence", False):
         found = f"{config.p_min:g} for a {ours.kind} drafter without confidences"
         raise InputError("p_min", found, "a DSpark head with a confidence head", "Leave it out.")
-    if (config.engine, ours.kind, config.server) == ("vllm", "dspark", None):
+    if config.engine == "vllm" and ours.kind in ("dflash2", "dspark") and config.server is None:
         words = [str(engine_python(config.engine_path)), "-c", "import triton"]
         if subprocess.run(words, capture_output=True, check=False).returncode:
-            expected = "Triton, with which alone vLLM drafts as DSpark"
+            expected = "Triton, with which alone vLLM drafts as DSpark and DFlash2"
             remedy = "Pass --server of a vLLM on a GPU, or check the head with --engine llamacpp."
             raise InputError("engine", "a vLLM without Triton", expected, remedy)
 

@@ -255,6 +255,6 @@ def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMe
     value = "" if ttt_steps is None else f" ({head.ttt_steps} was {ttt_steps})"
     advice = f"it has not learned to read its own states{value}. Train on more, --{head.ttt_steps} 3 or 7, or longer."
     if isinstance(head.config, BlockConfig):
-        more = "" if head.config.markov_rank else ", or a head that sees the tokens before a slot (train dspark)"
+        more = "" if getattr(head, "sequential", None) else ", or a head that sees the tokens before (train dspark)"
         advice = f"slots far from the anchor know less of what precedes them. Train longer{more}."
     yield Finding("depth", text, lost if unsound(agreement) else 0.0, advice, generic=True)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 # Kind of each trained drafter -> module of this package, and its line of help.
 HEADS = {
     "dflash": ("block.head", "DFlash: drafts a whole block in one pass, each token from its slot (Chen et al. 2026)."),
+    "dflash2": (
+        "block.head",
+        "DFlash2: drafts a block in one pass, its tokens chosen in order among the likeliest (z-lab/dflash 2026).",
+    ),
     "draft": (
         "draft_model",
         "Draft model: some of the target's layers, distilled on its answers (DistillSpec, Zhou et al. 2023).",

@@ -347,8 +347,42 @@ class DFlashSettings(BlockSettings):
     l1_weight: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Settings(DFlashSettings):
+    """Train a DFlash2 head: DFlash with convolutions over a block's slots, and a selector that chooses each token among
+    its slot's likeliest, by the token before.
+
+    Attributes:
+        selector_rank: Width of the selector's two tables, of a row for each token. Default: 64, or as the head it
+            starts from.
+        selector_top_k: Tokens that it chooses among; no other is drafted. Default: 16, or as the head it starts from.
+        selector_weight: Loss weight of its cross-entropy with the target's first choice, which takes the last
+            candidate's place where it is none.
+        conv_kernel: Slots that a convolution reads. Default: 2, or as the head it starts from.
+        conv_group: Channels that share a kernel's part that depends on the slot. Default: 16, or as the head it starts
+            from.
+    """
+
+    new: ClassVar[dict[str, Any]] = DFlashSettings.new | {"selector_rank": 64, "selector_top_k": 16}
+    new |= {"conv_kernel": 2, "conv_group": 16}
+    help_rarely: ClassVar[tuple[str, ...]] = (*BlockSettings.help_rarely, "markov_rank", "conv_kernel", "conv_group")
+
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    selector_weight: float = 1.0
+    conv_kernel: int | None = None
+    conv_group: int | None = None
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, selector_rank=1, selector_top_k=1, selector_weight=0.0, conv_kernel=1, conv_group=1)
+
+
 SETTINGS: dict[str, type] = {
     "dflash": DFlashSettings,
+    "dflash2": DFlash2Settings,
     "draft": DraftModelSettings,
     "dspark": DSparkSettings,
     "eagle": EagleSettings,

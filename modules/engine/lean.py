@@ -214,7 +214,12 @@ def _fuse(linears: Sequence[nn.Linear], share: bool, make_linear: MakeLinear) ->
 
 
 class LeanLayer:
-    """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place."""
+    """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place.
+
+    unit: rows that belong together, of which the MLP is given whole ones.
+    """
+
+    unit = 1
 
     def __init__(self, layer: DecoderLayer | PairLayer, make_linear: MakeLinear = LeanLinear, share: bool = False):
         """share: see `_fuse`."""
@@ -257,7 +262,7 @@ class LeanLayer:
         rows = self._attend(rows, batch, cos, sin, cache, index, mask, causal)
         if len(rows) <= MLP_ROWS:
             return self._mlp(rows)
-        for part in rows.split(MLP_ROWS):
+        for part in rows.split(MLP_ROWS // self.unit * self.unit):
             part.copy_(self._mlp(part))
         return rows
 

@@ -20,6 +20,7 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
     from draftsmith.modules.formats.block import BlockFormat
     from draftsmith.modules.formats.eagle1 import Eagle1Format
     from draftsmith.modules.formats.eagle3 import Eagle3Format
+    from draftsmith.modules.formats.llama import BLOCK_KINDS
     from draftsmith.modules.formats.medusa import Medusa
     from draftsmith.modules.formats.mtp import MtpFormat
     from draftsmith.modules.formats.specdec_pp import SpecDecPP
@@ -31,7 +32,7 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
         *(Eagle3Format(row) for row in EAGLE3_ROWS),
         Medusa(),
         MtpFormat(),
-        *(BlockFormat(row) for kind in ("dflash", "dspark") for row in block_rows(kind)),
+        *(BlockFormat(row) for kind in BLOCK_KINDS for row in block_rows(kind)),
     )
     return {(format.name, format.kind): format for format in known}
 

@@ -1,21 +1,22 @@
-"""DFlash and DSpark heads in the directories of other systems: tensor names, the target's layers, the block's layout.
+"""DFlash, DFlash2 and DSpark heads in other systems' directories: names, the target's layers, the block's layout.
 
-Specified by deepseek-ai/DeepSpec (modeling/dspark), z-lab/dflash, vLLM 0.32 (qwen3_dflash.py, qwen3_dspark.py), SGLang
-0.5.23 (models/dflash.py, models/dspark.py), speculators 0.9.0 (models/dflash, models/dspark) and ModelOpt 0.47
-(export/plugins/hf_spec_export.py).
+Specified by deepseek-ai/DeepSpec (modeling/dspark), z-lab/dflash, vLLM 0.33 (qwen3_dflash.py, qwen3_dflash2.py,
+qwen3_dspark.py), SGLang 0.5.23 (models/dflash.py, models/dspark.py), speculators 0.9.0 (models/dflash, models/dflash2,
+models/dspark) and ModelOpt 0.47 (export/plugins/hf_spec_export.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.block.net import BlockConfig, default_layers
+from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, default_layers
 from draftsmith.modules.formats.base import same_values
 from draftsmith.modules.formats.llama import (
     UNSUPPORTED,
@@ -40,6 +41,10 @@ from draftsmith.modules.types import InputError
 #   markov_head.gate_proj.{weight,bias}               [r, H + r]   of a gated one
 #   markov_head.joint_proj.{weight,bias}              [3r, 2r + H] of an rnn
 #   confidence_head.proj.{weight,bias}                [1, H + r]
+#   layers.{i}.{attention,mlp}_conv.base_kernel       [2, k, H]    of DFlash2, as all below: before and behind
+#   layers.{i}.{attention,mlp}_conv.kernel_projection.weight       [2 k H / group, H]
+#   candidate_selector.{predecessor,successor}_codebook    [V, r]
+#   candidate_selector.hidden_projection.weight       [r, H]
 OUTPUTS = "target_layer_ids"  # number k is the output of layer k, our number k + 1
 STATES = "aux_hidden_state_layer_ids"  # number k is the state after k layers, as in ours
 # ModelOpt's names of the Markov and confidence heads.
@@ -51,7 +56,14 @@ FLAT = {
 CONTEXT = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
 TURNED = re.compile(r".*\.[qk]_(proj\.(weight|bias)|norm\.weight)")  # rows in the order of the rotary pairs
 # Weights that read the states after the last norm; of the last one they are the last columns, else the first.
-READ_STATE = ("confidence_head.proj.weight", "markov_head.gate_proj.weight", "markov_head.joint_proj.weight")
+READ_STATE = (
+    "confidence_head.proj.weight", "markov_head.gate_proj.weight", "markov_head.joint_proj.weight",
+    "candidate_selector.hidden_projection.weight",
+)  # fmt: skip
+# Fields of a DFlash2 head by ours, and those that would change what its selector adds to, with their plain values.
+SELECTOR = {"conv_kernel": "conv_kernel_size", "conv_group": "conv_group_size"}
+SELECTOR |= {name: name for name in ("selector_rank", "selector_top_k")}
+SCALES, SOFTCAP = {"input_embedding_scale": 1.0, "output_multiplier": 1.0}, "final_logit_softcapping"
 NON_CAUSAL = "sliding_window_non_causal"  # of speculators
 # Copies of the target's weights that speculators' files may have.
 OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
@@ -113,10 +125,10 @@ class BlockFormat(LlamaFormat):
             default = f"{DEFAULT_BLOCK}, the default of TorchSpec and llama.cpp"
             files.notes.append(f"block_size is not in config.json: {default}")
         block_size = DEFAULT_BLOCK if raw.get("block_size") is None else positive(raw, "block_size", DEFAULT_BLOCK)
-        confidence = self._confidence(files, rank)
+        confidence, make = self._confidence(files, rank), self._config(files)
         # The latter is ModelOpt's.
         first = raw.get("sample_from_anchor", raw.get("shift_label"))
-        return BlockConfig(
+        return make(
             llama=dataclasses.replace(
                 llama,
                 max_position=files.longest_text(llama),
@@ -133,6 +145,17 @@ class BlockFormat(LlamaFormat):
             markov_type=raw.get("markov_head_type") or "vanilla",
             confidence=confidence,
         )
+
+    def _config(self, files: HeadFiles) -> Callable[..., BlockConfig]:
+        """Return what makes the head's config. A DFlash2 head that scales other than its target is refused."""
+        if self.kind != "dflash2":
+            return BlockConfig
+        raw = files.raw
+        capped = (raw if files.target is None else files.target.text).get(SOFTCAP)
+        for name, plain in (SCALES | {SOFTCAP: capped}).items():
+            if (raw.get(name) or plain) != plain:
+                raise InputError(f"config.json, {name}", raw[name], f"{plain}, as our drafter has", UNSUPPORTED)
+        return partial(DFlash2Config, **{ours: positive(raw, theirs, 0) for ours, theirs in SELECTOR.items()})
 
     def _confidence(self, files: HeadFiles, rank: int) -> bool:
         """Return whether the head has a confidence head; give one that reads the state alone zeros for the rest."""

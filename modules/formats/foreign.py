@@ -13,12 +13,13 @@ from typing import Any
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import HeadFormat, Package
 from draftsmith.modules.formats.block import CONTEXT, FLAT, settings
-from draftsmith.modules.formats.llama import IDS, architecture, flat, inner_object
+from draftsmith.modules.formats.llama import BLOCK_KINDS, IDS, architecture, flat, inner_object
 from draftsmith.modules.formats.systems import EAGLE3, LFM2, SGLANG_EAGLE, TYPE
 from draftsmith.modules.types import InputError
 
-CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DSpark or Medusa head, or an acceptance head of SpecDec_pp"
+CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DFlash2, DSpark or Medusa head, or an acceptance head of SpecDec_pp"
 NOT_YET = "Importing it is not supported yet."
+SELECTS = r"candidate_selector\.predecessor_codebook$"  # of DFlash2
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ForeignHead:
 
     @property
     def block(self) -> str:
-        """The kind of a block drafter, `dflash` or `dspark`; empty for any other head.
+        """The kind of a block drafter, `dflash`, `dflash2` or `dspark`; empty for any other head.
 
         One norm of all features stands beside the layers; EAGLE-3 has it inside its first layer.
         """
@@ -70,6 +71,8 @@ class ForeignHead:
         inner = inner_object(self.config, "dflash_config")
         ranked = self.config.get("markov_rank") or inner.get("markov_rank")
         parts = self.has(r"markov_(head\.|w1\.)|confidence_(head|proj)\.")
+        if name.startswith("dflash2") or self.has(SELECTS):
+            return "dflash2"
         return "dspark" if ranked or parts else "dflash"
 
     @property
@@ -130,7 +133,7 @@ def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
     remedy = "It needs no import: pass it with --draft or --acceptance, or write it for others with draftsmith export."
     yield "one of draftsmith's own heads", own, remedy
     speculators = config.get("speculators_model_type", "eagle3" if "speculators_config" not in config else None)
-    unread = speculators not in ("eagle3", "dflash", "dspark")
+    unread = speculators not in ("eagle3", *BLOCK_KINDS)
     yield "a head of speculators of a kind that is not read", unread, NOT_YET
     yield "Medusa heads with the whole model around them", foreign.has(r"medusa_head\."), NOT_YET
     hydra = "hydra_head_arch" in config or foreign.has(r"hydra_mlp\.|input_embed_fn\.")
@@ -139,7 +142,7 @@ def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
     domino = "domino" in name or foreign.has(r"prefix_gru\.")
     yield "a DFlash head with a recurrent network over its drafts (Domino)", domino, NOT_YET
     yield "a head with latent attention (MLA)", foreign.has(r".*\.kv_a_proj_with_mqa\."), NOT_YET
-    conv = foreign.has(r"candidate_selector\.|selector_hidden\.|.*conv_(base|proj)")
+    conv = foreign.has(r"candidate_selector\.|selector_hidden\.|.*conv_(base|proj)") and not foreign.has(SELECTS)
     other = any(word in name for word in ("dflash", "dspark")) and not foreign.block
     yield "a block drafter whose layers are not Qwen3's", other or (conv and bool(foreign.block)), NOT_YET
     yield "a causal language model", causal_lm(foreign), "A whole model drafts as it is: pass it with --draft."

@@ -56,7 +56,7 @@ PLAIN_VALUES: dict[str, Any] = {
 }
 # Fields that change a distribution and not its first choice.
 OF_LOGITS = ("output_multiplier", "final_logit_softcapping", "logits_scaling", "lm_head_multiplier")
-BLOCK_KINDS = ("dflash", "dspark")
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 IDS = "eagle_aux_hidden_state_layer_ids"
 VLLM_READS = ("vllm", "speculators")  # formats
 UNSUPPORTED = "Such heads are not supported."
@@ -404,7 +404,7 @@ class LlamaFormat(HeadFormat):
             files.tensors = self.scaled(files.tensors, 1 / target.scale)
         if target is not None and target.window and not config.llama.sliding_window and self.name in VLLM_READS:
             files.notes.append(f"vLLM gives the head the target's window of {target.window} tokens")
-        if target is not None and target.left_out and self.kind != "eagle3":
+        if target is not None and target.left_out and self.kind not in ("eagle3", "dflash2"):
             files.notes.append(f"{self.system} drafts from logits without the target's {target.left_out}")
         # A setting that this system does not compute with.
         for name, value, expected, _ in list(self.row.refused(self.row, config, None))[:1]:

@@ -4,8 +4,8 @@ Functions stand where systems compute differently. Sources:
 
 SafeAILab/EAGLE at cb7e084: eagle/model/cnets1.py, cnets.py, configs.py. It ignores unknown tensors (`strict=False`) and
     the fields that later systems added, and reads the target's layers 2, L/2 and L-3 always.
-vLLM 0.33.0: models/llama_eagle.py, llama_eagle3.py, qwen3_dflash.py, qwen3_dspark.py, utils.py. An unknown tensor stops
-    it, unless it is a bias or a rotary buffer.
+vLLM 0.33.0: models/llama_eagle.py, llama_eagle3.py, qwen3_dflash.py, qwen3_dflash2.py, qwen3_dspark.py, utils.py. An
+    unknown tensor stops it, unless it is a bias or a rotary buffer.
 SGLang 0.5.23: models/llama_eagle.py, llama_eagle3.py, dflash.py, dspark.py, speculative/. It ignores unknown tensors
     but in block drafters.
 speculators 0.9.0: config.py, model.py, models/. The layer's settings are an object inside `config.json`.
@@ -32,7 +32,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats.base import Served, TargetFacts
-from draftsmith.modules.formats.block import NON_CAUSAL, OUTPUTS, STATES
+from draftsmith.modules.formats.block import NON_CAUSAL, OUTPUTS, SELECTOR, SOFTCAP, STATES
 from draftsmith.modules.formats.eagle3 import default_layers, layer_ids
 from draftsmith.modules.formats.families import VLLM as VLLM_FAMILIES
 from draftsmith.modules.formats.llama import (
@@ -160,6 +160,9 @@ def whole_rotation(system: System, config: Any, target: TargetFacts | None) -> I
 def speculators_block_refused(system: System, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
     yield from block_refused(system, config, target)
     yield from whole_rotation(system, config, target)
+    if system.kind == "dflash2" and target is not None and target.left_out:
+        expected = f"none: {system.system} gives it no field, and the selector adds to the logits"
+        yield "target", f"a target with a {target.left_out}", expected, OTHERS_SGLANG
 
 
 def sglang_eagle3_refused(system: System, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
@@ -188,13 +191,13 @@ def llamacpp_eagle3_refused(system: System, config: Eagle3Config, target: Target
 
 
 def block_refused(system: System, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
-    if system.kind == "dflash":
+    if system.kind != "dspark":
         if config.layout != "fill-in":
-            expected = f"fill-in: {system.system} samples no DFlash block from its anchor"
+            expected = f"fill-in: {system.system} samples no block of this kind from its anchor"
             yield "layout", config.layout, expected, "Train it with --layout fill-in, or `train dspark`."
         if config.markov_rank or config.confidence:
             found = config.markov_rank or config.confidence
-            yield "markov_rank, confidence", found, "neither in a DFlash head", "Train it as `train dspark`."
+            yield "markov_rank, confidence", found, f"neither in a {system.kind} head", "Train it as `train dspark`."
     elif not config.markov_rank:
         expected = f"a Markov head: {system.system} refuses DSpark without one"
         yield "markov_rank", 0, expected, "Train it with --markov-rank 64, or `train dflash`."
@@ -256,7 +259,7 @@ def vllm_problems(files: HeadFiles) -> Wrong:
         return {**wrong, "layer_types": (short, "raises: effective_layer_idx is out of bounds. Remove the field")}
     slides = "sliding_attention" in (raw.get("layer_types") or [])
     # transformers_utils/configs/speculators/algos.py, update_dflash.
-    other = kind != "eagle3" and raw.get(TYPE) == "dflash" and bool(raw.get(NON_CAUSAL, True)) == slides
+    other = kind != "eagle3" and raw.get(TYPE) in ("dflash", "dflash2") and bool(raw.get(NON_CAUSAL, True)) == slides
     text = f"lays {'bidirectional' if slides else 'causal'} blocks: write {str(not slides).lower()}"
     return {**wrong, NON_CAUSAL: (other, text)}
 
@@ -396,15 +399,24 @@ def block_switches(system: System, config: BlockConfig) -> dict[str, Any]:
     return switches
 
 
+def selector_fields(system: System, config: BlockConfig) -> dict[str, int]:
+    """Return the sizes of a DFlash2 head's convolutions and selector."""
+    return {theirs: getattr(config, ours) for ours, theirs in SELECTOR.items()} if system.kind == "dflash2" else {}
+
+
 def block_fields(system: System, config: BlockConfig, dtype: torch.dtype, target: TargetFacts | None) -> dict[str, Any]:
     """Return what vLLM and SGLang both read."""
     own = {"mask_token_id": config.mask_token, OUTPUTS: [number - 1 for number in config.aux_layers]}
+    own |= selector_fields(system, config)
+    capped = None if target is None else target.text.get(SOFTCAP)
+    if system.kind == "dflash2" and capped:
+        own[SOFTCAP] = capped
     return {
         **qwen3_fields(config, dtype),
         "architectures": [BLOCK_CLASSES[system.kind][0]],
         "num_target_layers": None if target is None else target.num_layers,
         "block_size": config.block_size,
-        **({"dflash_config": own} if system.kind == "dflash" else own),
+        **(own if system.kind == "dspark" else {"dflash_config": own}),
         **block_switches(system, config),
         **({"gguf": "dflash"} if system.name == "llamacpp" else {}),
     }
@@ -453,6 +465,7 @@ def speculators_block_fields(
         NON_CAUSAL: config.llama.sliding_window is None,
         "tie_word_embeddings": False,
         **block_switches(system, config),
+        **selector_fields(system, config),
     }
 
 
@@ -502,6 +515,7 @@ def safeailab_command(kind: str, served: Served) -> str:
 
 def vllm_command(method: str, served: Served) -> str:
     """Return the command that serves a drafter by a method of vLLM's speculative config: a kind, or draft_model."""
+    method = method.replace("dflash2", "dflash")
     options = {"method": method, "model": served.directory, "num_speculative_tokens": served.num_drafted}
     # Classes without the interface of EAGLE-3 give no states of their layers; transformers' models all do.
     others = method not in ("eagle", "draft_model") and served.family not in {"", *VLLM_FAMILIES}
@@ -515,6 +529,7 @@ def sglang_command(kind: str, served: Served) -> str:
     if kind == "eagle3" and served.window:
         # Of tokens before the one that attends (radix attention's window_left).
         chain += f" --speculative-draft-window-size {served.window - 1}"
+    kind = kind.replace("dflash2", "dflash")
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(served.model)}"
         f" --speculative-algorithm {kind.upper()} --speculative-draft-model-path {shlex.quote(served.directory)}"
@@ -531,8 +546,12 @@ def llamacpp_command(kind: str, served: Served) -> str:
 # -- the table
 
 LFM2 = "Lfm2DSparkDraftModel"  # SGLang's class of LiquidAI's heads
-BLOCK_CLASSES = {"dflash": ("DFlashDraftModel",), "dspark": ("Qwen3DSparkModel", "DSparkDraftModel")}
-SPECULATORS_CLASSES = {"dflash": ("DFlashSpeculator",), "dspark": ("DSparkSpeculator",)}
+BLOCK_CLASSES = {
+    "dflash": ("DFlashDraftModel",),
+    "dflash2": ("DFlash2DraftModel",),
+    "dspark": ("Qwen3DSparkModel", "DSparkDraftModel"),
+}
+SPECULATORS_CLASSES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
 TREE = "Its tree of total_token 60, depth {0} and top_k 10 counts the root: here it is {1}:nodes=59:depth={0}:topk=10."
 SAFEAILAB = partial(
     System,
@@ -633,12 +652,11 @@ EAGLE3_ROWS = (
 
 
 def block_rows(kind: str) -> tuple[System, ...]:
-    """Return the rows of DFlash or DSpark heads."""
+    """Return the rows of DFlash, DFlash2 or DSpark heads."""
     biases, classes = biases_by(qkv=("attention_bias",), o=("attention_bias",)), BLOCK_CLASSES[kind]
     first, vanilla = kind == "dspark", ("vanilla",)
     common: dict[str, Any] = {"kind": kind, "biases": biases, "refused": block_refused, "anchor_first": first}
-    return (
-        LLAMACPP(fields=block_fields, markov_types=vanilla, **common),
+    servers = (
         VLLM(
             fields=block_fields,
             classes=classes,
@@ -657,9 +675,15 @@ def block_rows(kind: str) -> tuple[System, ...]:
         ),
         SPECULATORS(
             fields=speculators_block_fields,
-            classes=SPECULATORS_CLASSES[kind],
+            classes=(SPECULATORS_CLASSES[kind],),
             **common | {"refused": speculators_block_refused},
         ),
+    )
+    if kind == "dflash2":
+        return servers
+    return (
+        LLAMACPP(fields=block_fields, markov_types=vanilla, **common),
+        *servers,
         # Trainers, whose heads are read and not written. DeepSpec's DFlash heads are anchor-first too, and have the
         # name of DSpark; no server reads the names of ModelOpt and TorchSpec. Layers of transformers, which two of them
         # build, rotate whole heads.

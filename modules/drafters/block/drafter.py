@@ -13,24 +13,44 @@ from torch import Tensor
 from draftsmith.modules.decoding.confidence import sigmoid
 from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.stop import SlotConfidenceStop
-from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks
+from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks, GroupedConv
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, RowsCache, any_shape, as_bias
-from draftsmith.modules.engine.lean import LeanNorm, LeanStack, swap_modules
+from draftsmith.modules.engine.lean import LeanLayer, LeanNorm, LeanStack, Linear, swap_modules
 from draftsmith.modules.engine.low_precision import linear_of
 from draftsmith.modules.finite import located
 from draftsmith.modules.targets.base import CausalLM
+
+
+class Convolved:
+    """First and last linear of a sublayer between convolutions: one before the first, one behind the last.
+
+    The deltas of the second convolution are kept between the two calls. layer: its `unit` is the slots of a block.
+    """
+
+    packed = False
+
+    def __init__(self, conv: GroupedConv, layer: LeanLayer, first: Linear, last: Linear):
+        self._conv, self._layer, self._first, self._last = conv, layer, first, last
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x, self._delta = self._conv.before(x.unflatten(0, (-1, self._layer.unit)))
+        return self._first(x.flatten(0, 1))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        blocks = self._last(x).unflatten(0, (-1, self._layer.unit))
+        return residual + self._conv.behind(blocks, self._delta).flatten(0, 1)
 
 
 class SlotNet(DraftNet):
     """Drafts from the slots of a block: one pass lays it behind the text, and each level is a slot.
 
     A block has as many slots as drafts may be long, as servers lay it, and not as many as it was trained on: slots see
-    each other, so that a longer block is another one. The Markov head gives the children of every node logits of their
-    own without another pass.
+    each other, so that a longer block is another one. The Markov head or selector gives the children of every node
+    logits of their own without another pass.
 
-    Of branches a state is the slot's and the Markov head's z side by side, [H + r]: what the logits, and a confidence
-    head, are computed from.
+    Of branches a state is the slot's and z of the Markov head or selector side by side, [H + r]: what the logits, and a
+    confidence head, are computed from.
     """
 
     one_pass = True
@@ -59,8 +79,13 @@ class SlotNet(DraftNet):
             table = offset if markov is None else markov.markov_w1.weight.float() @ of_token + offset
             self._of_token = table.expand(config.vocab_size).tolist()
 
+        convolutions = [(layer.attention_conv, layer.mlp_conv) for layer in layers if layer.mlp_conv is not None]
         self.head: BlockNet = swap_modules(plain, make_linear)
         lean_layers: Any = self.head.layers
+        for lean, convs in zip(lean_layers, convolutions, strict=bool(convolutions)):
+            attention, mlp = (swap_modules(conv, make_linear) for conv in convs)
+            lean.qkv = lean.o = Convolved(attention, lean, lean.qkv, lean.o)
+            lean.gate_up = lean.down = Convolved(mlp, lean, lean.gate_up, lean.down)
         # The slots of a block may stand behind the context's end.
         reach = replace(llama, max_position=llama.max_position + config.block_size)
         self.stack = LeanStack(list(lean_layers), reach, target.dtype, target.device)
@@ -90,11 +115,17 @@ class SlotNet(DraftNet):
         """Return the states [B, n, H] of the slots that predict, from those [B, S, H] after the layers."""
         return self.head.norm(x)[:, self.config.first_slot :]
 
+    def _lay(self, drafts: int) -> None:
+        """Lay blocks that draft so many tokens from now on."""
+        self._num_slots = self.config.slots(drafts)
+        for layer in self.stack.layers:
+            layer.unit = self._num_slots
+
     # -- rows
 
     def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
         self.longest_text = min(capacity, self.config.max_position)
-        self._num_slots = self.config.slots(min(depth, self.config.drafts))
+        self._lay(min(depth, self.config.drafts))
         # With a window what is kept moves to the front when the cache is full.
         kept = min(self.longest_text, 2 * (self.config.llama.sliding_window or self.longest_text))
         data = self.stack.new_slots(rows, kept + self.config.block_size)
@@ -119,7 +150,7 @@ class SlotNet(DraftNet):
         self._read_context([place for place, limit in enumerate(limits) if limit > 0], rows)
         anchors = torch.tensor([row.tokens[-1:] for row in rows], device=self.device)  # [B, 1]
         self._hidden = self._run_block(anchors[:, 0])  # [B, n, H]
-        self._logits = self._lm_head(self._hidden)  # [B, n, V], without the Markov head's part
+        self._logits = self._lm_head(self._hidden)  # [B, n, V], of the slots alone
         self._memory: Tensor | None = None
         return self._slot(0, anchors)
 
@@ -200,17 +231,18 @@ class SlotNet(DraftNet):
         return Level(hidden, self._behind(hidden, logits, previous))
 
     def _behind(self, hidden: Tensor, logits: Tensor, previous: Tensor) -> Tensor:
-        """Add the Markov head's part to the logits of slots behind these tokens."""
-        if (markov := self.head.markov_head) is None:
+        """Return the logits of tokens behind these, from those of their slots."""
+        if (sequential := self.head.sequential) is None:
             return logits
-        z, self._memory = markov.step(hidden, previous, self._memory)
-        return logits + markov.markov_w2(z)
+        z, self._memory = sequential.step(hidden, previous, self._memory)
+        return sequential.add(logits, z)
 
     # -- branches
 
     def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None:
         assert features is not None and len(features) == len(tokens)
-        self._tokens, self._num_slots = torch.tensor(tokens, device=self.device), self.config.slots(depth)
+        self._tokens = torch.tensor(tokens, device=self.device)
+        self._lay(depth)
         positions = torch.arange(len(tokens), device=self.device)
         self._text = self._context(features, positions)  # [T, layers, 2 * kv_heads, D]
 
@@ -241,15 +273,15 @@ class SlotNet(DraftNet):
     def _branch_state(self, slot: int, previous: Tensor) -> Tensor:
         """Return the states [S, 1, H + r] of a slot, behind these tokens [S, 1]."""
         self._state = self._hidden[:, slot : slot + 1]
-        if (markov := self.head.markov_head) is not None:
-            z, self._memory = markov.step(self._state, previous, self._memory)
+        if (sequential := self.head.sequential) is not None:
+            z, self._memory = sequential.step(self._state, previous, self._memory)
             self._state = torch.cat([self._state, z], -1)
         return self._state
 
     def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
         size = self.config.hidden_size
-        logits, markov = self._lm_head(hidden[..., :size]), self.head.markov_head
-        return logits if markov is None else logits + markov.markov_w2(hidden[..., size:])
+        logits, sequential = self._lm_head(hidden[..., :size]), self.head.sequential
+        return logits if sequential is None else sequential.add(logits, hidden[..., size:])
 
     def drop(self) -> None:
         del self._hidden

@@ -1,4 +1,4 @@
-"""Block drafters: DFlash, and DSpark with its Markov and confidence heads (deepseek-ai/DeepSpec): alignment, loss."""
+"""Block drafters: DFlash, DFlash2 and DSpark (deepseek-ai/DeepSpec, z-lab/dflash): alignment, loss."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ from draftsmith.modules.drafters.block.net import (
     GROUP_SLOTS,
     BlockConfig,
     BlockNet,
+    DFlash2Config,
     DocumentBlocks,
     default_layers,
     layers_like,
     seen_from,
 )
-from draftsmith.modules.drafters.settings import BlockSettings, DFlashSettings, DSparkSettings
+from draftsmith.modules.drafters.settings import BlockSettings, DFlash2Settings, DFlashSettings, DSparkSettings
 from draftsmith.modules.layers import LlamaConfig, captured_layers
-from draftsmith.modules.losses import LmHead, TokenLoss, along_drafts, compare_blocks, reach_weights, sampled_columns
+from draftsmith.modules.losses import (
+    LmHead,
+    Selection,
+    TokenLoss,
+    along_drafts,
+    compare_blocks,
+    reach_weights,
+    sampled_columns,
+)
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
@@ -39,7 +48,7 @@ NUM_STATES = 5
 #
 #   token j                  1          2          3        ...
 #   text's token, label      x_{a+1}    x_{a+2}    x_{a+3}
-#   previous token           x_a        x_{a+1}    x_{a+2}        read by the Markov and confidence heads
+#   previous token           x_a        x_{a+1}    x_{a+2}        read by Markov head, selector and confidence head
 #   final state of target    a          a+1        a+2            gives the target's distribution of the token
 #   context                  the states before a, never that of a itself, in all of them
 @dataclass(frozen=True)
@@ -130,14 +139,15 @@ class BlockHead(BlockNet):
 
     @classmethod
     def needs_gathered_weights(cls, settings: Any) -> bool:
-        # The Markov head's tables.
+        # The tables of the Markov head or selector.
         return True
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-                torch.nn.init.normal_(module.weight, std=0.02)
+                # New convolutions change nothing.
+                torch.nn.init.normal_(module.weight, std=0.0 if name.endswith("kernel_projection") else 0.02)
             if isinstance(module, torch.nn.Linear) and module.bias is not None:
                 torch.nn.init.zeros_(module.bias)
         if self.markov_head is not None:
@@ -161,7 +171,7 @@ class BlockHead(BlockNet):
         shape = settings.new | {name: value for name, value in given.items() if value is not None}
         layers = layers_like(target, shape.pop("num_layers"), settings.window or None)
         block = shape.pop("block")
-        return BlockConfig(layers, aux_layers, block + (shape["layout"] == "fill-in"), mask, **shape)
+        return cls.Config(layers, aux_layers, block + (shape["layout"] == "fill-in"), mask, **shape)
 
     @classmethod
     def shape(cls, config: BlockConfig) -> dict[str, Any]:
@@ -225,7 +235,10 @@ class BlockHead(BlockNet):
         hidden = self(target.embed(slots).to(dtype), features[:, :-size].to(dtype), blocks.documents)
         hidden = hidden[:, config.first_slot :]  # [M, n, H]
         rows = hidden[block, token]  # [N, H]
-        markov = None
+        markov, selection = None, None
+        if self.candidate_selector is not None:
+            z, successors = self.candidate_selector(hidden, ids[behind]), self.candidate_selector.successor_codebook
+            selection = Selection(z[block, token], successors, config.selector_top_k, settings.selector_weight)
         if self.markov_head is not None:
             z = self.markov_head(hidden, ids[behind])  # [M, n, r]
             markov = z[block, token], self.markov_head.markov_w2.weight  # [N, r], [V, r]
@@ -241,11 +254,14 @@ class BlockHead(BlockNet):
             lm_head = target.lm_head_of(columns.tokens)
             labels, log_counts, vocab_size = columns.places(labels), columns.log_counts, len(columns.tokens)
             markov = None if markov is None else (markov[0], markov[1][columns.tokens])
+            if selection is not None:
+                selection = selection._replace(successors=selection.successors[columns.tokens])
 
         # 4. The loss, weighted by a token's place in its block or by what it adds to the accepted length.
         compare = partial(
             compare_blocks, lm_head, vocab_size, wanted, rows, position, labels, markov=markov, ce=settings.ce_weight,
             l1=settings.l1_weight, log_counts=log_counts, own_loss=cast("TokenLoss | None", settings.loss),
+            selection=selection,
         )  # fmt: skip
         decay = torch.exp(-torch.arange(counted.shape[1], device=device, dtype=wide) / settings.decay)
         weights = (decay / decay.sum())[token]  # [N]
@@ -292,9 +308,12 @@ class BlockHead(BlockNet):
         mean = flops.causal_pairs(step.lengths, llama.sliding_window) / max(1, rows)
         layer = flops.layer_matrices(llama, slots) + flops.attention(llama, round(slots * mean))
         layer += flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
+        if config.conv_kernel:
+            layer += 2 * flops.linear(size, 2 * config.conv_kernel * (size // config.conv_group + 2), slots)
         read = flops.TRAINED_FIRST * flops.linear(len(config.aux_layers) * size, size, rows)
         columns = min(settings.loss_vocab or llama.vocab_size, llama.vocab_size)
         markov = flops.TRAINED * flops.linear(config.markov_rank, columns, logit_rows)
+        markov += flops.TRAINED * flops.linear(config.selector_rank, size + config.selector_top_k, logit_rows)
         logits = flops.FROZEN_PASSING * flops.linear(size, columns, logit_rows)
         target = flops.lm_head_forward(llama, min(rows, logit_rows))
         return flops.TRAINED * llama.num_layers * layer + read + markov + logits + target
@@ -315,6 +334,8 @@ class BlockHead(BlockNet):
         layer = slots * (2 * (norm + width) * size + (norm + 3 * width) * queries)
         layer += slots * 4 * width * llama.intermediate_size + width * (2 * keys * copied + masked)
         layer += context * width * size + (context + slots) * norm * keys
+        # Convolutions keep a state and its kernels, before and behind both sublayers.
+        layer += slots * size * 4 * width * (2 + config.conv_kernel if config.conv_kernel else 0)
         once = context * (width * len(config.aux_layers) + norm) * size + slots * (norm + 8) * size
         return llama.num_layers * layer + once, slots * config.drafts / config.slots(config.drafts)
 
@@ -335,6 +356,16 @@ class DFlashHead(BlockHead):
     kind = "dflash"
     drafts = ("chain", "tree", "static")
     Settings: ClassVar[type] = DFlashSettings
+
+
+class DFlash2Head(BlockHead):
+    """DFlash2: drafts a block in one pass with convolutions over its slots; a selector then chooses each token among
+    its slot's likeliest, by the token before. The target's embedding and lm_head are not in this directory."""
+
+    kind = "dflash2"
+    drafts = ("chain", "tree", "static")
+    Config: ClassVar[type] = DFlash2Config
+    Settings: ClassVar[type] = DFlash2Settings
 
 
 class DSparkHead(BlockHead):

@@ -1,4 +1,5 @@
-"""Network of a block drafter: DFlash, and DSpark's Markov and confidence heads (deepseek-ai/DeepSpec, modeling/dspark).
+"""Network of a block drafter: DFlash, DSpark's Markov and confidence heads (deepseek-ai/DeepSpec, modeling/dspark), and
+DFlash2's convolutions and selector (z-lab/dflash, model.py).
 
 One pass drafts a whole block: a few decoder layers read the last token, the anchor, and mask tokens behind it. Their
 queries come from the block, their keys and values from the block and from the target's states of everything before the
@@ -6,15 +7,17 @@ anchor:
 
     context t < a      c_t = norm(fc([states of the target's layers at t])), the same in every layer
     block of anchor a  slots a, a+1, ..: the embeddings of [x_a, MASK, MASK, ..], which all see each other
-    logits of a slot   lm_head(norm(h)), of the target, plus W2 z(previous token) of the Markov head
+    logits of a slot   lm_head(norm(h)), of the target, plus W2 z(previous token) of the Markov head, or reranked by
+                       the selector
 
 Modules are named as in DeepSpec's files, which vLLM, SGLang and llama.cpp read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from draftsmith.modules.layers import (
     MOST_LAYERS,
     MOST_SIZE,
     PLAIN,
+    Attention,
     CaptureConfig,
     DecoderLayer,
     LlamaConfig,
@@ -37,7 +41,7 @@ from draftsmith.modules.layers import (
     rotate,
 )
 from draftsmith.modules.transfer import to_device
-from draftsmith.modules.types import check_config, check_range
+from draftsmith.modules.types import InputError, check_config, check_range
 
 # Published blocks have 5 to 16 slots.
 MOST_SLOTS = 256
@@ -63,6 +67,8 @@ class BlockConfig(CaptureConfig):
     markov_type: MarkovType = "vanilla"
     confidence: bool = False
     windowed = True
+    # Of DFlash2 alone.
+    conv_kernel = conv_group = selector_rank = selector_top_k = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,6 +93,35 @@ class BlockConfig(CaptureConfig):
     def slots(self, drafts: int) -> int:
         """Return the slots of a block that drafts so many tokens."""
         return drafts + self.first_slot
+
+
+@dataclass(frozen=True)
+class DFlash2Config(BlockConfig):
+    """Config of a DFlash2 head.
+
+    conv_kernel: slots that a convolution reads, its own and those before. conv_group: channels that share what a slot
+        adds to its kernel.
+    selector_rank: width of the selector's tables. selector_top_k: likeliest tokens of a slot that it chooses among.
+    """
+
+    conv_kernel: int = 2
+    conv_group: int = 16
+    selector_rank: int = 64
+    selector_top_k: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_config(
+            self,
+            conv_kernel=(1, self.block_size),
+            conv_group=(1, self.hidden_size),
+            selector_rank=(1, MOST_SIZE),
+            selector_top_k=(1, self.vocab_size),
+        )
+        if self.hidden_size % self.conv_group:
+            raise InputError("conv_group", self.conv_group, f"a divisor of {self.hidden_size}", "Change it.")
+        if self.markov_rank:
+            raise InputError("markov_rank", self.markov_rank, "0: a selector takes its place", "Leave it out.")
 
 
 class MarkovHead(nn.Module):
@@ -130,6 +165,85 @@ class MarkovHead(nn.Module):
             z, memory = self.step(h, token, memory)
             outputs.append(z)
         return torch.stack(outputs, 1)
+
+    def add(self, logits: Tensor, z: Tensor) -> Tensor:
+        """Return the logits [.., V] of tokens, from those of their slots and z [.., r]."""
+        return logits + self.markov_w2(z)
+
+
+class Selector(nn.Module):
+    """Chooses among a slot's K likeliest tokens by their logits and <z, B[token]>, z = A[token before] * W h (DFlash2).
+
+    No other token is drafted: the distribution q is that over these K.
+    """
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        shape, self.top_k = (config.vocab_size, config.selector_rank), config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(0.02 * torch.randn(shape))
+        self.successor_codebook = nn.Parameter(0.02 * torch.randn(shape))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def step(self, hidden: Tensor, previous: Tensor, memory: Tensor | None = None) -> tuple[Tensor, None]:
+        """Return z [.., r] of slots of states [.., H] behind the tokens [..], and no memory (`MarkovHead.step`)."""
+        return self.predecessor_codebook[previous] * self.hidden_projection(hidden), None
+
+    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        return self.step(hidden, previous)[0]
+
+    def add(self, logits: Tensor, z: Tensor) -> Tensor:
+        """Return logits [.., V] of the K candidates, -inf elsewhere, from those of the slots [.., V] and z [.., r]."""
+        unary, candidates = logits.topk(self.top_k)  # [.., K]
+        scores = unary + (z[..., None, :] * self.successor_codebook[candidates]).sum(-1)
+        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
+
+
+class GroupedConv(nn.Module):
+    """Two causal convolutions over the slots of a block, before and behind a sublayer, with kernels of the slots
+    (DFlash2).
+
+    y_s = sum over t of (base_t + delta_t(s)) * x_{s-t}, where the deltas of both are one product of the state before
+    the sublayer, and neighboring channels share them. A new one changes nothing.
+    """
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        size, kernel, groups = config.hidden_size, config.conv_kernel, config.hidden_size // config.conv_group
+        self.shape = 2, kernel, groups
+        self.base_kernel = nn.Parameter(torch.eye(kernel)[:1].T.repeat(2, 1, size))  # [2, kernel, H]
+        self.kernel_projection = nn.Linear(size, 2 * kernel * groups, bias=False)
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x [.., S, H] convolved for the sublayer, and the deltas [.., S, kernel, groups] for `behind`."""
+        own, behind = self.kernel_projection(x).unflatten(-1, self.shape).unbind(-3)
+        return self._convolve(x, own, 0), behind
+
+    def behind(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Return what the sublayer gave, x [.., S, H], convolved."""
+        return self._convolve(x, delta, 1)
+
+    def _convolve(self, x: Tensor, delta: Tensor, which: int) -> Tensor:
+        _, kernel, groups = self.shape
+        weight = self.base_kernel[which].unflatten(-1, (groups, -1)) + delta[..., None]  # [.., S, kernel, groups, C]
+        x = x.unflatten(-1, (groups, -1))  # [.., S, groups, C]
+        total = weight[..., 0, :, :] * x
+        for tap in range(1, min(kernel, x.shape[-3])):
+            total = total + weight[..., tap, :, :] * F.pad(x[..., :-tap, :, :], (0, 0, 0, 0, tap, 0))
+        return total.flatten(-2)
+
+    def forward(self, x: Tensor, slots: int, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return sublayer(x) between the convolutions, for whole blocks of `slots` slots, x [Q, H]."""
+        x, delta = self.before(x.unflatten(0, (-1, slots)))
+        return self.behind(sublayer(x.flatten(0, 1)).unflatten(0, (-1, slots)), delta).flatten(0, 1)
+
+
+class BlockLayer(DecoderLayer):
+    """Layer of a block drafter, whose sublayers stand between convolutions if its config has any."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__(config.llama)
+        self.attention_conv = GroupedConv(config) if config.conv_kernel else None
+        self.mlp_conv = GroupedConv(config) if config.conv_kernel else None
 
 
 class ConfidenceHead(nn.Module):
@@ -201,7 +315,7 @@ def seen_from(anchor: int, window: int | None) -> int:
 
 
 class BlockNet(DraftHead):
-    """Layers over blocks and the target's states, the norm behind them, and the Markov and confidence heads."""
+    """Layers over blocks and the target's states, the norm behind them, and the heads behind that."""
 
     cos: Tensor
     sin: Tensor
@@ -212,12 +326,18 @@ class BlockNet(DraftHead):
         size, eps = config.hidden_size, config.llama.rms_eps
         self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(DecoderLayer(config.llama) for _ in range(config.llama.num_layers))
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.llama.num_layers))
         self.norm = RMSNorm(size, eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.candidate_selector = Selector(config) if config.selector_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         # The slots of a block may stand behind the context's end.
         add_rope_table(self, config.llama, config.max_position + config.block_size)
+
+    @property
+    def sequential(self) -> MarkovHead | Selector | None:
+        """The part that lets a token depend on the one before it."""
+        return self.markov_head or self.candidate_selector
 
     def read(self, states: Tensor) -> Tensor:
         """Join the states [.., n H] of the target's n layers to context states [.., H]."""
@@ -240,23 +360,27 @@ class BlockNet(DraftHead):
         groups = [list(own.groups(device)) for own in documents]
         layers: Any = self.layers
         for layer in layers:
-            x = self._layer(layer, x, context, cos, sin, groups)
+            mix = partial(self._attend, layer.self_attn, context=context, cos=cos, sin=sin, groups=groups)
+            for norm, conv, sublayer in (
+                (layer.input_layernorm, layer.attention_conv, mix),
+                (layer.post_attention_layernorm, layer.mlp_conv, layer.mlp),
+            ):
+                x = x + (sublayer(norm(x)) if conv is None else conv(norm(x), slots, sublayer))
         return self.norm(x).view(blocks, slots, size)
 
-    def _layer(
+    def _attend(
         self,
-        layer: DecoderLayer,
-        x: Tensor,
+        attention: Attention,
+        normed: Tensor,
         context: Tensor,
         cos: Tensor,
         sin: Tensor,
         groups: Sequence[Sequence[tuple[slice, slice, Tensor]]],
     ) -> Tensor:
-        """Run one layer on all slots x [Q, H]. groups: of each document (`DocumentBlocks.groups`)."""
-        attention, seen = layer.self_attn, len(context)
-        normed = layer.input_layernorm(x)
+        """Return what attention gives all slots, [Q, H]. groups: of each document (`DocumentBlocks.groups`)."""
+        seen = len(context)
         both = torch.cat([context, normed])  # [C + Q, H]
-        query = attention.q_proj(normed).view(len(x), -1, attention.head_dim)
+        query = attention.q_proj(normed).view(len(normed), -1, attention.head_dim)
         key, value = (
             project(both).view(len(both), -1, attention.head_dim) for project in (attention.k_proj, attention.v_proj)
         )
@@ -276,8 +400,7 @@ class BlockNet(DraftHead):
                 mixed.append(attend(queries, keys, values, visible))
             rows += document[-1][1].stop
             slots += document[-1][0].stop
-        x = x + attention.o_proj(torch.cat(mixed))
-        return x + layer.mlp(layer.post_attention_layernorm(x))
+        return attention.o_proj(torch.cat(mixed))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
-from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
+from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, layers_like
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
@@ -59,6 +59,7 @@ NARROW_VALUES = plain_shape(
 )  # fmt: skip
 SHAPES: dict[str, Any] = {
     "dflash": BlockConfig(layers_like(LLAMA, 2), (1, 3), 8, V - 1, "fill-in"),
+    "dflash2": DFlash2Config(layers_like(LLAMA, 2), (1, 3), 8, V - 1, "fill-in", selector_top_k=3, conv_group=3),
     "dspark": BlockConfig(
         layers_like(LLAMA, 2), (1, 2, 3), 7, V - 1, markov_rank=2, markov_type="rnn", confidence=True
     ),
