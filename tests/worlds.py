@@ -30,7 +30,7 @@ from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop, PredictorStop, ThresholdRule
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
+from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, layers_like
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_loss, shift
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, Eagle3Settings, draft_vocabulary, layer_like
@@ -142,6 +142,7 @@ def every_head(llama: LlamaConfig, layers: tuple[int, ...], prefix: bool) -> dic
     like, aux_layers = layers_like(llama, 1), layers[-2:]
     block = {
         "dflash": BlockConfig(like, aux_layers, 5, 7, "fill-in"),
+        "dflash2": DFlash2Config(like, aux_layers, 5, 7, "fill-in", conv_group=2, selector_rank=8, selector_top_k=4),
         "dspark": BlockConfig(like, aux_layers, 4, 7, markov_rank=8, confidence=True),
     }
     heads: dict[str, Any] = {"eagle": EagleHead(EagleConfig.for_target(llama))}
@@ -274,7 +275,7 @@ def specdecpp(
 def run_models(*lms: Any, **more: Any) -> Models:
     """Make `Models` as a run has them: draft trees by name, and times of this machine. lms: target, draft, mid. more:
     heads by kind, and other fields."""
-    kinds = ("eagle", "eagle3", "medusa", "hydra", "dflash", "dspark")
+    kinds = ("eagle", "eagle3", "medusa", "hydra", "dflash", "dflash2", "dspark")
     given = {kind: more.pop(kind, None) for kind in kinds}
     heads = {kind: head for kind, head in given.items() if head is not None}
     known = {"trees": {"eagle-1": read_tree("eagle-1")}, "times": MeasuredTimes(), **more}
@@ -288,7 +289,7 @@ SMALL = LlamaConfig(
 FIRST_MLP = ("layers.0.mlp.down_proj.weight", (0, 0))
 # Where a NaN is put: a weight that every draft goes through.
 NAN_IN = {
-    **dict.fromkeys(("target", "draft", "mid", "eagle", "dflash", "dspark"), FIRST_MLP),
+    **dict.fromkeys(("target", "draft", "mid", "eagle", "dflash", "dflash2", "dspark"), FIRST_MLP),
     "eagle3": ("layer.mlp.down_proj.weight", (0, 0)),
     "medusa": ("heads.0.0.linear.weight", (0, 0)),
     "hydra": ("heads.0.linear.weight", (0, 0)),

@@ -1,4 +1,4 @@
-"""Exported DFlash and DSpark heads in SGLang's own code, on a CPU: its model config, its loader, its modules' forward.
+"""Exported DFlash, DFlash2 and DSpark heads in SGLang's own code, on a CPU: its model config, loader and modules.
 
 Its server drafts with them on a GPU only. Run by `make test-engines`.
 """
@@ -15,7 +15,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
-CASES = [(kind, case) for kind in ("dflash", "dspark") for case in cases(kind, "sglang")]
+CASES = [(kind, case) for kind in ("dflash", "dflash2", "dspark") for case in cases(kind, "sglang")]
 ANCHORS = (1, 7, 20, 40)
 
 
@@ -62,6 +62,15 @@ def slots(draft: nn.Module, exported: Exported, anchor: int) -> Tensor:
     return draft(ids, anchor + torch.arange(len(ids)), None, ours["embed_tokens"][ids]).hidden_states
 
 
+def selected(draft: nn.Module, row: Tensor, previous: Tensor, logits: Tensor) -> Tensor:
+    """Logits [1, V] of what its selector chooses among for a slot of state row [1, H] behind a token [1]."""
+    values, candidates = draft._transform_unary_logits(logits).topk(draft.candidate_selector.top_k)
+    scores = draft.candidate_selector.build_lattice(
+        candidate_ids=candidates[None], unary_logits=values[None], hidden_states=row[None], anchor_token_ids=previous
+    )
+    return torch.full_like(logits, -torch.inf).scatter(1, candidates, scores[0, 0, :1])
+
+
 @pytest.mark.parametrize(("kind", "case"), CASES)
 @torch.inference_mode()
 def test_an_export_is_loaded_whole_and_gives_our_logits(
@@ -84,13 +93,18 @@ def test_an_export_is_loaded_whole_and_gives_our_logits(
         for j, name in enumerate(logits):
             row = hidden[first + j : first + j + 1]
             scores = row @ ours["lm_head"].T
+            previous = ours["ids"][anchor + j : anchor + j + 1]
+            if kind == "dflash2":
+                scores = selected(draft, row, previous, scores)
             if markov is not None:
-                previous = ours["ids"][anchor + j : anchor + j + 1]
                 bias, state = markov.step_bias(previous, hidden_states=row, state=state)
                 scores = scores + bias
             logits[name].append(scores)
     rows = torch.tensor(ANCHORS) - 1
-    wanted = {name: ours[name][rows] for name in logits}
-    assert_close(f"SGLang {kind} {case}", wanted, **{name: torch.cat(parts) for name, parts in logits.items()})
+    wanted, theirs = {name: ours[name][rows] for name in logits}, {name: torch.cat(own) for name, own in logits.items()}
+    finite = {name: part.isfinite() for name, part in wanted.items()}  # what a selector chooses among
+    assert all(torch.equal(theirs[name].isfinite(), own) for name, own in finite.items())
+    wanted, theirs = ({name: part[finite[name]] for name, part in own.items()} for own in (wanted, theirs))
+    assert_close(f"SGLang {kind} {case}", wanted, **theirs)
     if sure:
         assert torch.equal(draft.confidence_head.proj.weight, exported.state["confidence_head.proj.weight"])

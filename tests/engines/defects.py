@@ -134,4 +134,4 @@ EAGLE3 = {
     "a-window": Defect({"layer_types": ["sliding_attention"], "sliding_window": 12}, case="reduced"),
     "rope-of-the-target": Defect({"rope_theta": 10000.0, "rope_parameters": ..., "rope_scaling": ...}, case="theta"),
 }
-DEFECTS: dict[str, dict[str, Defect]] = {"eagle": EAGLE, "eagle3": EAGLE3, "dflash": {}, "dspark": {}}
+DEFECTS: dict[str, dict[str, Defect]] = {"eagle": EAGLE, "eagle3": EAGLE3, "dflash": {}, "dflash2": {}, "dspark": {}}

@@ -9,7 +9,8 @@ ids [T + 1]; features [T, H] of EAGLE-1, states [T, n H] of EAGLE-3
     Row t has ids[t + 1] and the target's states of ids[t], sits at position t and scores ids[t + 2]; float32.
 logits.J [T, V], of EAGLE-3 [T, draft vocabulary]
     Of the J-th token of a draft from every row; beyond the text it is fed token 0. EAGLE-1 has J = 0 alone. Of a block
-    drafter, J = 0 and 1: of the blocks at positions 1, 2, .. of a text whose last token has states too.
+    drafter, J = 0 and 1: of the blocks at positions 1, 2, .. of a text whose last token has states too; -inf for what a
+    selector does not choose among.
 embed_tokens, lm_head [V, H], state.NAME; d2t of EAGLE-3
     Of the target, and the head's parameters.
 
@@ -44,7 +45,7 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.export import write_package
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.drafters.block.net import BlockConfig, DocumentBlocks, layers_like
+from draftsmith.modules.drafters.block.net import DocumentBlocks, layers_like
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.formats import formats
@@ -90,6 +91,7 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "origina
 GPT_OSS = RopeScaling("yarn", 8.0, original_max_position=32, beta_fast=4.0, beta_slow=0.5, truncate=False)
 DEEPSEEK = dataclasses.replace(GPT_OSS, truncate=True, mscale=1.0, mscale_all_dim=0.5)
 PART = RopeScaling(partial_rotary_factor=0.5)
+SELECTOR = {"conv_group": 8, "selector_rank": 6, "selector_top_k": 5}
 THREE, ALL = ("eagle", "vllm", "sglang"), ("eagle", "vllm", "sglang", "speculators")
 CASES = {
     "eagle": {
@@ -117,6 +119,10 @@ CASES = {
         "block": Case(ALL[1:], shape={"layout": "fill-in"}),
         "window": Case(ALL[1:], shape={"layout": "fill-in"}, window=WINDOW),
     },
+    "dflash2": {
+        "block": Case(ALL[1:], shape={"layout": "fill-in", **SELECTOR}),
+        "window": Case(ALL[1:], shape={"layout": "fill-in", **SELECTOR, "conv_kernel": 3}, window=WINDOW),
+    },
     "dspark": {
         "vanilla": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True}),
         "filling": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True, "layout": "fill-in"}),
@@ -140,8 +146,9 @@ def random_head(kind: str, case: Case, lm: Any) -> Any:
         return head
     if kind != "eagle3":
         layers = case.layers(layers_like(lm.config, 2))
-        shape = BlockConfig(layers, (1, 3, 5), 4, lm.info.vocab_size - 1, **case.shape)
-        head = head_class(kind)(shape).requires_grad_(False)
+        made = head_class(kind)
+        shape = made.Config(layers, (1, 3, 5), 4, lm.info.vocab_size - 1, **case.shape)
+        head = made(shape).requires_grad_(False)
         for weight in head.parameters():
             weight.add_(2 * SPREAD * torch.randn_like(weight))
         return head
@@ -162,10 +169,10 @@ def block_logits(head: Any, lm: Any, ids: Tensor, states: Tensor) -> Tensor:
     blocks = DocumentBlocks.of(0, anchors, config.block_size, config.llama.sliding_window)
     hidden = head(lm.embed(slots), states, [blocks])[:, config.first_slot :][:, :2]
     logits = lm.lm_head(hidden)
-    if head.markov_head is None:
+    if head.sequential is None:
         return logits
     previous = ids[(anchors[:, None] + torch.arange(2)).clamp_max(len(ids) - 1)]
-    return logits + head.markov_head.markov_w2(head.markov_head(hidden, previous))
+    return head.sequential.add(logits, head.sequential(hidden, previous))
 
 
 @torch.inference_mode()

@@ -1,5 +1,5 @@
-"""Exported EAGLE-3, DFlash and DSpark heads in speculators' own models, float32, on a CPU: loaded by `from_pretrained`,
-drafting in their forward. Run by `make test-engines`."""
+"""Exported EAGLE-3, DFlash, DFlash2 and DSpark heads in speculators' own models, float32, on a CPU: loaded by
+`from_pretrained`, drafting in their forward. Run by `make test-engines`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from exported import assert_close
 from safetensors.torch import load_file
 from speculators.models.attention import create_float_mask
 from speculators.models.dflash.core import DFlashDraftModel
+from speculators.models.dflash2.core import DFlash2DraftModel
 from speculators.models.dspark.core import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ def test_every_tensor_of_the_file_is_in_its_place(case):
     assert model.config.eagle_aux_hidden_state_layer_ids == layers
 
 
-BLOCKS = {"dflash": DFlashDraftModel, "dspark": DSparkDraftModel}
+BLOCKS = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel, "dspark": DSparkDraftModel}
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,12 @@ def test_an_exported_block_drafter_computes_in_speculators_what_it_does_here(kin
             max_anchors=count,
         )  # fmt: skip
         logits, places = logits.view(count, block, -1), places.view(count, block)
+        tokens = ids[0, places]
+        before = torch.cat([tokens[:, :1], tokens[:, :-1]], 1) if first else tokens
+        if kind == "dflash2":
+            candidates, scores = model.candidate_selector.select(logits, hidden.view(count, block, -1), before)
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
         if getattr(model, "markov_head", None) is not None:
-            tokens = ids[0, places]
-            before = torch.cat([tokens[:, :1], tokens[:, :-1]], 1) if first else tokens
             logits = logits + model.markov_head.block_bias(
                 prev_token_ids=before, hidden_states=hidden.view(count, block, -1),
                 prev_emb=model.markov_head.prev_embeddings(before),
@@ -106,7 +110,13 @@ def test_an_exported_block_drafter_computes_in_speculators_what_it_does_here(kin
     # Its window lies before the anchor for all slots of a block; here and in servers before each slot.
     near = places[:, 0] + first + 1 < span(model)
     wanted = {name: ours[name][places[near, 0] - 1] for name in ("logits.0", "logits.1")}
-    assert_close(f"speculators {kind} {case}", wanted, **{f"logits.{j}": logits[near, first + j] for j in (0, 1)})
+    theirs = {f"logits.{j}": logits[near, first + j] for j in (0, 1)}
+    if kind == "dflash2":
+        # The candidates are the same, bit by bit, and each has the same score.
+        finite = {name: part.isfinite() for name, part in wanted.items()}
+        assert all(torch.equal(theirs[name].isfinite(), own) and own.any() for name, own in finite.items())
+        wanted, theirs = ({name: part[finite[name]] for name, part in own.items()} for own in (wanted, theirs))
+    assert_close(f"speculators {kind} {case}", wanted, **theirs)
 
 
 def hidden_size(model: DFlashDraftModel) -> int:

@@ -136,8 +136,8 @@ class PlainEagle3(Plain):
 
 
 class PlainBlock(Plain):
-    """A block drafter, one block at a time, from DeepSpec's modeling/dspark and vLLM's qwen3_dflash.py and
-    qwen3_dspark.py."""
+    """A block drafter, one block at a time, from DeepSpec's modeling/dspark and vLLM's qwen3_dflash.py,
+    qwen3_dflash2.py and qwen3_dspark.py."""
 
     def __init__(self, tensors: Mapping[str, Tensor], config: BlockConfig, embedding: Tensor, output: Tensor):
         super().__init__(tensors, config.llama, torch.float64)
@@ -150,10 +150,32 @@ class PlainBlock(Plain):
         x = self.embedding[[anchor, *[self.config.mask_token] * (count - 1)]]
         for i in range(self.llama.num_layers):
             layer = f"layers.{i}."
-            x = x + self.attention(layer, self.norm(layer + "input_layernorm", x), context)
-            x = x + self.mlp(layer, self.norm(layer + "post_attention_layernorm", x))
+            y, kernels = self.convolved(layer + "attention_conv", self.norm(layer + "input_layernorm", x))
+            x = x + self.convolved(layer + "attention_conv", self.attention(layer, y, context), kernels)[0]
+            y, kernels = self.convolved(layer + "mlp_conv", self.norm(layer + "post_attention_layernorm", x))
+            x = x + self.convolved(layer + "mlp_conv", self.mlp(layer, y), kernels)[0]
         assert x.shape == (count, self.config.hidden_size)
         return self.norm("norm", x)
+
+    def convolved(self, name: str, x: Tensor, kernels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Convolve x [S, H] slot by slot: before a sublayer, or, with its kernels, behind it; return the kernels."""
+        if not self.config.conv_kernel:
+            return x, x
+        which, taps = int(kernels is not None), self.config.conv_kernel
+        if kernels is None:
+            kernels = self.linear(name + ".kernel_projection", x).view(len(x), 2, taps, -1)
+        base, y = self.tensors[name + ".base_kernel"][which], torch.zeros_like(x)
+        channel = torch.arange(x.shape[1])
+        for slot in range(len(x)):
+            for tap in range(min(taps, slot + 1)):
+                delta = kernels[slot, which, tap, channel // self.config.conv_group]
+                y[slot] += (base[tap] + delta) * x[slot - tap]
+        return y, kernels
+
+    def edges(self, h: Tensor, previous: int) -> Tensor:
+        """Return what a selector adds to the logits [V] of a slot of state h behind a token."""
+        tables = [self.tensors[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor")]
+        return tables[1] @ (tables[0][previous] * self.linear("candidate_selector.hidden_projection", h))
 
     def draft(self, anchor: int, states: Tensor, drafts: int) -> tuple[Tensor, Tensor, list[int]]:
         """Return logits [drafts, V], the confidence head's log-odds [drafts] and the tokens of a greedy draft."""
@@ -181,6 +203,9 @@ class PlainBlock(Plain):
                 memory = torch.sigmoid(g) * memory + (1 - torch.sigmoid(g)) * torch.tanh(c)
                 z = torch.tanh(o)
             logits = logits + self.tensors["markov_head.markov_w2.weight"] @ z
+        if self.config.selector_rank:
+            worst = sorted(logits.tolist())[-self.config.selector_top_k]
+            logits = torch.where(logits >= worst, logits + self.edges(h, previous), -torch.inf)
         odds = self.linear("confidence_head.proj", inputs)[0] if self.config.confidence else None
         return logits, odds, memory
 

@@ -23,7 +23,7 @@ from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
 from draftsmith.modules.drafters.block.head import Blocks
-from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
+from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, default_layers, layers_like
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.formats import formats
@@ -36,6 +36,15 @@ from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
 HEADS = {
     "dflash": {"layout": "fill-in"},
+    "dflash2": {"layout": "fill-in", "conv_kernel": 2, "conv_group": 2, "selector_rank": 5, "selector_top_k": 3},
+    "wide": {
+        "layout": "fill-in",
+        "conv_kernel": 3,
+        "conv_group": 1,
+        "selector_rank": 5,
+        "window": 7,
+        "selector_top_k": 4,
+    },
     "vanilla": {"markov_rank": 5, "confidence": True},
     "gated": {"markov_rank": 5, "markov_type": "gated", "confidence": True, "layout": "fill-in"},
     "rnn": {"markov_rank": 5, "markov_type": "rnn", "confidence": True},
@@ -53,7 +62,12 @@ def target(tmp_path_factory) -> LlamaLM:
 
 def config_of(llama: LlamaConfig, layers: tuple[int, ...], slots: int, mask: int, name: str) -> BlockConfig:
     shape = dict(HEADS[name])
-    return BlockConfig(layers_like(llama, 2, shape.pop("window", None)), layers, slots, mask, **shape)
+    made = DFlash2Config if "selector_rank" in shape else BlockConfig
+    return made(layers_like(llama, 2, shape.pop("window", None)), layers, slots, mask, **shape)
+
+
+def kind_of(config: BlockConfig) -> str:
+    return "dspark" if config.markov_rank else "dflash2" if config.selector_rank else "dflash"
 
 
 @pytest.fixture(params=HEADS)
@@ -61,7 +75,7 @@ def head(request, target) -> Any:
     """Random everywhere: what a new one has of zeros would hide mistakes."""
     config = config_of(target.config, (1, 3), SLOTS, MASK, request.param)
     torch.manual_seed(3)
-    head = head_class("dspark" if config.markov_rank else "dflash")(config).double()
+    head = head_class(kind_of(config))(config).double()
     for weight in head.parameters():
         weight.data.normal_(std=0.4)
     return head
@@ -103,7 +117,8 @@ def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target, s
             for anchor in own.anchors.tolist():
                 states = features[own.start : own.start + anchor, :-width]
                 wanted = plain(head, target).slots(int(ids[own.start + anchor]), states, SLOTS)
-                assert torch.allclose(found[number], wanted, atol=1e-9)
+                # Rotations are in float32, and random convolutions magnify what that gives.
+                assert torch.allclose(found[number], wanted, atol=1e-7 if config.conv_kernel else 1e-9)
                 number += 1
         # Answers are at 3..8 and 10 of the first text, at 3..7 of the second.
         assert number == len(found) == 5 + 4
@@ -132,6 +147,7 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
     monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", 3 * (size or 300))  # several chunks
     batch, config, width = batch_of(head, target), head.config, head.config.hidden_size
     weighting = {"ce_weight": 0.3, "l1_weight": 0.6, "confidence_weight": 0.5, "decay": 3.0, "token_weights": by}
+    weighting |= {"selector_weight": 0.7} if config.selector_rank else {}
     settings = head.Settings(**weighting, loss_vocab=size)
     output = head.loss(batch, target, settings, FIRST)
     tokens, log_counts = torch.arange(300), torch.zeros(300)
@@ -154,12 +170,15 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
                 if label >= length or not mask[label]:
                     break
                 # Teacher forcing: the plain draft's tokens are replaced by the text's.
-                logits, odds = forced(oracle, ids[anchor : label + 1].tolist(), states, j)
+                logits, odds, h = forced(oracle, ids[anchor : label + 1].tolist(), states, j)
                 q = (logits[tokens] + log_counts).softmax(0)
                 p = (features[label - 1, -width:] @ oracle.output.T[:, tokens] + log_counts).softmax(0)
                 apart = (p - q).abs().sum()
                 chances.append(float(q[tokens == ids[label]].sum()))
                 own = 0.3 * -q[tokens == ids[label]].log().sum() + 0.6 * apart
+                own = own + 0.7 * selection(
+                    oracle, logits, h, int(ids[label - 1]), tokens, features[label - 1, -width:]
+                )
                 if odds is not None:
                     sure = torch.sigmoid(odds)
                     accept = (1 - apart / 2).detach()
@@ -192,14 +211,28 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
         assert (values[0] - values[1]) / (2 * step) == pytest.approx(along, rel=1e-4, abs=1e-4), name
 
 
-def forced(oracle: PlainBlock, tokens: list[int], states: torch.Tensor, place: int) -> tuple[torch.Tensor, Any]:
-    """Logits and confidence of draft token `place` behind tokens[0], where the draft before it were the text's."""
+def selection(oracle: PlainBlock, logits: Tensor, h: Tensor, previous: int, tokens: Tensor, wanted: Tensor) -> Tensor:
+    """Cross-entropy of a selector with the target's first choice, which is the last of its K candidates if it is none.
+    tokens: of the vocabulary over which the loss is computed."""
+    if not oracle.config.selector_rank:
+        return torch.zeros(())
+    first = int(tokens[(wanted @ oracle.output.T)[tokens].argmax()])
+    ranked = sorted(tokens.tolist(), key=lambda token: -float(logits[token]))[: oracle.config.selector_top_k]
+    if first not in ranked:
+        ranked[-1] = first
+    scores = (logits + oracle.edges(h, previous))[ranked]
+    return -(scores.softmax(0)[ranked.index(first)]).log()
+
+
+def forced(oracle: PlainBlock, tokens: list[int], states: Tensor, place: int) -> tuple[Tensor, Any, Tensor]:
+    """Logits, confidence and state of draft token `place` behind tokens[0], where the draft before it were the text's.
+    The logits are those of a selector's slots, which it chooses among."""
     first = int(oracle.config.layout == "fill-in")
     hidden = oracle.slots(tokens[0], states, SLOTS)[first:]
     memory = torch.zeros(oracle.config.markov_rank).double()
     for j in range(place + 1):
         logits, odds, memory = oracle.token(hidden[j], tokens[j], memory)
-    return logits, odds
+    return oracle.output @ hidden[j] if oracle.config.selector_rank else logits, odds, hidden[j]
 
 
 @pytest.mark.parametrize("drafts", [2, 5])
@@ -286,7 +319,7 @@ SAMPLING = SamplingParams(temperature=0.9, top_k=3)
 def table_head(shape: str) -> Any:
     config = config_of(TABLE_LAYERS, (1, 2), 3, V - 1, shape)
     torch.manual_seed(2)
-    head = head_class("dspark" if config.markov_rank else "dflash")(config).double().requires_grad_(False)
+    head = head_class(kind_of(config))(config).double().requires_grad_(False)
     for weight in head.parameters():
         weight.normal_()
     return head

@@ -10,7 +10,7 @@ import torch
 from foreign_heads import CONTEXT, LLAMA3, PART, TARGET, YARN, H, V, changed, facts, llama
 
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
+from draftsmith.modules.drafters.block.net import layers_like
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ImportedHead, Package
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
@@ -21,10 +21,13 @@ from draftsmith.modules.types import InputError
 
 SERVERS = ("vllm", "sglang", "speculators")
 CAPTURE, OUTPUTS, SLOTS, MASK = (2, 5, 9), [1, 4, 8], 4, 17
+SELECTOR = {"conv_kernel": 3, "conv_group": 2, "selector_rank": 3, "selector_top_k": 5}
 # Kind and shape -> the systems that hold it.
 HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dflash": ("dflash", {"layout": "fill-in"}, (*SERVERS, "llamacpp")),
     "windowed": ("dflash", {"layout": "fill-in", "window": 6}, (*SERVERS, "llamacpp")),
+    "dflash2": ("dflash2", {"layout": "fill-in", **SELECTOR}, SERVERS),
+    "windowed2": ("dflash2", {"layout": "fill-in", "window": 6, **SELECTOR}, SERVERS),
     "dspark": ("dspark", {"markov_rank": 3, "confidence": True}, (*SERVERS, "llamacpp")),
     "unsure": ("dspark", {"markov_rank": 3, "rope": LLAMA3}, SERVERS),
     "yarn": ("dspark", {"markov_rank": 3, "rope": YARN}, (*SERVERS, "llamacpp")),
@@ -44,7 +47,8 @@ def random_block(case: str = "dspark", **changes: Any) -> Any:
     layers = layers_like(llama(**({} if rope is None else {"rope_scaling": rope})), 2)
     torch.manual_seed(4)
     fields = {**vars(layers), "sliding_window": window}
-    head = head_class(kind)(BlockConfig(type(layers)(**fields), CAPTURE, SLOTS, MASK, **shape)).requires_grad_(False)
+    made = head_class(kind)
+    head = made(made.Config(type(layers)(**fields), CAPTURE, SLOTS, MASK, **shape)).requires_grad_(False)
     for weight in head.parameters():
         weight.normal_(std=0.4)
     return head
@@ -97,6 +101,16 @@ def test_config_json_is_what_servers_read():
     assert config["architectures"] == ["DFlashDraftModel"] and config["sample_from_anchor"] is False
     assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": OUTPUTS}
     assert not {"markov_rank", "enable_confidence_head", "mask_token_id"} & config.keys()
+    config, sizes = written("vllm", "dflash2").config, {"conv_kernel_size": 3, "conv_group_size": 2}
+    sizes |= {"selector_rank": 3, "selector_top_k": 5}
+    assert config["architectures"] == ["DFlash2DraftModel"] and written("sglang", "dflash2").config == config
+    assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": OUTPUTS, **sizes}
+    capped = dataclasses.replace(TARGET, raw={**TARGET.raw, "final_logit_softcapping": 30.0})
+    head = random_block("dflash2")
+    config = formats()["vllm", "dflash2"].write(head.config, stored_tensors(head), torch.float32, capped).config
+    assert config["dflash_config"]["final_logit_softcapping"] == 30.0
+    config = written("speculators", "dflash2").config
+    assert {name: config[name] for name in sizes} == sizes and config["speculators_model_type"] == "dflash2"
     config = written("vllm", "unsure").config
     assert config["enable_confidence_head"] is False and config["confidence_head_with_markov"] is False
     config = written("speculators").config
@@ -110,6 +124,8 @@ REFUSED = [
     ("rnn", {}, "markov_type: found rnn", ("vllm", "llamacpp")),
     ("dspark", {"markov_rank": 0, "confidence": False}, "markov_rank: found 0.*refuses DSpark without", SERVERS),
     ("dflash", {"layout": "anchor-first"}, "layout: found anchor-first, expected fill-in", (*SERVERS, "llamacpp")),
+    ("dflash2", {"layout": "anchor-first"}, "layout: found anchor-first, expected fill-in", SERVERS),
+    ("dflash2", {"confidence": True}, "markov_rank, confidence: found True, expected neither in a dflash2", SERVERS),
     ("dflash", {"markov_rank": 2}, "markov_rank, confidence: found 2.*train dspark", SERVERS),
     ("half a head", {}, "partial_rotary_factor: found 0.5, expected 1: speculators rotates whole", ("speculators",)),
 ]
@@ -235,13 +251,14 @@ def test_silent_traps_are_other_heads():
 
 def test_vllm_takes_the_causality_of_windows_for_that_of_all_layers():
     """Met in its engine: one accepted token in eighty, and nothing says why."""
-    for case, wrong in (("dflash", False), ("windowed", True)):
-        package, read = written("speculators", case), formats()["vllm", "dflash"].read
+    for case, wrong in (("dflash", False), ("windowed", True), ("dflash2", False), ("windowed2", True)):
+        kind = HELD[case][0]
+        package, read = written("speculators", case), formats()["vllm", kind].read
         assert package.config["sliding_window_non_causal"] is not wrong and read(package, TARGET).problems == ()
         copy = changed(package, {"sliding_window_non_causal": wrong})
-        if case == "dflash":
+        if case == kind:
             assert where(read(copy, TARGET)) == ["sliding_window_non_causal"]
-            assert formats()["speculators", "dflash"].read(copy, TARGET).problems == ()
+            assert formats()["speculators", kind].read(copy, TARGET).problems == ()
         else:  # which our head cannot be
             with pytest.raises(InputError, match="is_causal"):
                 read(copy, TARGET)
@@ -264,6 +281,11 @@ UNREADABLE = [
     ("dspark", {"layer_types": 3}, {}, "layer_types: found 3, expected a list of names"),
     ("dspark", {"target_layer_ids": []}, {}, r"target_layer_ids: found \[\], expected a list of integers"),
     ("dspark", {"architectures": 7}, {"confidence_head.proj.weight": torch.zeros(3)}, r"proj.weight is \[3\]"),
+    ("dflash2", {"input_embedding_scale": 3.0}, {}, "input_embedding_scale: found 3.0, expected 1.0, as our drafter"),
+    ("dflash2", {"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping: found 30.0, expected None"),
+    ("dflash2", {"dflash_config": {"mask_token_id": MASK}}, {}, "conv_kernel_size: found 0, expected a positive"),
+    ("dflash2", {}, {"candidate_selector.successor_codebook": None}, "successor_codebook is missing"),
+    ("dflash2", {}, {"layers.0.mlp_conv.base_kernel": torch.zeros(2, 2, H)}, "base_kernel is .2, 2,"),
     ("dspark", {}, {"lm_head.weight": TABLE}, "lm_head.weight: found one that differs from the target's"),
     ("dspark", {}, {"embed_tokens.weight": TABLE}, "an embedding that differs from the target's"),
 ]  # fmt: skip
@@ -304,9 +326,9 @@ def test_rotary_pairs_of_neighbors_become_halves():
 
 
 def test_a_format_is_named_for_the_kind_of_head():
-    for case in ("dflash", "dspark"):
+    for case in ("dflash", "dflash2", "dspark"):
         foreign = ForeignHead.of(written("vllm", case))
-        assert all(named_format(name, foreign).kind == case for name in (*SERVERS, "deepspec"))
+        assert all(named_format(name, foreign).kind == case for name in SERVERS)
 
 
 def test_what_llamacpp_reads():
@@ -330,21 +352,22 @@ def test_what_llamacpp_reads():
     assert where(read(package, facts(model_type="qwen2", num_hidden_layers=12))) == ["target"]
 
 
-@pytest.mark.parametrize("case", ["dspark", "gated", "rnn"])
+@pytest.mark.parametrize("case", ["dspark", "gated", "rnn", "dflash2"])
 def test_a_factor_on_the_targets_logits_is_within_the_written_head(case):
     """Servers borrow lm_head and have no factor (Granite): logits and confidences are ours with it."""
-    head, target, format = random_block(case), dataclasses.replace(TARGET, scale=0.3), formats()["sglang", "dspark"]
+    head, target = random_block(case), dataclasses.replace(TARGET, scale=0.3)
+    format = formats()["sglang", head.kind]
     package = format.write(head.config, stored_tensors(head), torch.float32, target)
     served = format.read(package, TARGET)
     state, previous = torch.randn(5, H), torch.randint(V, (5,))
 
     def outputs(net: Any, factor: float) -> list[torch.Tensor]:
         hidden = net.norm(state)
-        z = net.markov_head.step(hidden, previous)[0]
-        logits = hidden @ TARGET.lm_head.T * factor + net.markov_head.markov_w2(z)
+        z = net.sequential.step(hidden, previous)[0]
+        logits = net.sequential.add(hidden @ TARGET.lm_head.T * factor, z)
         return [logits, net.confidence(hidden, previous)] if net.config.confidence else [logits]
 
-    theirs = build_head("dspark", served.config, served.state)
+    theirs = build_head(head.kind, served.config, served.state)
     torch.testing.assert_close(outputs(theirs, 1.0), outputs(head, 0.3))
     again = format.read(package, target).state
     torch.testing.assert_close(again, dict(stored_tensors(head)))
@@ -354,3 +377,7 @@ def test_a_softcap_that_no_server_has_is_said():
     bounded = dataclasses.replace(TARGET, left_out="softcap")
     imported = formats()["vllm", "dspark"].read(written("vllm"), bounded)
     assert imported.notes == ("vLLM drafts from logits without the target's softcap",)
+    head = random_block("dflash2")  # to whose logits a selector adds
+    with pytest.raises(InputError, match="target: found a target with a softcap, expected none: speculators"):
+        formats()["speculators", "dflash2"].check(head.config, bounded)
+    formats()["vllm", "dflash2"].check(head.config, bounded)

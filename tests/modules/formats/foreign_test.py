@@ -144,6 +144,7 @@ EAGLE_3_READ = [
     ("speculators", speculators("eagle3"), AS_LAYERS | {"embed_tokens.weight": (V, H)}),
 ]
 
+SELECTOR = {"candidate_selector.predecessor_codebook": (V, 4)}
 BLOCKS_READ = [
     ("vllm", "dflash", {}, DFLASH),
     ("vllm", "dflash", of("DFlashDraftModel"), DFLASH),
@@ -152,6 +153,8 @@ BLOCKS_READ = [
     ("vllm", "dspark", of("Qwen3DSparkModel"), DFLASH | {"markov_head.markov_w1.weight": (V, 4)}),
     ("vllm", "dspark", of("Qwen3DSparkModel") | {"markov_rank": 4}, DFLASH),  # that lost its Markov head
     ("speculators", "dflash", speculators("dflash"), DFLASH),
+    ("speculators", "dflash2", speculators("dflash2"), DFLASH | SELECTOR),
+    ("vllm", "dflash2", of("DFlash2DraftModel"), DFLASH),  # that lost its selector
     ("modelopt", "dspark", of("DFlashDraftModel"), DFLASH | {"markov_w1.weight": (V, 4)}),
 ]
 

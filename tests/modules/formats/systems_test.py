@@ -21,6 +21,7 @@ COMMANDS = {
     ("eagle", "eagle3"): [*WEBUI, "--no-eagle3"],
     ("sglang", "eagle"): [*SGLANG, "EAGLE", "--speculative-draft-model-path", HEAD, *CHAIN, *COUNT],
     ("sglang", "eagle3"): [*SGLANG, "EAGLE3", "--speculative-draft-model-path", HEAD, *CHAIN, *COUNT],
+    ("sglang", "dflash2"): [*SGLANG, "DFLASH", "--speculative-draft-model-path", HEAD, *COUNT],
     ("sglang", "dspark"): [*SGLANG, "DSPARK", "--speculative-draft-model-path", HEAD, *COUNT],
     ("llamacpp", "eagle3"): [
         "llama-server", "-m", MODEL, "-md", HEAD, "--spec-type", "draft-eagle3", "--spec-draft-n-max", "4",
@@ -44,7 +45,8 @@ def test_the_command_survives_a_shell(name, kind):
 def test_vllm_takes_the_kind_of_a_head_for_its_method(name, kind):
     *words, options = shlex.split(formats()[name, kind].serve(Served(MODEL, HEAD, 4)))
     assert words == ["vllm", "serve", MODEL, "--speculative-config"]
-    assert json.loads(options) == {"method": kind, "model": HEAD, "num_speculative_tokens": 4}
+    method = {"dflash2": "dflash"}.get(kind, kind)  # one speculator, which goes by the class
+    assert json.loads(options) == {"method": method, "model": HEAD, "num_speculative_tokens": 4}
 
 
 def test_sglangs_command_has_the_window_of_an_eagle3_head():
