@@ -11,6 +11,8 @@ logits.J [T, V], of EAGLE-3 [T, draft vocabulary]
     Of the J-th token of a draft from every row; beyond the text it is fed token 0. EAGLE-1 has J = 0 alone. Of a block
     drafter, J = 0 and 1: of the blocks at positions 1, 2, .. of a text whose last token has states too; -inf for what a
     selector does not choose among.
+final [T, H], loss of DFlash2
+    The target's states that give its logits, and the loss of the blocks at positions 1 to T - 5, by `LOSS`.
 embed_tokens, lm_head [V, H], state.NAME; d2t of EAGLE-3
     Of the target, and the head's parameters.
 
@@ -45,6 +47,7 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.export import write_package
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block.net import DocumentBlocks, layers_like
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
@@ -54,10 +57,11 @@ from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import FeatureBatch, InputError
 
 LENGTH, PASSES = 48, 3
 WINDOW = 12
+LOSS = {"ce_weight": 0.0, "l1_weight": 0.5, "selector_weight": 0.7, "decay": 4.0}
 SPREAD = 0.1  # of random weights: far from any initial value
 
 
@@ -175,6 +179,14 @@ def block_logits(head: Any, lm: Any, ids: Tensor, states: Tensor) -> Tensor:
     return head.sequential.add(logits, head.sequential(hidden, previous))
 
 
+def block_loss(head: Any, lm: Any, ids: Tensor, features: Tensor) -> Tensor:
+    length, block = ids.shape[1], head.config.block_size
+    answer = torch.arange(length)[None] > 0
+    batch = FeatureBatch(ids, features, answer, torch.arange(length)[None], lengths=(length,))
+    step = TrainStep(0, 1, (length,), (1,), loss_count=length - block - 1, span=(1, length - block))
+    return head.loss(batch, lm, head.Settings(**LOSS), step).loss
+
+
 @torch.inference_mode()
 def write(kind: str, case: Case, directory: Path) -> None:
     """Write target, exports and our own results of a case."""
@@ -196,6 +208,9 @@ def write(kind: str, case: Case, directory: Path) -> None:
         states = lm.features(ids, aux_layers=head.config.aux_layers)[0]
         logits = block_logits(head, lm, ids[0], states)
         ours |= {"states": states.contiguous(), "logits.0": logits[:, 0].clone(), "logits.1": logits[:, 1].clone()}
+        if kind == "dflash2":
+            ours |= {"final": lm.features(ids)[0].contiguous()}
+            ours |= {"loss": block_loss(head, lm, ids, torch.cat([states, ours["final"]], -1)[None])}
     else:
         states = lm.features(ids, aux_layers=head.config.aux_layers)[:, :-1].contiguous()
         ttt_steps = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from exported import assert_close
 from safetensors.torch import load_file
+from speculators.losses.eager import tv_loss
 from speculators.models.attention import create_float_mask
 from speculators.models.dflash.core import DFlashDraftModel
 from speculators.models.dflash2.core import DFlash2DraftModel
@@ -70,6 +71,14 @@ def test_every_tensor_of_the_file_is_in_its_place(case):
 BLOCKS = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel, "dspark": DSparkDraftModel}
 
 
+def block_model(kind: str, directory: Path) -> DFlashDraftModel:
+    model = BLOCKS[kind].from_pretrained(str(directory), dtype=torch.float32).eval()
+    model._attn_impl, model._create_mask_fn = "eager", create_float_mask
+    for layer in model.layers:
+        layer.self_attn.config._attn_implementation = "eager"
+    return model
+
+
 @pytest.mark.parametrize(
     ("kind", "case"), [(kind, path.name) for kind in BLOCKS for path in sorted((HEADS.parent / kind).iterdir())]
 )
@@ -78,10 +87,7 @@ def test_an_exported_block_drafter_computes_in_speculators_what_it_does_here(kin
         HEADS.parent / kind / case / "speculators",
         load_file(HEADS.parent / kind / case / "ours.safetensors"),
     )
-    model = BLOCKS[kind].from_pretrained(str(directory), dtype=torch.float32).eval()
-    model._attn_impl, model._create_mask_fn = "eager", create_float_mask
-    for layer in model.layers:
-        layer.self_attn.config._attn_implementation = "eager"
+    model = block_model(kind, directory)
     held = model.state_dict()
     assert all(torch.equal(held[name], tensor) for name, tensor in load_file(directory / "model.safetensors").items())
     # The embedding and lm_head are in no file: it takes those of the target that config.json names.
@@ -117,6 +123,25 @@ def test_an_exported_block_drafter_computes_in_speculators_what_it_does_here(kin
         assert all(torch.equal(theirs[name].isfinite(), own) and own.any() for name, own in finite.items())
         wanted, theirs = ({name: part[finite[name]] for name, part in own.items()} for own in (wanted, theirs))
     assert_close(f"speculators {kind} {case}", wanted, **theirs)
+
+
+def test_dflash2_learns_by_their_loss():
+    """Total variation of the slots and the selector's cross-entropy, the target put in its candidates where it is none,
+    by place in the block. Their mean is over tokens and ours over blocks, of weights that add up to 1."""
+    path = HEADS.parent / "dflash2" / "block"
+    model, ours = block_model("dflash2", path / "speculators"), load_file(path / "ours.safetensors")
+    model.verifier_norm = nn.Identity()  # of states that are normed already
+    ids, mask = ours["ids"][None], torch.ones(1, len(ours["ids"]), dtype=torch.long)
+    mask[:, 0] = 0
+    with torch.no_grad():
+        _, loss, metrics = model(
+            ours["states"][None], ids, mask, ours["final"][None], torch.zeros_like(ids), gamma=4.0,
+            max_anchors=ids.shape[1] - 1 - model.block_size, loss_config={"tv": (tv_loss, 1.0)}, tv_loss_fn=tv_loss,
+            selector_loss_alpha=0.7,
+        )  # fmt: skip
+    assert 0 < metrics["unary_candidate_recall_at_5_sum"] < metrics["unary_candidate_recall_at_5_total"]
+    weights = torch.exp(-torch.arange(model.block_size - 1) / 4.0)
+    torch.testing.assert_close(loss, ours["loss"] * weights.mean(), rtol=1e-5, atol=0)
 
 
 def hidden_size(model: DFlashDraftModel) -> int:
