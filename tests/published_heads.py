@@ -33,6 +33,7 @@ START, END = "| published heads |", "Sizes are reduced"  # of the table, and of 
 SERVERS = ("vllm", "sglang")
 TRAINERS = ("SafeAILab ", "SpecForge ", "TorchSpec ")  # whose repositories hold these configs
 TITLES = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark", "medusa": "Medusa"}
+TITLES |= {"dflash2": "DFlash2"}
 RANDOM = torch.Generator().manual_seed(5)
 V, DRAFT_V, WIDTH, RANK = 96, 40, 8, 4  # vocabularies, width of an attention head, rank of a Markov head
 
@@ -227,6 +228,19 @@ def dflash(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
     return tensors
 
 
+def dflash2(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
+    """z-lab's DFlash2 (dflash/model.py): DFlash, convolutions and a selector."""
+    width, vocab, block, tensors = head.layer["hidden_size"], head.layer["vocab_size"], head.block, dflash(head, facts)
+    rank, kernel = block["selector_rank"], block["conv_kernel_size"]
+    for number in range(head.layer["num_hidden_layers"]):
+        for conv in ("attention_conv", "mlp_conv"):
+            deltas = rand(2 * kernel * width // block["conv_group_size"], width)
+            own = {"base_kernel": rand(2, kernel, width), "kernel_projection.weight": deltas}
+            tensors |= under(f"layers.{number}.{conv}", own)
+    tables = {f"{name}_codebook": rand(vocab, rank) for name in ("predecessor", "successor")}
+    return tensors | under("candidate_selector", {**tables, "hidden_projection.weight": rand(rank, width)})
+
+
 def dspark(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
     """DSpark (dspark.py): DFlash, a Markov head and a confidence head."""
     width, vocab, rank = head.layer["hidden_size"], head.layer["vocab_size"], head.block["markov_rank"]
@@ -296,6 +310,7 @@ def medusa(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
 
 RULES: dict[str, Callable[[Published, TargetFacts], dict[str, Tensor]]] = {
     "eagle1": eagle1, "eagle3": eagle3, "eagle3-mla": latent, "peagle": peagle, "dflash": dflash, "dspark": dspark,
+    "dflash2": dflash2,
     "deepspec-dspark": deepspec, "deepspec-dflash": deepspec, "deepspec-eagle3": deepspec_eagle3,
     "deepspec-dspark-gated": gated, "domino": domino, "torchspec-dflash": torchspec,
     "speculators-dspark": speculators_dspark, "medusa": medusa,

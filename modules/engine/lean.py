@@ -214,12 +214,9 @@ def _fuse(linears: Sequence[nn.Linear], share: bool, make_linear: MakeLinear) ->
 
 
 class LeanLayer:
-    """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place.
+    """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place."""
 
-    unit: rows that belong together, of which the MLP is given whole ones.
-    """
-
-    unit = 1
+    unit = 1  # rows that belong together, and pass the MLP together
 
     def __init__(self, layer: DecoderLayer | PairLayer, make_linear: MakeLinear = LeanLinear, share: bool = False):
         """share: see `_fuse`."""

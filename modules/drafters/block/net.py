@@ -111,13 +111,8 @@ class DFlash2Config(BlockConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_config(
-            self,
-            conv_kernel=(1, self.block_size),
-            conv_group=(1, self.hidden_size),
-            selector_rank=(1, MOST_SIZE),
-            selector_top_k=(1, self.vocab_size),
-        )
+        conv = {"conv_kernel": (1, self.block_size), "conv_group": (1, self.hidden_size)}
+        check_config(self, **conv, selector_rank=(1, MOST_SIZE), selector_top_k=(1, self.vocab_size))
         if self.hidden_size % self.conv_group:
             raise InputError("conv_group", self.conv_group, f"a divisor of {self.hidden_size}", "Change it.")
         if self.markov_rank:
@@ -242,8 +237,7 @@ class BlockLayer(DecoderLayer):
 
     def __init__(self, config: BlockConfig):
         super().__init__(config.llama)
-        self.attention_conv = GroupedConv(config) if config.conv_kernel else None
-        self.mlp_conv = GroupedConv(config) if config.conv_kernel else None
+        self.attention_conv, self.mlp_conv = (GroupedConv(config) if config.conv_kernel else None for _ in range(2))
 
 
 class ConfidenceHead(nn.Module):
