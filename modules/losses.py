@@ -365,7 +365,7 @@ def compare_blocks(
         logits = wide(lm_head(hidden.to(wanted.dtype)))  # [C, V]
         if markov:
             logits += F.linear(*more)
-        selected = None if selection is None else select(logits, *more, selection.top_k, p, first)
+        selected = None if selection is None else select(logits, more[0], more[1], selection.top_k, p, first)
         right = logits.argmax(-1) == first
         if log_counts is not None:
             logits = logits + log_counts

@@ -155,7 +155,8 @@ class BlockFormat(LlamaFormat):
         for name, plain in (SCALES | {SOFTCAP: capped}).items():
             if (raw.get(name) or plain) != plain:
                 raise InputError(f"config.json, {name}", raw[name], f"{plain}, as our drafter has", UNSUPPORTED)
-        return partial(DFlash2Config, **{ours: positive(raw, theirs, 0) for ours, theirs in SELECTOR.items()})
+        sizes: dict[str, Any] = {ours: positive(raw, theirs, 0) for ours, theirs in SELECTOR.items()}
+        return partial(DFlash2Config, **sizes)
 
     def _confidence(self, files: HeadFiles, rank: int) -> bool:
         """Return whether the head has a confidence head; give one that reads the state alone zeros for the rest."""

@@ -118,7 +118,8 @@ class SlotNet(DraftNet):
     def _lay(self, drafts: int) -> None:
         """Lay blocks that draft so many tokens from now on."""
         self._num_slots = self.config.slots(drafts)
-        for layer in self.stack.layers:
+        layers: Any = self.stack.layers
+        for layer in layers:
             layer.unit = self._num_slots
 
     # -- rows
