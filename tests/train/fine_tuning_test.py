@@ -105,6 +105,7 @@ def test_a_start_that_does_not_fit_is_refused(artifacts, tmp_path, eagle_run, ch
 # An option of a drafter -> a value that no new head has by default, if its type does not name one.
 OTHER = {"layers": (0, 1, 3), "mask_token": 5, "rope_theta": 5e5, "draft_vocab": 100, "num_layers": 3, "num_heads": 2}
 OTHER |= {"block": 4, "markov_rank": 16, "prefix_attention": True, "window": 9}
+OTHER |= {"conv_kernel": 3, "conv_group": 8, "selector_rank": 5, "selector_top_k": 4}
 
 
 def other_value(settings: type, name: str, default: Any) -> Any:
@@ -129,6 +130,10 @@ def test_no_option_that_shapes_a_head_has_another_value_beside_a_start(kind, tmp
     plain = head_type.new_config(training(), shape)
     for field in dataclasses.fields(head_type.Settings):
         other = {field.name: other_value(head_type.Settings, field.name, field.default)}
+        if (kind, field.name) == ("dflash2", "markov_rank"):
+            with pytest.raises(InputError, match="markov_rank: found 16, expected 0: a selector takes its place"):
+                head_type.new_config(training(**other), shape)
+            continue
         if other[field.name] == field.default or head_type.new_config(training(**other), shape) == plain:
             continue
         made = make_head(training(**other), target, lambda: torch.arange(target.info.vocab_size))

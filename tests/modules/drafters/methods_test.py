@@ -38,7 +38,8 @@ def test_the_methods_of_a_kind_are_its_chain_and_its_trees(kind):
     drafts = head_class(kind).drafts
     assert names == {"", *(f"-{draft}" for draft in drafts if draft != "chain")}
     assert parse_method(f"spec:drafter={kind}") == parse_method(kind)
-    assert parse_method(kind).length == {"dflash": 7, "dspark": 7, "medusa": 0, "hydra": 0}.get(kind, 5)
+    lengths = {"dflash": 7, "dflash2": 7, "dspark": 7, "medusa": 0, "hydra": 0}
+    assert parse_method(kind).length == lengths.get(kind, 5)
     assert parse_method(f"spec:k=3:drafter={kind}") == parse_method(f"{kind}:k=3") == FixedLengthMethod(3, drafter=kind)
 
 
