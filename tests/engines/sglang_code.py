@@ -6,9 +6,12 @@ Its compiled operators are replaced: attention by torch's, the others by SGLang'
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DFlash2's convolutions would take minutes to be compiled
 
 import torch
 
