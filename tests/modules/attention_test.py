@@ -10,7 +10,9 @@ from draftsmith.modules import attention
 from draftsmith.modules.attention import diagonal_attention
 
 
-def explicit(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int | None = None) -> Tensor:
+def explicit(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Passes side by side, [T, S + (K - 1) T] scores: causal in the first pass, the diagonal in the others.
 
     A query of pass j stands at t + j, and sees positions less than a window before it.
@@ -24,7 +26,9 @@ def explicit(query: Tensor, keys: list[Tensor], values: list[Tensor], window: in
         causal = causal & (at + passes - place < window)
     seen = torch.cat([causal, *[own] * passes], 1)
     scores = (query @ all_keys.mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ all_values
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(len(scores), -1, length, 1)], -1)
+    return scores.softmax(-1)[..., : all_values.shape[2]] @ all_values
 
 
 def made(
@@ -39,6 +43,7 @@ def made(
     return query, keys, values
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ttt_steps", "earlier", "window"),
     [
@@ -47,16 +52,24 @@ def made(
     ],
 )  # fmt: skip
 def test_values_and_gradients(
-    heads: int, kv_heads: int, ttt_steps: int, earlier: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    kv_heads: int,
+    ttt_steps: int,
+    earlier: int,
+    window: int | None,
+    with_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Windows, and queries that begin behind `earlier` keys, in bands of four queries."""
+    """Windows, sinks, and queries that begin behind `earlier` keys, in bands of four queries."""
     monkeypatch.setattr(attention, "BAND", 4)
     query, keys, values = made(heads, kv_heads, ttt_steps, earlier=earlier)
-    ours = diagonal_attention(query, (keys[0], values[0]), list(zip(keys[1:], values[1:], strict=True)), window)
-    wanted = explicit(query, keys, values, window)
+    sinks = torch.linspace(-1, 2, heads, dtype=torch.float64).requires_grad_() if with_sinks else None
+    own = list(zip(keys[1:], values[1:], strict=True))
+    ours = diagonal_attention(query, (keys[0], values[0]), own, window, sinks)
+    wanted = explicit(query, keys, values, window, sinks)
     assert (ours - wanted).abs().max() < 1e-10
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(3), dtype=ours.dtype)
-    inputs = [query, *keys, *values]
+    inputs = [query, *keys, *values, *([sinks] if sinks is not None else [])]
     pairs = zip(*(torch.autograd.grad((out * weight).sum(), inputs) for out in (ours, wanted)), strict=True)
     assert max((a - b).abs().max() for a, b in pairs) < 1e-10
 
