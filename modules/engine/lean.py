@@ -370,7 +370,7 @@ class LeanStack:
         """share: the layers are frozen and give their weights away (`_fuse`)."""
         self.layers = [self._lean(layer, config, make_linear, share) for layer in layers]
         self.config, self.dtype, self.device = config, dtype, device
-        if isinstance(layers[0], NativeLayer):
+        if layers and isinstance(layers[0], NativeLayer):
             cos, sin = layers[0].cos, layers[0].sin
         else:
             cos, sin = rope_table(config, config.max_position)
