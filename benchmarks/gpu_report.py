@@ -64,7 +64,7 @@ LAYER_CALLS = 20  # of a layer, timed together
 # Blocks that speculators' trainer takes of a pack of so many tokens; ours counts those of a text.
 PACK, PACK_BLOCKS = 8192, 512
 # A DSpark head as speculators' trainer makes it by default.
-DSPARK = {"block": 8, "num_layers": 5, "markov_rank": 256}
+DSPARK: dict[str, Any] = {"block": 8, "num_layers": 5, "markov_rank": 256}
 ZERO = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 RANKS_S = 100.0  # a launch of ranks that takes longer hangs
 SECTIONS = ("decoding", "layer", "training", "dspark", "compiled", "ranks")
@@ -515,6 +515,7 @@ def measure_all(config: GpuReportConfig) -> Iterator[Measured]:
     raw, target, wanted = subjects.raw, subjects.models.target, config.sections.split(",")
     assert isinstance(target, LlamaLM)
     deadline = time.monotonic() + 60 * config.minutes
+    parts: dict[str, Callable[[], Iterator[Measured]]]
     parts = {name: partial(measure, config, subjects, machine) for name, measure in BEFORE.items()}
     del subjects  # drafts and heads of the decoding take no room in the training
     parts |= {**trainings(config, raw, target), "ranks": partial(ranks, config)}
