@@ -19,7 +19,8 @@ class ExportConfig(ServedLoading):
     Attributes:
         format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
             speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; llamacpp an EAGLE-3 head of
-            version 3 or 3-norm, a DFlash or DSpark head, or a draft model, as one GGUF file.
+            version 3 or 3-norm, a DFlash or DSpark head, or a draft model, as one GGUF file; mtp writes a copy of the
+            target's checkpoint with an MTP module, and links to the files that stay as they are.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.

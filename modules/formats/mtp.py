@@ -130,7 +130,8 @@ class MtpFormat(HeadFormat):
     )
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
-        assert target is not None, "a checkpoint is its own target"
+        if target is None:
+            raise InputError("target", "none", "the target, whose settings are the module's", "Pass --target.")
         return ImportedHead(MtpHead.new_config(MtpSettings(), plain_shape(target.raw)), dict(package.tensors))
 
     def write(

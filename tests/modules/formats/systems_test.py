@@ -26,6 +26,9 @@ COMMANDS = {
     ("llamacpp", "eagle3"): [
         "llama-server", "-m", MODEL, "-md", HEAD, "--spec-type", "draft-eagle3", "--spec-draft-n-max", "4",
     ],
+    ("mtp", "mtp"): [
+        "vllm", "serve", HEAD, "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 4}',
+    ],
     ("specdec_pp", "acceptance"): [
         "python3", "specdec_pp/evaluate.py", "--model_name", "big", "--assistant_name", MODEL,
         "--num_assistant_tokens_schedule", "ada", "--assist_acc_head_dir", HEAD, "--stop_threshold", "0.7",
