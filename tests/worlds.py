@@ -36,13 +36,16 @@ from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_loss
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, Eagle3Settings, draft_vocabulary, layer_like
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.net import ChainDrafter
+from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
+from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import FeatureBatch, SamplingParams
 from draftsmith.train.optimizers import MuonAdamW
 
@@ -147,6 +150,11 @@ def every_head(llama: LlamaConfig, layers: tuple[int, ...], prefix: bool) -> dic
     }
     heads: dict[str, Any] = {"eagle": EagleHead(EagleConfig.for_target(llama))}
     heads["eagle3"] = Eagle3Head(Eagle3Config(layer_like(llama), layers, llama.vocab_size))
+    # No Llama ships such a module, but one drafts for any target.
+    sizes = {"model_type": "qwen3_5_text", "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"hidden_size": llama.hidden_size, "vocab_size": llama.vocab_size, "intermediate_size": 16, "head_dim": 8}
+    sizes["max_position_embeddings"] = llama.max_position
+    heads["mtp"] = MtpHead(MtpHead.new_config(MtpSettings(), plain_shape(sizes)))
     for kind, options in (("medusa", {}), ("hydra", {"prefix_attention": prefix})):
         made: Any = head_class(kind)
         heads[kind] = made(made.new_config(made.Settings(num_heads=3, **options), llama))
@@ -275,7 +283,7 @@ def specdecpp(
 def run_models(*lms: Any, **more: Any) -> Models:
     """Make `Models` as a run has them: draft trees by name, and times of this machine. lms: target, draft, mid. more:
     heads by kind, and other fields."""
-    kinds = ("eagle", "eagle3", "medusa", "hydra", "dflash", "dflash2", "dspark")
+    kinds = ("eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dflash2", "dspark")
     given = {kind: more.pop(kind, None) for kind in kinds}
     heads = {kind: head for kind, head in given.items() if head is not None}
     known = {"trees": {"eagle-1": read_tree("eagle-1")}, "times": MeasuredTimes(), **more}
@@ -290,7 +298,7 @@ FIRST_MLP = ("layers.0.mlp.down_proj.weight", (0, 0))
 # Where a NaN is put: a weight that every draft goes through.
 NAN_IN = {
     **dict.fromkeys(("target", "draft", "mid", "eagle", "dflash", "dflash2", "dspark"), FIRST_MLP),
-    "eagle3": ("layer.mlp.down_proj.weight", (0, 0)),
+    **dict.fromkeys(("eagle3", "mtp"), ("layer.mlp.down_proj.weight", (0, 0))),
     "medusa": ("heads.0.0.linear.weight", (0, 0)),
     "hydra": ("heads.0.linear.weight", (0, 0)),
     "acceptance": ("out.weight", (0, 0)),
