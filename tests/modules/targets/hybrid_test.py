@@ -107,7 +107,8 @@ def test_chains_give_the_answer_and_the_features_of_whole_forwards_in_one_call_a
     assert {0, DRAFTED} < set(foreseen.counts) and lm.mixers.replay
     features = torch.cat(foreseen.features)
     whole = lm.features(torch.tensor([prompt + answer]), aux_layers=layers)[0, : len(features)]
-    torch.testing.assert_close(features, whole, atol=1e-3, rtol=0)
+    # Processors sum in other orders, and some states reach 40.
+    torch.testing.assert_close(features, whole, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
