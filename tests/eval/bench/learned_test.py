@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from worlds import run_models, varied_acceptance_head
+from worlds import every_head, run_models, varied_acceptance_head
 
 from draftsmith.eval.bench.measuring import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -21,12 +21,6 @@ from draftsmith.modules.decoding.stop import (
     snapshot_learned_state,
 )
 from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.drafters.block.head import DFlashHead, DSparkHead
-from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
-from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
-from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
-from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import known_methods, parse_method, parse_methods
 from draftsmith.modules.pretrained.models import load_lm
@@ -43,7 +37,9 @@ OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max
           "eagle-static", "eagle-tree:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3",
           "hsddw:k=3:max=6",
           "eagle3:k=3", "eagle3-tree:nodes=5:depth=2:topk=2", "eagle3-static",
-          "dflash:k=3", "dflash-tree:nodes=5:depth=2:topk=2", "dflash-static", "dspark:k=3",
+          "mtp:k=3", "mtp-tree:nodes=5:depth=2:topk=2", "mtp-static",
+          "dflash:k=3", "dflash-tree:nodes=5:depth=2:topk=2", "dflash-static",
+          "dflash2:k=3", "dflash2-tree:nodes=5:depth=2:topk=2", "dflash2-static", "dspark:k=3",
           "dspark-tree:nodes=5:depth=2:topk=2", "dspark-static", "dspark-confidence:k=4:t=0.3",
           "medusa-static", "medusa:k=3", "hydra-static", "hydra:k=3",
           "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
@@ -53,17 +49,9 @@ OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max
 def lms(models) -> Models:
     target, draft = load_lm(models["target"]), load_lm(models["draft"])
     torch.manual_seed(0)
-    eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
     head = varied_acceptance_head(draft.info.hidden_size)
-    shape = Eagle3Config(layer_like(target.config), (0, 1), target.config.vocab_size)
-    eagle3 = Eagle3Head(shape).eval().requires_grad_(False)
-    medusa = MedusaHead(MedusaHead.new_config(MedusaSettings(), target.config)).eval().requires_grad_(False)
-    hydra = HydraHead(HydraHead.new_config(HydraSettings(), target.config)).eval().requires_grad_(False)
-    layers = layers_like(target.config, 1)
-    dflash = DFlashHead(BlockConfig(layers, (0, 1), 5, 7, "fill-in")).eval().requires_grad_(False)
-    shape = BlockConfig(layers, (0, 1), 4, 7, markov_rank=4, confidence=True)
-    heads = {"dflash": dflash, "dspark": DSparkHead(shape).eval().requires_grad_(False)}
-    heads |= {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "hydra": hydra}
+    heads = every_head(target.config, (0, 1), False)
+    heads = {kind: own.eval().requires_grad_(False) for kind, own in heads.items()}
     return run_models(target, draft, draft, **heads, acceptance=head, capacity=300)
 
 
