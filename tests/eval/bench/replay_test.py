@@ -78,7 +78,7 @@ def test_target_calls_of_an_answer_are_the_mean_over_every_branch_that_decodes_i
         assert walk.visits @ walk.reached.sum(-1) == pytest.approx(accepted / weight, abs=1e-9), tokens
 
 
-@pytest.mark.parametrize("name", ["spec", "eagle", "eagle3", "medusa", "hydra", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["spec", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dflash2", "dspark"])
 def test_every_head_drafts_as_in_decoding(name):
     """In each round, the distributions that the decoder drew from, of drafts that are the answer."""
     models, params, method, compared = small_models(), SamplingParams(1.3, 20), f"{name}:k=2", 0

@@ -18,6 +18,7 @@ from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.trace import node_accept_probs
 from draftsmith.modules.decoding.tree import DraftTree, Typical
 from draftsmith.modules.decoding.verify import Verdict
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.methods import known_methods
 from draftsmith.modules.types import SamplingParams
 
@@ -28,7 +29,9 @@ METHODS = (
     "eagle-tree:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa-static,medusa:k=2,hydra-static,hydra:k=2,"
     "dflash:k=3,dflash-tree:nodes=6:depth=2:topk=3,dflash-static,dspark:k=3,dspark-tree:nodes=6:depth=2:topk=3,"
     "dspark-static,dspark-confidence:k=4:t=0.2,dspark-cost:k=4:c=0.1,"
+    "dflash2:k=3,dflash2-tree:nodes=6:depth=2:topk=3,dflash2-static,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
+    "mtp:k=2,mtp-tree:nodes=6:depth=2:topk=3,mtp-static,"
     "pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
 )
 
@@ -41,10 +44,7 @@ def test_every_own_method_is_traced_below():
 @pytest.fixture(scope="module")
 def traced(models, tmp_path_factory):
     output = tmp_path_factory.mktemp("trace")
-    heads = (
-        str(Path(models["eagle"]).with_name(kind))
-        for kind in ("eagle", "eagle3", "dflash", "dspark", "medusa", "hydra")
-    )
+    heads = (str(Path(models["eagle"]).with_name(kind)) for kind in learned() if kind != "draft")
     given = {**draft_options(models), "draft": (models["draft"], *heads)}
     config = BenchConfig(
         **given, mid=models["target"], methods=METHODS, split="test", limit=2, max_new_tokens=16, ignore_eos=True,
