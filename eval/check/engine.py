@@ -41,7 +41,7 @@ from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, 
 from draftsmith.modules.pretrained.gguf import is_gguf_model
 from draftsmith.modules.pretrained.gguf_writer import widen_gguf, write_gguf_model
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
-from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory, read_config
+from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory, read_config, resolve_model
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
@@ -246,7 +246,8 @@ def llamacpp_client(
         if drafter is None:
             found, remedy = f"{config.directory} without a .gguf file", "Export the head with --format llamacpp."
             raise InputError("directory", found, "one that llama.cpp serves", remedy)
-        if file := config.target_gguf or (Path(config.target) if config.target.endswith(".gguf") else None):
+        named = Path(resolve_model(config.target))
+        if file := config.target_gguf or (named if named.suffix == ".gguf" else None):
             widen_gguf(file, target_file)
         else:
             write_gguf_model(target_file, config.target)

