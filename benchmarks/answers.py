@@ -161,7 +161,7 @@ def main() -> None:
     shape = features.target_shape(options.target)
     RecordingPool.layers, RecordingPool.directory = features.captured_layers("eagle3", (), shape), states
     # The stages' own engines, with their states kept and read again. mypy takes an assigned class for a mistake.
-    own.RowPool = RecordingPool  # type: ignore[misc]
+    own.RowPool = RecordingPool  # type: ignore[assignment, misc]
     own.generate_rows = answer_missing(Kept().read(states), own.generate_rows)
     answers = options.output / "responses"
     sizes = (options.max_new_tokens, options.batch_size, options.rows_per_shard, options.limit)
