@@ -366,6 +366,8 @@ class DFlash2Head(BlockHead):
     drafts = ("chain", "tree", "static")
     Config: ClassVar[type] = DFlash2Config
     Settings: ClassVar[type] = DFlash2Settings
+    # The selector learns the target's first choice: greedy drafts grow longer while drawn ones are accepted less.
+    monitor = "chain_length_greedy"
 
 
 class DSparkHead(BlockHead):
