@@ -162,7 +162,7 @@ def test_an_unknown_kind_is_refused(tmp_path):
     for name in ("config.json", "manifest.json"):
         content = json.loads((directory / name).read_text())
         (directory / name).write_text(json.dumps({**content, "kind": "hydra9", "sha256": {}}))
-    with pytest.raises(InputError, match="kind: found hydra9, expected acceptance or .* or eagle3 or hydra"):
+    with pytest.raises(InputError, match=r"kind: found hydra9, expected acceptance or .* or eagle3 or hydra"):
         load_head(directory)
 
 
