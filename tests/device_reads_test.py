@@ -12,7 +12,10 @@ FILES = [
     *(f"modules/engine/{name}.py" for name in ("lean", "rows", "cache", "graphs")),
     *(f"modules/{name}.py" for name in ("sampling", "losses", "attention", "transfer")),
     *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain", "growth")),
-    *(f"modules/drafters/{name}.py" for name in ("net", "draft_model", "feature_heads", "eagle", "eagle3")),
+    *(
+        f"modules/drafters/{name}.py"
+        for name in ("net", "draft_model", "feature_heads", "eagle", "eagle3", "unrolled", "mtp")
+    ),
     *(f"train/{name}.py" for name in ("module", "features", "metrics", "tracking")),
 ]
 HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"
@@ -37,7 +40,7 @@ ALLOWED = {
     "modules/decoding/growth.py:grow_static": (1, "one transfer a draft"),
     "modules/decoding/growth.py:_trees": (1, "one transfer a draft"),
     "modules/decoding/growth.py:_draw_level": (1, "of a drawn tree: each level, and each draw"),
-    "modules/drafters/eagle3.py:loss_count": (1, HOST),
+    "modules/drafters/unrolled.py:loss_count": (1, HOST),
     "train/metrics.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
     "train/module.py:agree": (1, "between ranks only, at the step's begin: what they count together"),
     "train/features.py:feature_std": (1, "before the first step"),
