@@ -50,14 +50,14 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     }),
 }  # fmt: skip
-# The converter knows no hash of this tokenizer, and no Gemma with a tokenizer of bytes.
+# The converter knows no hash of this tokenizer, and no Gemma or GLM with another tokenizer than its own.
 CONVERT = """
 import runpy, sys
 converter, *arguments = sys.argv[1:]
 sys.path[:0] = [converter, converter + "/gguf-py"]
-from conversion import base, gemma
+from conversion import base, gemma, glm
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
-gemma.Gemma4Model.set_vocab = lambda self: self._set_vocab_gpt2()
+gemma.Gemma4Model.set_vocab = glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
 sys.argv = ["convert_hf_to_gguf.py", *arguments]
 runpy.run_path(converter + "/convert_hf_to_gguf.py", run_name="__main__")
 """
@@ -69,15 +69,15 @@ def write_target(family: str, directory: Path) -> Path:
     found, tokenizer = getattr(transformers, kind), tiny_tokenizer()
     own = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "vocab_size": len(tokenizer)}
     torch.manual_seed(3)
-    model = found(found.config_class(**{**settings, **own}))
+    model = found(found.config_class(**{**own, **settings}))
     for name, weight in model.named_parameters():
         if weight.ndim == 1 and "norm" in name:
             weight.data = 0.7 + 0.3 * torch.randn_like(weight)
         elif weight.ndim > 1:
             weight.data = (0.6 if "lm_head" in name or "embed" in name else 0.15) * torch.randn_like(weight)
     # Whole characters only: llama.cpp streams no ids of others, and their rounds are counted in sum.
-    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
-    whole = torch.tensor([text.isascii() and text.isprintable() and "<|" not in text for text in texts])
+    texts = [tokenizer.decode([token]) for token in range(model.config.vocab_size)]
+    whole = torch.tensor([text != "" and text.isascii() and text.isprintable() and "<|" not in text for text in texts])
     model.get_output_embeddings().weight.data[~whole] = 0
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
