@@ -300,9 +300,9 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
         feature_dtype: What the server sends: bf16, or fp8 with a scale for each token, half the bytes.
         feature_server: Address of the server, which `draftsmith launch vllm` starts.
         feature_window: GB of features that are asked for ahead of their steps, on each rank; 0 takes two steps'.
-        span_tokens: With --tokens-per-batch an EAGLE-3, MTP, DSpark or DFlash head learns so many tokens of a part at once,
-            whole sequences or a piece of a longer one, which still reads all before it: memory stays the same for rows
-            of any length. The gradients are those of the whole; 0 learns a part at once.
+        span_tokens: With --tokens-per-batch an EAGLE-3, MTP, DSpark or DFlash head learns so many tokens of a part at
+            once, whole sequences or a piece of a longer one, which still reads all before it: memory stays the same for
+            rows of any length. The gradients are those of the whole; 0 learns a part at once.
         device_map: Spread the layers of a target larger than a GPU over those of this one process, by transformers.
         init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
             width and vocabulary have to be this target's. For a draft model: any model of the target's tokenizer.
