@@ -351,7 +351,7 @@ def compare_blocks(
     blocks overlap, and p is computed once for a position. labels: [N], the text's tokens there. weights: [N]. markov:
     z [N, r] and W2 [V, r], which add W2 z to the draft's logits. ce, l1: weights of the two terms. log_counts: of
     `Columns`, if lm_head, W2 and labels cover these only. own_loss: takes the place of both terms. selection: adds the
-    selector's loss, and what is accepted is what it chooses.
+    selector's loss; acceptance is then that of the selector's choices.
     """
     measures: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -392,8 +392,8 @@ def compare_blocks(
 def select(
     logits: Tensor, z: Tensor, successors: Tensor, top_k: int, p: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cross-entropy [C] of a selector with the target's first choice, and of what it drafts the overlap with
-    p [C, V] and whether its first choice is the target's, [C] each.
+    """Return a selector's cross-entropy with the target's first choice, its overlap with p [C, V], and whether its
+    first choice is the target's, [C] each.
 
     Where `first` [C] is not among the K likeliest tokens by logits [C, V] it takes the last one's place in the
     cross-entropy, and in nothing else. z: [C, r].

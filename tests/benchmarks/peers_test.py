@@ -26,7 +26,7 @@ PACK = 1024
 
 @pytest.fixture(scope="module")
 def config(models, tmp_path_factory) -> CompareConfig:
-    """Of tiny models: six answers, and the target's states along them."""
+    """Make six answers of a tiny target, and its states along them."""
     root = tmp_path_factory.mktemp("peers")
     run("data prompts", source=models["prompts"], target=models["target"], output=root / "prompts")
     how = {"temperature": 0.0, "max_new_tokens": 8, "limit": 6}
