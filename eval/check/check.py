@@ -34,7 +34,7 @@ from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Problem, l
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
 from draftsmith.modules.pretrained.directory import foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
-from draftsmith.modules.pretrained.stitch import head_package
+from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -90,18 +90,21 @@ def run(config: CheckConfig) -> int:
         from draftsmith.eval.check.engine import run as serve
 
         return serve(config)
-    models = (config.target, config.draft, config.loading)
+    models, wanted = (config.target, config.draft, config.loading), config.format
+    # A checkpoint with a module is read for that alone: its other files may be links to the target's.
+    if wanted == "auto" and (config.directory / "config.json").is_file() and ships_mtp(config.directory):
+        wanted = MTP
     # All formats of a name read the same model: a missing --target is reported before the directory is read.
-    named = next((format for (name, _), format in formats().items() if name == config.format), None)
+    named = next((format for (name, _), format in formats().items() if name == wanted), None)
     source = state_source(named, *models) if named else None
     if named is None or named.name != MTP:
         foreign = ForeignHead.of(foreign_package(config.directory))
-        named = named_format(config.format, foreign) if named else detect(foreign)
+        named = named_format(wanted, foreign) if named else detect(foreign)
     format, source = named, source or state_source(named, *models)
     head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)
-    if config.format == "auto":
+    if wanted == "auto":
         print_text(f"\nWritten as {format.system} does.")
         for other in formats().values():
             # A trainer's own reading matters for its own directories: others are loaded by servers, GGUF by llama.cpp.

@@ -56,9 +56,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def checked(made: tuple[Path, Path, Path], **settings: Any) -> int:
+def checked(made: tuple[Path, Path, Path], format: Any = "auto") -> int:
     target, head, copy = made
-    return check(CheckConfig(directory=copy, format="mtp", target=str(target), head=head, **settings))
+    return check(CheckConfig(directory=copy, format=format, target=str(target), head=head))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text", "mimo_v2_flash"])
@@ -102,7 +102,7 @@ def test_a_copy_of_another_module_is_found(made, capsys):
     sound = load_file(copy / "mtp.safetensors")
     save_file({**sound, "mtp.fc.weight": swapped(sound["mtp.fc.weight"])}, copy / "mtp.safetensors")
     try:
-        assert checked(made("qwen3_5_text")) == 1
+        assert checked(made("qwen3_5_text"), "mtp") == 1
         assert "eh_proj.weight" in capsys.readouterr().out
     finally:
         save_file(sound, copy / "mtp.safetensors")
