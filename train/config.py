@@ -68,11 +68,10 @@ class Optimization:
     """Options of the optimizer and its batches.
 
     Attributes:
-        epochs: Passes over the data; not used when max_steps is given.
+        epochs: Passes over the data; not used when max_steps or minutes are given.
         max_steps: Optimizer steps in all; 0 leaves it to epochs.
         minutes: As many steps as fit in so many minutes, counted from the command's start over all runs of it, with the
-            last validation and saves in them; the learning rate follows the clock. In the place of epochs and
-            max_steps.
+            last validation and saves in them; the learning rate follows the clock. 0 leaves it to the others.
         batch_size: Sequences in one optimizer step, over all devices and accumulated parts together.
         tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, instead of batch_size;
             steps hold whole sequences. A drafter's are packed end to end, without padding. 0 counts sequences.
@@ -200,11 +199,9 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
 
     def __post_init__(self) -> None:
         check_config(self, **RANGES)
-        for name in ("max_steps", "epochs") if self.minutes else ():
-            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            if given != default:
-                remedy = f"Leave {name} out, also of a --config (its default is {default})."
-                raise InputError("minutes", f"{self.minutes:g} with {name} {given}", "one of the two", remedy)
+        if self.minutes and self.max_steps:
+            found, remedy = f"{self.minutes:g} with max_steps {self.max_steps}", "Set the other to 0."
+            raise InputError("minutes", found, "one of the two", remedy)
         if 0 < self.max_length < MIN_LENGTH:
             raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
 
