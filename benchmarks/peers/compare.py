@@ -32,6 +32,7 @@ import draftsmith
 from draftsmith.benchmarks.measured import describe_run
 from draftsmith.benchmarks.recipes import python
 from draftsmith.data.console import Column, Table, format_interval, print_text
+from draftsmith.data.engines.process import leave
 from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
@@ -290,6 +291,8 @@ def in_turns(jobs: Mapping[Path, list[str]]) -> None:
         InputError: one failed, with the end of its output.
     """
     left: dict[Path, subprocess.Popen] = {}
+    # Else a stopped training would outlive us.
+    signal.signal(signal.SIGTERM, leave)
     with tempfile.TemporaryDirectory(prefix="draftsmith-peers-") as site:
         # Where another environment finds this package.
         (Path(site) / "draftsmith").symlink_to(Path(draftsmith.__file__).parent)
