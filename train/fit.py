@@ -21,7 +21,7 @@ import yaml
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 
 from draftsmith.data.console import print_text
-from draftsmith.data.store.manifest import decisive, resolved
+from draftsmith.data.store.manifest import MANIFEST, Manifest, decisive, resolved
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
@@ -62,10 +62,13 @@ def finished(config: TrainConfig) -> Path | None:
     """Return best/ of a run that is finished; None if there is something to train.
 
     Raises:
-        InputError: the output directory holds a run with other settings.
+        InputError: the output directory holds a run with other settings, or of other data than lies there now.
     """
     if (config.output / STARTED).exists():
-        _check_begun(config, {"config": decisive(config)})
+        paths = {f"inputs.{name}": getattr(config, name) for name in ("data", "val")}
+        here = {name: path for name, path in paths.items() if path is not None and (path / MANIFEST).exists()}
+        digests = {name: Manifest.read(path).digest for name, path in here.items()}
+        _check_begun(config, {"config": decisive(config), **digests})
     if not (config.output / FINISHED).exists():
         return None
     if not (config.output / "best").is_dir():
@@ -226,10 +229,14 @@ def quiet() -> Iterator[None]:
 
 
 def _check_begun(config: TrainConfig, state: Mapping[str, Any]) -> None:
-    """Raise InputError with every entry of these parts of started.json that differs from those of the run to resume."""
+    """Raise InputError with every entry of started.json that differs from those of the run to resume.
+
+    state: its parts, or single entries ("inputs.data").
+    """
     begun = read_object(config.output / STARTED, {}, "Restore it, or choose another output.")
-    flat = {key: value for key, value in begun.items() if key.split(".")[0] in state}
-    if differing := differences(flatten(state), flat):
-        found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
+    now = flatten(state)
+    was = {key: value for key, value in begun.items() if key in now or key.split(".")[0] in state}
+    if differing := differences(now, was):
+        found = "another " + "; ".join(f"{key}: {new}, begun with {old}" for key, new, old in differing)
         remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
         raise InputError("output", found, "the settings and data that the run was begun with", remedy)

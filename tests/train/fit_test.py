@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -88,13 +90,18 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(artifacts, tmp_pat
     assert_same_run(tmp_path / "run", unbroken)
 
 
-def test_a_finished_training_says_so_and_nothing_changes(artifacts, unbroken, capsys):
+def test_a_finished_training_says_so_and_nothing_changes(artifacts, unbroken, tmp_path, capsys):
     before = (unbroken / "training.json").stat().st_mtime_ns
     options = settings(artifacts, unbroken)
     assert in_process(options) == unbroken / "best"
     assert "holds a finished training" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"config.lr: 0.1, begun with .* choose another output"):
         in_process({**options, "lr": "0.1"})
+    other = shutil.copytree(options["data"], tmp_path / "data")
+    manifest = json.loads((other / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps({**manifest, "seed": manifest["seed"] + 1}))
+    with pytest.raises(InputError, match=r"inputs.data: \w+, begun with \w+"):
+        in_process({**options, "data": str(other)})
     assert (unbroken / "training.json").stat().st_mtime_ns == before
 
 
