@@ -29,6 +29,7 @@ from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.heads import (
     head_config,
+    head_directory,
     head_fields,
     kind_at,
     load_draft_head,
@@ -65,7 +66,7 @@ def run(config: DiagnoseConfig) -> int:
     # Its errors come before the target is loaded.
     head_config(config.draft)
     target = load_target(config.target, **config.loading)
-    print_text(diagnose(Path(config.draft), target, config.target, rows, manifest))
+    print_text(diagnose(head_directory(config.draft), target, config.target, rows, manifest))
     return 0
 
 
@@ -82,7 +83,7 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
     """Print what is wrong and write the corrected head; return 0 if nothing is, or all was corrected, else 1."""
     if occupied(output):
         raise InputError("write", f"{output}, which exists", "a new directory", "Choose another, or remove it.")
-    directory, ours = Path(config.draft), kind_at(config.draft) is not None
+    directory, ours = head_directory(config.draft), kind_at(config.draft) is not None
     if not ours:
         served: Any = {"engine": config.engine, "target_server": config.target_server}
         directory = import_head(ImportConfig(config.draft, output / DECLARED, config.target, **served))

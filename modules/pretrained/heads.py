@@ -21,6 +21,7 @@ from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.formats.base import check_tensors
 from draftsmith.modules.pretrained.files import copy_file, whole_directory, write_json, write_tensors, write_text
+from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256, git_commit, package_versions
 from draftsmith.modules.pretrained.reading import read_object, read_tensors
 from draftsmith.modules.targets.base import CausalLM, check_aux_layers
@@ -62,9 +63,14 @@ def named_kind(kind: str) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
+def head_directory(path: str | Path) -> Path:
+    """Return the directory of a head: the path itself, or that of a shipped head (`smollm2:eagle3`)."""
+    return Path(resolve_model(str(path)))
+
+
 def kind_at(path: str | Path) -> str | None:
     """Return the kind of the head in a directory; None for anything else, such as a language model."""
-    directory = Path(path)
+    directory = head_directory(path)
     if not _is_head(directory):
         if _is_head(directory / "best") and not (directory / "config.json").exists():
             found = f"{directory}, the directory of a training"
@@ -147,7 +153,7 @@ def transformers_model(head: Any, state: Mapping[str, Tensor]) -> tuple[dict[str
 
 def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any]:
     """Read and check `config.json` of a head. kind: the expected one."""
-    directory = Path(directory)
+    directory = head_directory(directory)
     if not _is_head(directory):
         # Raises a better error if the head is in best/.
         kind_at(directory)
@@ -194,7 +200,7 @@ def head_settings(directory: str | Path, config: dict[str, Any]) -> Any:
     try:
         return config_from_json(class_of(config["kind"]).Config, config["head"])
     except InputError as error:
-        raise error.within(str(Path(directory) / "config.json"), REMEDY) from error
+        raise error.within(str(head_directory(directory) / "config.json"), REMEDY) from error
     except (TypeError, KeyError) as error:
         # A name is missing or unknown, or a value has another type.
         found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
@@ -242,7 +248,7 @@ def load_head(
             start = f"draftsmith train {config['kind']} --init {directory}, on data made with it"
             remedy = f"Pass that one, or train this head on for the other: {start}."
             raise InputError("head", found, "the model it was trained for", remedy)
-    state = read_tensors(Path(directory) / "model.safetensors", REMEDY)
+    state = read_tensors(head_directory(directory) / "model.safetensors", REMEDY)
     head = build_head(config["kind"], settings, state).eval().requires_grad_(False)
     if target is None:
         return head
@@ -308,7 +314,7 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
     width, vocab_size: of the model it is to read, if known. They must match; the model's identity need not, because
     --init adapts a head to a changed model.
     """
-    if not Path(directory).is_dir():
+    if not head_directory(directory).is_dir():
         raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
     settings = head_settings(directory, head_config(directory, kind))
     if width is not None:
@@ -322,23 +328,23 @@ def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int 
     Raises as `starting_settings`.
     """
     settings = starting_settings(directory, kind, width, vocab_size)
-    state = read_tensors(Path(directory) / "model.safetensors", REMEDY)
+    state = read_tensors(head_directory(directory) / "model.safetensors", REMEDY)
     head: nn.Module = build_head(kind, settings, state).float().train().requires_grad_(True)
     if isinstance(head, DraftHead):
-        manifest = read_object(Path(directory) / "manifest.json", {"tied_to_target?": [str]}, REMEDY)
+        manifest = read_object(head_directory(directory) / "manifest.json", {"tied_to_target?": [str]}, REMEDY)
         head.tied_to_target = tuple(manifest.get("tied_to_target", ()))
     return head
 
 
 def starting_weights(directory: str | Path) -> dict[str, str]:
     """Return the hash of a head's weights that a training from it records among its inputs."""
-    return {"init": file_sha256(Path(directory) / "model.safetensors")}
+    return {"init": file_sha256(head_directory(directory) / "model.safetensors")}
 
 
 def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
     """Return the identity of a drafting head and its target, which an acceptance head that reads both records."""
     # The hidden states that such an acceptance head reads come from both models.
-    weights = file_sha256(Path(directory) / "model.safetensors")
+    weights = file_sha256(head_directory(directory) / "model.safetensors")
     return {**owner.info.identity, head_config(directory)["kind"]: weights[:16]}
 
 

