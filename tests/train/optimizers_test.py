@@ -181,5 +181,5 @@ def test_a_training_by_the_clock_is_validated_saved_and_finished(artifacts, tmp_
     assert json.loads((best / "manifest.json").read_text())["step"] <= finished["steps"]
     assert run(config) == best, "it is finished"
     assert config.num_steps(per_epoch=10) > config.epochs * 10, "a recipe's epochs do not count"
-    with pytest.raises(InputError, match="minutes: found 0.02 with max_steps 3"):
+    with pytest.raises(InputError, match=r"minutes: found 0\.02 with max_steps 3"):
         dataclasses.replace(config, max_steps=3)
