@@ -155,11 +155,14 @@ class DraftSettings:
     def drafters(self) -> dict[str, str]:
         """Paths by `draft` (a language model) or the kind of the head; `kind@name` for each of several of a kind."""
         from draftsmith.modules.pretrained.heads import kind_at
+        from draftsmith.modules.pretrained.hub import resolve_model
 
         paths: dict[str, str] = {}
         by_kind: dict[str, list[str]] = {}
         for path in self.draft or ():
             kind = kind_at(path) or MODEL
+            if kind != MODEL:
+                path = resolve_model(path)
             if kind == "acceptance":
                 remedy = "Pass it with --acceptance."
                 raise InputError("draft", f"{path}, an acceptance head", "a model or head that drafts", remedy)

@@ -12,6 +12,7 @@ import pytest
 from servers import Hub
 from worlds import tiny_llama_dir
 
+from draftsmith.data.settings import DraftSettings
 from draftsmith.data.text.sources import open_source
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import hub as places
@@ -210,6 +211,7 @@ def test_smollm2_is_the_file_of_its_package(tmp_path, monkeypatch, capsys):
 def test_smollm2_decodes_with_the_head_that_ships(capsys):
     with pytest.raises(InputError, match="one of smollm2:eagle3"):
         resolve_model("smollm2:medusa")
+    assert DraftSettings(draft="smollm2:eagle3").drafters == {"eagle3": resolve_model("smollm2:eagle3")}
     prompt = "A box holds 12 pens. Tom has 3 boxes and gives 7 pens away. How many pens are left?"
     words = ["decode", prompt, "--target", "smollm2", "--max-new-tokens", "48", "--num-threads", "1", "--json"]
     assert main([*words, "--method", "ar"]) == 0
