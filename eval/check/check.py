@@ -90,7 +90,8 @@ def run(config: CheckConfig) -> int:
         from draftsmith.eval.check.engine import run as serve
 
         return serve(config)
-    models, wanted = (config.target, config.draft, config.loading), config.format
+    models = (config.target, config.draft, config.loading)
+    wanted: str = config.format
     # A checkpoint with a module is read for that alone: its other files may be links to the target's.
     if wanted == "auto" and (config.directory / "config.json").is_file() and ships_mtp(config.directory):
         wanted = MTP
