@@ -200,7 +200,7 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
     def __post_init__(self) -> None:
         check_config(self, **RANGES)
         if self.minutes and self.max_steps:
-            found, remedy = f"{self.minutes:g} with max_steps {self.max_steps}", "Set the other to 0."
+            found, remedy = f"{self.minutes:g} with max_steps {self.max_steps}", "Set one of them to 0."
             raise InputError("minutes", found, "one of the two", remedy)
         if 0 < self.max_length < MIN_LENGTH:
             raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
