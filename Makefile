@@ -116,7 +116,7 @@ ifneq ($(filter vllm_cpu,$(ENGINES)),)
 		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/gate_test.py $(PYTEST_ARGS)
 endif
 ifneq ($(filter speculators,$(ENGINES)),)
-	DRAFTSMITH_ENGINE_PYTHON=$(CURDIR)/$(ENGINE_ENVS)/speculators/bin/python \
+	DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads DRAFTSMITH_ENGINE_PYTHON=$(CURDIR)/$(ENGINE_ENVS)/speculators/bin/python \
 		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/peers_gate_test.py $(PYTEST_ARGS)
 endif
 ifneq ($(filter llamacpp,$(ENGINES)),)

@@ -292,7 +292,7 @@ def in_turns(jobs: Mapping[Path, list[str]]) -> None:
     """
     left: dict[Path, subprocess.Popen] = {}
     # Else a stopped training would outlive us.
-    signal.signal(signal.SIGTERM, leave)
+    previous = signal.signal(signal.SIGTERM, leave)
     with tempfile.TemporaryDirectory(prefix="draftsmith-peers-") as site:
         # Where another environment finds this package.
         (Path(site) / "draftsmith").symlink_to(Path(draftsmith.__file__).parent)
@@ -312,6 +312,7 @@ def in_turns(jobs: Mapping[Path, list[str]]) -> None:
         finally:
             for process in left.values():
                 process.kill()
+            signal.signal(signal.SIGTERM, previous)
 
 
 def has_ended(process: subprocess.Popen, directory: Path) -> bool:

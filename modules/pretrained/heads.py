@@ -68,6 +68,11 @@ def head_directory(path: str | Path) -> Path:
     return Path(resolve_model(str(path)))
 
 
+def weights_file(path: str | Path) -> Path:
+    """Return the file of a head's weights."""
+    return head_directory(path) / "model.safetensors"
+
+
 def kind_at(path: str | Path) -> str | None:
     """Return the kind of the head in a directory; None for anything else, such as a language model."""
     directory = head_directory(path)
@@ -200,7 +205,7 @@ def head_settings(directory: str | Path, config: dict[str, Any]) -> Any:
     try:
         return config_from_json(class_of(config["kind"]).Config, config["head"])
     except InputError as error:
-        raise error.within(str(head_directory(directory) / "config.json"), REMEDY) from error
+        raise error.within(str(Path(directory) / "config.json"), REMEDY) from error
     except (TypeError, KeyError) as error:
         # A name is missing or unknown, or a value has another type.
         found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
@@ -248,7 +253,7 @@ def load_head(
             start = f"draftsmith train {config['kind']} --init {directory}, on data made with it"
             remedy = f"Pass that one, or train this head on for the other: {start}."
             raise InputError("head", found, "the model it was trained for", remedy)
-    state = read_tensors(head_directory(directory) / "model.safetensors", REMEDY)
+    state = read_tensors(weights_file(directory), REMEDY)
     head = build_head(config["kind"], settings, state).eval().requires_grad_(False)
     if target is None:
         return head
@@ -328,7 +333,7 @@ def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int 
     Raises as `starting_settings`.
     """
     settings = starting_settings(directory, kind, width, vocab_size)
-    state = read_tensors(head_directory(directory) / "model.safetensors", REMEDY)
+    state = read_tensors(weights_file(directory), REMEDY)
     head: nn.Module = build_head(kind, settings, state).float().train().requires_grad_(True)
     if isinstance(head, DraftHead):
         manifest = read_object(head_directory(directory) / "manifest.json", {"tied_to_target?": [str]}, REMEDY)
@@ -338,13 +343,13 @@ def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int 
 
 def starting_weights(directory: str | Path) -> dict[str, str]:
     """Return the hash of a head's weights that a training from it records among its inputs."""
-    return {"init": file_sha256(head_directory(directory) / "model.safetensors")}
+    return {"init": file_sha256(weights_file(directory))}
 
 
 def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
     """Return the identity of a drafting head and its target, which an acceptance head that reads both records."""
     # The hidden states that such an acceptance head reads come from both models.
-    weights = file_sha256(head_directory(directory) / "model.safetensors")
+    weights = file_sha256(weights_file(directory))
     return {**owner.info.identity, head_config(directory)["kind"]: weights[:16]}
 
 

