@@ -1,6 +1,6 @@
 """Ship a trained head of SmolLM2-135M-Instruct, in bfloat16: `python benchmarks/embedded/smollm2.py HEAD`.
 
-benchmarks/README.md ("The head that ships") has the commands that make HEAD.
+benchmarks/README.md ("SmolLM2-135M on six tasks") has the commands that make HEAD.
 """
 
 from __future__ import annotations
