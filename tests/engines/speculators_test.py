@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported import assert_close
+from exported import assert_close, cases
 from safetensors.torch import load_file
 from speculators.losses.eager import tv_loss
 from speculators.models.attention import create_float_mask
@@ -20,7 +20,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch import Tensor, nn
 
 HEADS = Path(os.environ["DRAFTSMITH_ENGINES"]) / "eagle3"
-CASES = sorted(path.name for path in HEADS.iterdir())
+CASES = cases("eagle3", "speculators")
 
 
 def loaded(directory: Path) -> Eagle3DraftModel:
@@ -79,9 +79,7 @@ def block_model(kind: str, directory: Path) -> DFlashDraftModel:
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"), [(kind, path.name) for kind in BLOCKS for path in sorted((HEADS.parent / kind).iterdir())]
-)
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in BLOCKS for case in cases(kind, "speculators")])
 def test_an_exported_block_drafter_computes_in_speculators_what_it_does_here(kind, case):
     directory, ours = (
         HEADS.parent / kind / case / "speculators",
