@@ -35,7 +35,7 @@ from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, Served, TargetFacts
 from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect, named_format
 from draftsmith.modules.formats.readings import Reading, engine_readings, readings
-from draftsmith.modules.formats.systems import vllm_command
+from draftsmith.modules.formats.systems import served_kind, vllm_command
 from draftsmith.modules.layers import rope_settings
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.gguf import is_gguf_model
@@ -252,7 +252,7 @@ def llamacpp_client(
         else:
             write_gguf_model(target_file, config.target)
         widen_gguf(drafter, drafter_file)
-        kind = "draft-simple" if ours.kind == MODEL else f"draft-{ours.kind}"
+        kind = "draft-simple" if ours.kind == MODEL else f"draft-{served_kind(ours.kind)}"
         models = ServedModels(target_file, drafter_file, kind)
         longest = max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length
         binary = server_binary(config.engine_path)

@@ -41,7 +41,7 @@ from draftsmith.eval.settings import SYSTEMS, ServedConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect
-from draftsmith.modules.formats.systems import vllm_command
+from draftsmith.modules.formats.systems import served_kind, vllm_command
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.gguf import is_gguf_model
@@ -145,7 +145,7 @@ def llamacpp_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Set
         found = f"{target} and {config.draft}"
         raise InputError("draft", found, "two GGUF files", "Export the head with --format llamacpp.")
     kind = "simple" if is_gguf_model(drafter) else detect(ForeignHead.of(foreign_package(drafter))).kind
-    binary, drafting = server_binary(config.engine_path), ServedModels(target, drafter, f"draft-{kind}")
+    binary, drafting = server_binary(config.engine_path), ServedModels(target, drafter, f"draft-{served_kind(kind)}")
     settings = [PLAIN, *(Setting(n, p_min) for n in config.lengths if n for p_min in config.thresholds)]
     with contextlib.ExitStack() as stack:
         clients: dict[Setting, Client] = {}

@@ -148,7 +148,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     tau = (manifest.get("metrics") or {}).get("tau")
     count = config.num_drafted or num_drafted(measured, format, drafts, tau)
     window = getattr(getattr(settings, "llama", None), "sliding_window", None)
-    command = format.serve(Served(model, written, count, verifier, source.facts.family, window))
+    confidence = bool(getattr(settings, "confidence", False))
+    command = format.serve(Served(model, written, count, verifier, source.facts.family, window, confidence))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.path, directory)):
         notes.append(note)

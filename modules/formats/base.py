@@ -117,6 +117,7 @@ class Served:
     verifier: the target of an acceptance head's draft model.
     family: of the model, as of `TargetFacts`; empty if it is unknown.
     window: most tokens that the head attends to, itself included.
+    confidence: the head predicts what is accepted, and the server is to verify no more.
     """
 
     model: str
@@ -125,6 +126,7 @@ class Served:
     verifier: str | None = None
     family: str = ""
     window: int | None = None
+    confidence: bool = False
 
 
 class HeadFormat(ABC):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
-from draftsmith.modules.formats.block import OUTPUTS, settings, window
+from draftsmith.modules.formats.block import OUTPUTS, SELECTOR, SOFTCAP, settings, window
 from draftsmith.modules.formats.llama import IDS, rope_fields, to_adjacent, to_halves
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, llama_sizes, rope_attention_scale, rope_frequencies
 from draftsmith.modules.types import InputError
@@ -36,6 +36,8 @@ LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",  # of DFlash2, as the next
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
 # The same of the modules around the layers: of a whole model, and of a head's directory by the architecture of its
 # file. A tied model has no output.weight.
@@ -57,7 +59,15 @@ NAMES = {
         "markov_head.markov_w1": "markov_w1",
         "markov_head.markov_w2": "markov_w2",
         "confidence_head.proj": "conf_proj",
+        "candidate_selector.hidden_projection": "selector_hidden",
     },
+}
+# Parameters of DFlash2 that are no module's weight or bias in directories; names inside a layer or outside of all.
+PARAMETERS = {
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
 }
 HEADS = ("eagle3", "dflash")
 LAYERS = {"model": "model.layers.", "dflash": "layers."}  # in front of a layer's number
@@ -219,22 +229,25 @@ def shortest(value: float) -> float:
 
 def gguf_name(kind: str, name: str) -> str | None:
     """Return the name in a GGUF file of a tensor; None if such files do not hold it. kind: of NAMES."""
-    module, _, part = name.rpartition(".")
-    known, match = NAMES[kind].get(module), re.fullmatch(rf"{LAYERS.get(kind)}(\d+)\.(.+)", module)
-    if known is None and match and match[2] in LAYER_NAMES:
-        known = f"blk.{match[1]}.{LAYER_NAMES[match[2]]}"
-    return known and f"{known}.{part}"
+    layer = re.fullmatch(rf"{LAYERS.get(kind)}(\d+)\.(.+)", name)
+    known = _renamed(layer[2] if layer else name, LAYER_NAMES if layer else NAMES[kind], PARAMETERS)
+    return f"blk.{layer[1]}.{known}" if layer and known else known
 
 
 def directory_name(kind: str, name: str) -> str | None:
     """Return the name in a directory of a tensor in a GGUF file; None for an unknown one. kind: of NAMES."""
+    layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name) if kind in LAYERS else None
+    modules, parameters = (
+        {theirs: ours for ours, theirs in table.items()}
+        for table in (LAYER_NAMES if layer else NAMES[kind], PARAMETERS)
+    )
+    known = _renamed(layer[2] if layer else name, modules, parameters)
+    return f"{LAYERS[kind]}{layer[1]}.{known}" if layer and known else known
+
+
+def _renamed(name: str, modules: Mapping[str, str], parameters: Mapping[str, str]) -> str | None:
     module, _, part = name.rpartition(".")
-    known = {theirs: ours for ours, theirs in NAMES[kind].items()}.get(module)
-    match = re.fullmatch(r"blk\.(\d+)\.(.+)", module)
-    layer = {theirs: ours for ours, theirs in LAYER_NAMES.items()}
-    if known is None and match and match[2] in layer and kind in LAYERS:
-        known = f"{LAYERS[kind]}{match[1]}.{layer[match[2]]}"
-    return known and f"{known}.{part}"
+    return parameters.get(name) or (f"{modules[module]}.{part}" if module in modules else None)
 
 
 def reordered(
@@ -285,6 +298,7 @@ def head_to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
     }
     if span is not None:
         own |= {"attention.sliding_window": span, "attention.sliding_window_pattern": [True] * llama.num_layers}
+    own |= {name: raw[name] for name in (*SELECTOR.values(), SOFTCAP) if raw.get(name)}
     metadata = llama_metadata(kind, llama) | {f"{kind}.{name}": value for name, value in own.items()}
     return metadata | {"tokenizer.ggml.mask_token_id": int(raw["mask_token_id"])}, tensors
 
@@ -328,6 +342,7 @@ def head_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
             "sample_from_anchor": markov is not None and bool(setting("sample_from_anchor", True)),
             "markov_rank": 0 if markov is None else markov.shape[-1],
             "enable_confidence_head": bool(setting("has_confidence_head", "conf_proj.weight" in tensors)),
+            **{name: value for name in (*SELECTOR.values(), SOFTCAP) if (value := setting(name)) is not None},
         }
     heads, rotated = (layers["num_attention_heads"], layers["num_key_value_heads"]), llama_sizes(layers).rotary_dim
     package: dict[str, Tensor] = {}

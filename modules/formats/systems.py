@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.block.net import BlockConfig
+from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats.base import Served, TargetFacts
@@ -188,6 +188,14 @@ def llamacpp_eagle3_refused(system: System, config: Eagle3Config, target: Target
         yield "norm_output", True, "states fed back as they are: llama.cpp has no EAGLE-3.1", remedy
     if len(config.aux_layers) != NUM_STATES:
         yield "layers", list(config.aux_layers), f"{NUM_STATES} layers, as llama.cpp reads", remedy
+
+
+def llamacpp_dflash2_refused(system: System, config: DFlash2Config, target: TargetFacts | None) -> Iterator[Refusal]:
+    yield from block_refused(system, config, target)
+    # It hands the selector's candidates and their scores on in the place of one state (src/models/dflash.cpp).
+    if (top := config.selector_top_k) * (top + 1) > config.hidden_size:
+        expected = f"k with k (k + 1) <= {config.hidden_size}, the hidden size: llama.cpp stores as many scores there"
+        yield "selector_top_k", top, expected, "Train it with a lower --selector-top-k, or export it for vLLM."
 
 
 def block_refused(system: System, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
@@ -505,6 +513,11 @@ def target_embedding(config: Eagle3Config, dtype: torch.dtype, target: TargetFac
 # -- commands
 
 
+def served_kind(kind: str) -> str:
+    """Return the kind of a head in the options of servers, which tell DFlash2 from DFlash by the files."""
+    return kind.replace("dflash2", "dflash")
+
+
 def safeailab_command(kind: str, served: Served) -> str:
     # It takes EAGLE-3 with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3). Drafted tokens have no flag.
     return (
@@ -515,8 +528,9 @@ def safeailab_command(kind: str, served: Served) -> str:
 
 def vllm_command(method: str, served: Served) -> str:
     """Return the command that serves a drafter by a method of vLLM's speculative config: a kind, or draft_model."""
-    method = method.replace("dflash2", "dflash")
-    options = {"method": method, "model": served.directory, "num_speculative_tokens": served.num_drafted}
+    options = {"method": served_kind(method), "model": served.directory, "num_speculative_tokens": served.num_drafted}
+    if served.confidence:
+        options["enable_adaptive_verification"] = True  # else nothing reads the confidences (config/speculative.py)
     # Classes without the interface of EAGLE-3 give no states of their layers; transformers' models all do.
     others = method not in ("eagle", "draft_model") and served.family not in {"", *VLLM_FAMILIES}
     backend = " --model-impl transformers" if others else ""
@@ -525,21 +539,25 @@ def vllm_command(method: str, served: Served) -> str:
 
 def sglang_command(kind: str, served: Served) -> str:
     # A chain; the target's own token counts among those that it verifies.
-    chain = f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1" if "eagle" in kind else ""
+    drafts = f" --speculative-num-draft-tokens {served.num_drafted + 1}"
+    if "eagle" in kind:
+        drafts = f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1{drafts}"
     if kind == "eagle3" and served.window:
         # Of tokens before the one that attends (radix attention's window_left).
-        chain += f" --speculative-draft-window-size {served.window - 1}"
-    kind = kind.replace("dflash2", "dflash")
+        drafts += f" --speculative-draft-window-size {served.window - 1}"
+    if kind == "dspark":
+        # Drafted tokens, whatever the file's block_size; any other count is refused (arg_groups/speculative_hook.py).
+        drafts = f" --speculative-dspark-block-size {served.num_drafted}"
+    algorithm = served_kind(kind).upper()
     return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(served.model)}"
-        f" --speculative-algorithm {kind.upper()} --speculative-draft-model-path {shlex.quote(served.directory)}"
-        f"{chain} --speculative-num-draft-tokens {served.num_drafted + 1}"
+        f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm {algorithm}"
+        f" --speculative-draft-model-path {shlex.quote(served.directory)}{drafts}"
     )
 
 
 def llamacpp_command(kind: str, served: Served) -> str:
     """Return the command that serves a drafter, a kind or `simple`; model and directory are GGUF files."""
-    drafts = f"--spec-type draft-{kind} --spec-draft-n-max {served.num_drafted}"
+    drafts = f"--spec-type draft-{served_kind(kind)} --spec-draft-n-max {served.num_drafted}"
     return f"llama-server -m {shlex.quote(served.model)} -md {shlex.quote(served.directory)} {drafts}"
 
 
@@ -680,7 +698,7 @@ def block_rows(kind: str) -> tuple[System, ...]:
         ),
     )
     if kind == "dflash2":
-        return servers
+        return LLAMACPP(fields=block_fields, **common | {"refused": llamacpp_dflash2_refused}), *servers
     return (
         LLAMACPP(fields=block_fields, markov_types=vanilla, **common),
         *servers,

@@ -35,7 +35,8 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file. metadata: values, or (value, GGUF type, GGUF type of an array's items) as they were read.
 
-    weights: type of all matrices, of TYPES; vectors stay float32, and rows that q8_0 cannot divide become float16.
+    weights: type of all matrices, of TYPES; other tensors stay float32: llama.cpp adds the kernels of a convolution to
+        float32. Rows that q8_0 cannot divide become float16.
     """
     gguf = gguf_package()
     name, file_type = TYPES[weights]
@@ -48,7 +49,7 @@ def write_gguf(
             if not tensor.is_floating_point():
                 writer.add_tensor(key, tensor.contiguous().numpy())
                 continue
-            type_name = "F32" if tensor.ndim == 1 else name
+            type_name = name if tensor.ndim == 2 else "F32"
             if type_name == "Q8_0" and tensor.shape[-1] % 32:
                 type_name = "F16"
             stored = getattr(gguf.GGMLQuantizationType, type_name)
@@ -61,8 +62,8 @@ def write_gguf(
 
 
 def rounded_to_q8(tensor: Tensor) -> Tensor:
-    """Return a tensor with the values that q8_0 stores of it; vectors and integers are stored as they are."""
-    if tensor.ndim == 1 or not tensor.is_floating_point():
+    """Return a tensor with the values that q8_0 stores of it; all but matrices of floats are stored as they are."""
+    if tensor.ndim != 2 or not tensor.is_floating_point():
         return tensor
     gguf = gguf_package()
     stored = gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % 32 else gguf.GGMLQuantizationType.Q8_0

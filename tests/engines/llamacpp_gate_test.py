@@ -70,7 +70,8 @@ def edited(to: Path, edit: Edit, case: str = "three") -> Path:
     return to
 
 
-CASES = ["three", "whole", "dflash", "dspark", "filling", "dflash-window", "dspark-window"]
+BLOCKS = ["dflash", "dflash2", "dspark", "filling", "dflash-window", "dflash2-window", "dspark-window"]
+CASES = ["three", "whole", *BLOCKS]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -80,10 +80,12 @@ CASES = {
     "three": Case(("llamacpp",), {"aux_layers": (1, 4, 11), "norm_before_fc": True}, 512, rope_theta=300.0, first=4),
     "residual": Case(("speculators",), {"norm_before_residual": True}),
     "dflash": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash"),
+    "dflash2": Case(("llamacpp",), {"selector_top_k": 7}, first=4, block="dflash2"),
     "dspark": Case(("llamacpp", "vllm"), first=4, block="dspark"),
     "filling": Case(("llamacpp",), {"layout": "fill-in"}, first=4, block="dspark"),
     "window": Case(("vllm", "speculators"), draft_vocab=512, first=4, window=12),
     "dflash-window": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash", window=12),
+    "dflash2-window": Case(("llamacpp",), {"selector_top_k": 7}, first=4, block="dflash2", window=12),
     "dspark-window": Case(("llamacpp",), first=4, block="dspark", window=12),
 }
 

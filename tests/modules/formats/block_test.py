@@ -21,13 +21,13 @@ from draftsmith.modules.types import InputError
 
 SERVERS = ("vllm", "sglang", "speculators")
 CAPTURE, OUTPUTS, SLOTS, MASK = (2, 5, 9), [1, 4, 8], 4, 17
-SELECTOR = {"conv_kernel": 3, "conv_group": 2, "selector_rank": 3, "selector_top_k": 5}
+SELECTOR = {"conv_kernel": 3, "conv_group": 2, "selector_rank": 3, "selector_top_k": 3}
 # Kind and shape -> the systems that hold it.
 HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dflash": ("dflash", {"layout": "fill-in"}, (*SERVERS, "llamacpp")),
     "windowed": ("dflash", {"layout": "fill-in", "window": 6}, (*SERVERS, "llamacpp")),
-    "dflash2": ("dflash2", {"layout": "fill-in", **SELECTOR}, SERVERS),
-    "windowed2": ("dflash2", {"layout": "fill-in", "window": 6, **SELECTOR}, SERVERS),
+    "dflash2": ("dflash2", {"layout": "fill-in", **SELECTOR}, (*SERVERS, "llamacpp")),
+    "windowed2": ("dflash2", {"layout": "fill-in", "window": 6, **SELECTOR}, (*SERVERS, "llamacpp")),
     "dspark": ("dspark", {"markov_rank": 3, "confidence": True}, (*SERVERS, "llamacpp")),
     "unsure": ("dspark", {"markov_rank": 3, "rope": LLAMA3}, SERVERS),
     "yarn": ("dspark", {"markov_rank": 3, "rope": YARN}, (*SERVERS, "llamacpp")),
@@ -102,7 +102,7 @@ def test_config_json_is_what_servers_read():
     assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": OUTPUTS}
     assert not {"markov_rank", "enable_confidence_head", "mask_token_id"} & config.keys()
     config, sizes = written("vllm", "dflash2").config, {"conv_kernel_size": 3, "conv_group_size": 2}
-    sizes |= {"selector_rank": 3, "selector_top_k": 5}
+    sizes |= {"selector_rank": 3, "selector_top_k": 3}
     assert config["architectures"] == ["DFlash2DraftModel"] and written("sglang", "dflash2").config == config
     assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": OUTPUTS, **sizes}
     capped = dataclasses.replace(TARGET, raw={**TARGET.raw, "final_logit_softcapping": 30.0})
@@ -125,6 +125,7 @@ REFUSED = [
     ("dspark", {"markov_rank": 0, "confidence": False}, "markov_rank: found 0.*refuses DSpark without", SERVERS),
     ("dflash", {"layout": "anchor-first"}, "layout: found anchor-first, expected fill-in", (*SERVERS, "llamacpp")),
     ("dflash2", {"layout": "anchor-first"}, "layout: found anchor-first, expected fill-in", SERVERS),
+    ("dflash2", {"selector_top_k": 4}, r"selector_top_k: found 4, .* <= 12, the hidden size: llama.cpp", ("llamacpp",)),
     ("dflash2", {"confidence": True}, "markov_rank, confidence: found True, expected neither in a dflash2", SERVERS),
     ("dflash", {"markov_rank": 2}, "markov_rank, confidence: found 2.*train dspark", SERVERS),
     ("half a head", {}, "partial_rotary_factor: found 0.5, expected 1: speculators rotates whole", ("speculators",)),
@@ -345,6 +346,19 @@ def test_what_llamacpp_reads():
         *tensors
     }
     assert not {"token_embd.weight", "output.weight"} & tensors.keys()
+    package = written("llamacpp", "dflash2")
+    both = head_to_gguf(package)
+    # conversion/qwen.py and gguf-py's tensor_mapping.py: names without an own weight get one, but for base kernels.
+    assert [both[0][f"dflash.{name}"] for name in ("conv_kernel_size", "conv_group_size")] == [3, 2]
+    assert [both[0][f"dflash.{name}"] for name in ("selector_rank", "selector_top_k")] == [3, 3]
+    for theirs, name in (
+        ("selector_predecessor.weight", "candidate_selector.predecessor_codebook"),
+        ("selector_successor.weight", "candidate_selector.successor_codebook"),
+        ("selector_hidden.weight", "candidate_selector.hidden_projection.weight"),
+        ("blk.1.attn_conv_base", "layers.1.attention_conv.base_kernel"),
+        ("blk.1.ffn_conv_proj.weight", "layers.1.mlp_conv.kernel_projection.weight"),
+    ):
+        assert torch.equal(both[1][theirs], package.tensors[name])
     unheard = {**metadata, "dflash.has_confidence_head": False}
     read = formats()["llamacpp", "dspark"].read
     assert where(read(read_gguf(unheard, tensors), TARGET)) == ["enable_confidence_head"]

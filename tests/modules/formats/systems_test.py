@@ -22,7 +22,12 @@ COMMANDS = {
     ("sglang", "eagle"): [*SGLANG, "EAGLE", "--speculative-draft-model-path", HEAD, *CHAIN, *COUNT],
     ("sglang", "eagle3"): [*SGLANG, "EAGLE3", "--speculative-draft-model-path", HEAD, *CHAIN, *COUNT],
     ("sglang", "dflash2"): [*SGLANG, "DFLASH", "--speculative-draft-model-path", HEAD, *COUNT],
-    ("sglang", "dspark"): [*SGLANG, "DSPARK", "--speculative-draft-model-path", HEAD, *COUNT],
+    ("sglang", "dspark"): [
+        *SGLANG, "DSPARK", "--speculative-draft-model-path", HEAD, "--speculative-dspark-block-size", "4",
+    ],
+    ("llamacpp", "dflash2"): [
+        "llama-server", "-m", MODEL, "-md", HEAD, "--spec-type", "draft-dflash", "--spec-draft-n-max", "4",
+    ],
     ("llamacpp", "eagle3"): [
         "llama-server", "-m", MODEL, "-md", HEAD, "--spec-type", "draft-eagle3", "--spec-draft-n-max", "4",
     ],
@@ -52,10 +57,17 @@ def test_vllm_takes_the_kind_of_a_head_for_its_method(name, kind):
     assert json.loads(options) == {"method": method, "model": HEAD, "num_speculative_tokens": 4}
 
 
+def test_vllm_is_told_to_use_the_confidences_of_a_head():
+    """By default it verifies whole drafts (config/speculative.py, enable_adaptive_verification)."""
+    for confidence in (True, False):
+        command = formats()["vllm", "dspark"].serve(Served(MODEL, HEAD, 4, confidence=confidence))
+        assert json.loads(shlex.split(command)[-1]).get("enable_adaptive_verification", False) is confidence
+
+
 def test_sglangs_command_has_the_window_of_an_eagle3_head():
     """It counts the tokens before the one that attends. Block drafters have theirs in the files."""
     served = Served(MODEL, HEAD, 4, window=256)
-    assert "--speculative-draft-window-size 255 " in formats()["sglang", "eagle3"].serve(served)
+    assert "--speculative-draft-window-size 255" in formats()["sglang", "eagle3"].serve(served)
     for name, kind in (("sglang", "dflash"), ("vllm", "eagle3")):
         assert "window" not in formats()[name, kind].serve(served)
 
