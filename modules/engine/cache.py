@@ -232,13 +232,15 @@ class RowsCache(KVCache):
     moves, because CUDA graphs are captured over it.
     """
 
-    def __init__(self, data: Tensor):
+    def __init__(self, data: Tensor, capacity: int | None = None):
+        """capacity: slots for tokens of a row, the first ones; None: all. A row's own cache has no others."""
         super().__init__(data)
-        _, _, batch, num_kv_heads, capacity, head_dim = data.shape
+        _, _, batch, num_kv_heads, slots, head_dim = data.shape
+        self.capacity = slots if capacity is None else capacity
         self._layers = list(data)
         # Every slot of every head as one row of a matrix: a layer writes with one call, by an index made once.
         self._flat = [layer.view(-1, head_dim) for layer in self._layers]
-        first = torch.arange(2 * batch * num_kv_heads, device=data.device) * capacity
+        first = torch.arange(2 * batch * num_kv_heads, device=data.device) * slots
         self._first = first.view(2, batch, num_kv_heads).transpose(0, 1).reshape(batch, 1, -1)  # [B, 1, 2 * kv_heads]
 
     def place(self, slots: Tensor, span: int) -> None:
@@ -260,7 +262,7 @@ class RowsCache(KVCache):
 
     def row(self, index: int) -> KVCache:
         """Return one row as a cache of its own with no kept tokens, over the same memory."""
-        return KVCache(self.data[:, :, index : index + 1])
+        return KVCache(self.data[:, :, index : index + 1, ..., : self.capacity, :])
 
     @torch.inference_mode()
     def wipe(self, first: int, end: int) -> None:

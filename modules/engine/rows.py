@@ -158,10 +158,10 @@ class ManyRows:
     """
 
     def __init__(self, network: Network, rows: int, capacity: int, static: bool):
-        self._network, self._stack, self.static, self._capacity = network, network.stack, static, capacity
+        self._network, self._stack, self.static = network, network.stack, static
         # At least one slot more, for inputs past the capacity, which rows padded to a common width have.
         slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
-        self._cache = RowsCache(self._stack.new_slots(rows, slots))
+        self._cache = RowsCache(self._stack.new_slots(rows, slots), capacity)
         self._slots = torch.arange(slots, device=self._stack.device)
         # Of each row: filled slots, and the position of the first one (`make_room`).
         self._filled, self._offsets = [0] * rows, [0] * rows
@@ -330,7 +330,7 @@ class ManyRows:
         *inputs, span, whole = rest
         x = self._network.inputs(*inputs)
         own = torch.arange(x.shape[1], device=x.device)
-        slots = (starts[:, None] + own).clamp_max(self._capacity)  # [B, n]
+        slots = (starts[:, None] + own).clamp_max(self._cache.capacity)  # [B, n]
         visible = self._slots[:span] <= slots[..., None]  # [B, n, span]
         bias = as_bias(self._near(visible, slots), self._stack.dtype)
         return self._run(x, turned[:, None] + own, slots, bias, None if whole else keep)
@@ -347,13 +347,13 @@ class ManyRows:
         x = self._network.inputs(*inputs)
         count, width = seen.shape[1:]
         below = depths.expand(len(starts), count)
-        slots = fresh[:, None] + torch.arange(count, device=x.device)
+        slots = (fresh[:, None] + torch.arange(count, device=x.device)).clamp_max(self._cache.capacity)
         place = (self._slots[:span] - starts[:, None])[:, None]  # [B, 1, span] of the slots in the tree
         own = seen.gather(2, place.clamp(0, width - 1).expand(-1, count, -1))
         own = own.masked_fill(place >= width, -torch.inf)
         kept = as_bias(self._near(place.expand(-1, count, -1) < 0, starts[:, None] + below), seen.dtype)
         bias = torch.where(place < 0, kept, own)  # [B, n, span]
-        return self._run(x, turned[:, None] + below, slots.clamp_max(self._capacity), bias, None if whole else keep)
+        return self._run(x, turned[:, None] + below, slots, bias, None if whole else keep)
 
     def _run(
         self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor, keep: Tensor | None
