@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.openai import ServerEngine
-from draftsmith.data.engines.vllm_states import ServedStates, prove_teacher
+from draftsmith.data.engines.vllm_states import ServedStates, check_vocabulary, prove_teacher
 from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.text.template import RowError
@@ -105,12 +105,20 @@ class ServedLM(OuterLM):
 
         Those of the likeliest tokens are asked for: at temperature 1 the others' mass follows, with a top-k it is not
         needed. Else all are, which a server gives with `--max-logprobs -1`.
+
+        Raises:
+            InputError: the server gives fewer, of which none is known whatever stands there, or no readable ones.
         """
         uncut = params.temperature == 1 and not params.top_k and params.top_p == 1
         most = min(self._most, self.info.vocab_size)
         some = params.greedy or uncut or 0 < params.top_k <= most
+        asked = most if some else self.info.vocab_size
         try:
             places = self._states.log_probs(text, most if some else -1)[first - 1 :]
+            check_vocabulary(places, self.info.vocab_size)
+            if (least := min(map(len, places))) < asked:
+                found, remedy = f"{least:,} log-probabilities of a token", "Serve with a larger --max-logprobs."
+                raise InputError("target_server", found, f"{asked:,}, as asked for", remedy)
         except InputError:
             if not some or most <= TOP:
                 raise
@@ -121,8 +129,8 @@ class ServedLM(OuterLM):
         known = torch.zeros_like(logits, dtype=torch.bool)
         for row, (place, own) in enumerate(zip(places, text[first:], strict=True)):
             logits[row, list(place)] = torch.tensor(list(place.values()), dtype=torch.float64)
-            # The text's own token may come in addition to the likeliest ones.
-            known[row, [token for token in place if token != own or len(place) != most + 1]] = True
+            # The text's own token may come in addition to the likeliest ones: it stands behind equal ones.
+            known[row, sorted(sorted(place, key=own.__eq__), key=place.__getitem__, reverse=True)[:asked]] = True
         return logits.to(self.device), known.to(self.device)
 
     def answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int) -> list[list[int]]:

@@ -13,11 +13,12 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.engines.server import Server
+from draftsmith.data.engines.server import SHOWN_CHARS, Server
 from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.settings import FeatureDtype, ServerConfig
 from draftsmith.data.store.feature_codec import decode
@@ -203,7 +204,9 @@ class ServedStates:
         check_release(version)
         self.about = {"vllm": version}
         self.url = self._server.url
-        self.model = self._server.json("v1/models", {"data": [{"id": str}]})["data"][0]["id"]
+        if not (models := self._server.json("v1/models", {"data": [{"id": str}]})["data"]):
+            raise InputError("server", f"{self.url} without a model", "the target", "Start it with one.")
+        self.model = models[0]["id"]
         # Last, as nothing would close them after an error.
         self._slots = asyncio.Semaphore(concurrency)
         self._loop = asyncio.new_event_loop()
@@ -251,18 +254,18 @@ class ServedStates:
         reader.expect(name)
         self._attempts[name], self._replied[name] = 0, time.monotonic()
         reply = self._run(self._request(list(row), prompt_logprobs=TOP))
-        return self.take(row), log_probs_of(reply)
+        return self.take(row), log_probs_of(reply, row)
 
     def log_probs(self, row: Sequence[int], top: int) -> LogProbs:
         """Return the server's log-probabilities of a row [T], with or without our connector: of the `top` likeliest
         tokens at each place, -1 for all, and of its own.
 
         Raises:
-            InputError: the server refuses so many, or the row.
+            InputError: the server refuses so many, or the row, or gives none.
         """
         body = {"model": self.model, "prompt": list(row), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
         try:
-            return log_probs_of(self._run(self._server.ask("v1/completions", body)))
+            return log_probs_of(self._run(self._server.ask("v1/completions", body)), row)
         except RowError as error:
             remedy = f"Serve with --max-logprobs {top}, and a --max-model-len above the longest text."
             raise InputError("server", f"{error} to prompt_logprobs {top}", "log-probabilities", remedy) from error
@@ -363,16 +366,36 @@ class ServedStates:
         except RowError as error:
             remedy = "Serve with a --max-model-len above the longest row, or pass --max-length."
             raise InputError("server", f"{error} to a row of {len(row):,} tokens", "a reply", remedy) from error
-        if "layers" not in (reply.get("kv_transfer_params") or {}):
+        if not isinstance(reply, dict) or "layers" not in (reply.get("kv_transfer_params") or {}):
             found, remedy = f"{self.url} without our connector", "Start it with: draftsmith launch vllm."
             raise InputError("server", found, "one that hands out states", remedy)
-        return dict(reply)
+        return reply
 
 
-def log_probs_of(reply: Mapping[str, Any]) -> LogProbs:
-    """Return the log-probabilities of a server's reply to a row."""
-    places = reply["choices"][0]["prompt_logprobs"][1:]
-    return [{int(token): value["logprob"] for token, value in place.items()} for place in places]
+def log_probs_of(reply: Any, row: Sequence[int]) -> LogProbs:
+    """Return the log-probabilities of a server's reply to a row.
+
+    Raises:
+        InputError: they cannot be read, or a token of the row is not among those of its place.
+    """
+    found: LogProbs = []
+    try:
+        for token, place in zip(row[1:], reply["choices"][0]["prompt_logprobs"][1:], strict=True):
+            found.append({int(key): float(value["logprob"]) for key, value in place.items()})
+            found[-1][token]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        shown = f"at token {len(found) + 1} of {len(row)} by a reply {json.dumps(reply)[:SHOWN_CHARS]}"
+        expected = "prompt_logprobs of every token, numbers by ids"
+        raise InputError("server", f"none {shown}", expected, "Ask a vLLM server that serves --target.") from error
+    return found
+
+
+def check_vocabulary(log_probs: LogProbs, vocab_size: int) -> None:
+    """Raise InputError if a server gives log-probabilities of other tokens than the target's."""
+    tokens = set[int]().union(*log_probs)
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        found = f"log-probabilities of tokens {min(tokens)} to {max(tokens)}"
+        raise InputError("server", found, f"0 to {vocab_size - 1} at most", "Serve the model of --target.")
 
 
 def norm_words(readout: Readout | None) -> dict[str, Any]:
@@ -395,6 +418,7 @@ def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Seque
 
     def proved(readouts: Iterable[Readout]) -> Proof:
         stored, log_probs = source.read_with_log_probs(row)
+        check_vocabulary(log_probs, outer.info.vocab_size)
         states = decode(stored)[:-1, -outer.info.hidden_size :].to(outer.device)  # [T-1, H]
 
         @functools.cache
