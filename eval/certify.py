@@ -30,6 +30,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.runner import load_run
 from draftsmith.eval.bets import (
     MAX_GAP,
+    SHIFTS,
     DraftedPlace,
     Drift,
     Evidence,
@@ -83,7 +84,7 @@ def run(config: CertifyConfig) -> int:
     torch.set_num_threads(config.num_threads)
     rows, about = (certify_methods if config.prompts is not None else certify_server)(config)
     tables = [certificate(rows)]
-    if rows[-1]["of"] == SERVER and rows[-1]["sampling"] is not None:
+    if any(row["sampling"] for row in rows):
         tables.append(shifts(rows))
     # A control that fails says nothing of the server's drafter.
     passed = rows[-1]["passed"] if rows[-1]["of"] == SERVER else all(row["passed"] for row in rows)
@@ -424,11 +425,11 @@ def certificate(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def shifts(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of how much more often than under the target each kind of token comes."""
-    tests = [row["sampling"] for row in rows]
-    cells = [
-        (name, *(f"{test['shift'][name]:+.4f}" for test in tests), f"{found:.4f}")
-        for name, found in tests[-1]["detectable"].items()
-    ]
-    headings = ("mean shift towards", *(row["of"] for row in rows), "found in 9 of 10 runs")
-    return table_from_cells("shifts", headings, cells)
+    """Return a table of how much more often than under the target each kind of token comes, and what would be found."""
+    cells = []
+    for name, row in itertools.product(SHIFTS, rows):
+        test = row["sampling"]
+        if test and name in test["detectable"]:
+            least = "" if row["of"] == CONTROL else f"{test['detectable'][name]:.4f}"
+            cells.append((name, row["of"], f"{test['shift'][name]:+.4f}", least))
+    return table_from_cells("shifts", ("towards", "answers of", "mean shift", "found in 9 of 10 runs"), cells)

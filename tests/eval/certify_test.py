@@ -4,6 +4,7 @@ answers of the decoder that stands for a server."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,11 @@ def test_lossless_methods_pass_in_both_loops(models, tmp_path, capsys):
         test = row["sampling"]
         assert test["impossible"] == test["wrong_ends"] == 0 and test["p_value"] > test["level"]
         assert test["level"] == pytest.approx(1e-3 / 8) and test["tokens"] >= 500
-    assert capsys.readouterr().out.count("follows the target") == 8
+    out = capsys.readouterr().out
+    assert out.count("follows the target") == 8
+    # A passing method is shown with what would have been found.
+    shown = re.findall(r"^ *what was drafted +(\S+, \w+) +[+-]0\.\d+ +(0\.\d+)", out, re.MULTILINE)
+    assert shown == [(name, f"{row['sampling']['detectable']['what was drafted']:.4f}") for name, row in found.items()]
 
 
 @pytest.fixture(scope="module")
