@@ -22,6 +22,7 @@ from draftsmith.eval.bench.prompts import row_errors
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.branches import pieces
 from draftsmith.modules.finite import checked
+from draftsmith.modules.layers import MOST_POSITIONS
 from draftsmith.modules.pretrained.checkpoint import end_tokens
 from draftsmith.modules.pretrained.hub import model_directory, read_config, resolve_model
 from draftsmith.modules.pretrained.models import vocabulary_size
@@ -37,11 +38,11 @@ MOST_EXCESS = 0.1  # of the entropy, by which answers may surprise the target mo
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens [begin, end) of a text, and their kinds. ended: the last one is an end token. turn: of its chat."""
+    """Tokens [begin, end) of a text, and their kinds. limit: where decoding would have cut it. turn: of its chat."""
 
     begin: int
     end: int
-    ended: bool
+    limit: int
     turn: int
     kinds: Sequence[Kind]
 
@@ -56,13 +57,17 @@ class RecordedText:
     answers: list[Answer]
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], ends: Collection[int], text_of: Callable[[Sequence[int]], str]) -> RecordedText:
-        """Read a row with the fields of responses; its turn is that of the first answer. text_of: decodes tokens."""
+    def of(
+        cls, row: Mapping[str, Any], ends: Collection[int], text_of: Callable[[Sequence[int]], str], room: int
+    ) -> RecordedText:
+        """Read a row with the fields of responses; its turn is that of the first answer. text_of: decodes tokens. room:
+        most tokens of an answer."""
         ids, answers = row["input_ids"], []
         for turn, (begin, end) in enumerate(spans(row["loss_mask"]), row["turn"]):
             prompt = text_of(ids[max(0, begin - PROMPT_TOKENS) : begin])
             kinds = kinds_of([text_of([token]) for token in ids[begin:end]], prompt)
-            answers += [Answer(begin, end, ids[end - 1] in ends, turn, kinds)] if begin else []
+            limit = begin + room if ids[end - 1] in ends else end
+            answers += [Answer(begin, end, limit, turn, kinds)] if begin else []
         return cls(row["id"], row["task"] or "", ids, answers)
 
 
@@ -74,6 +79,7 @@ def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingPara
             where the answers record it.
     """
     path, params, rows = Path(resolve_model(str(config.replay))), config.sampling, list[Mapping[str, Any]]()
+    room = MOST_POSITIONS  # of chats it is not known
     ends, tokenizer = (
         end_tokens(model_directory(config.target), read_config(config.target)),
         load_tokenizer(config.target),
@@ -86,6 +92,7 @@ def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingPara
             named = ("temperature", "top_k", "top_p")
             check_left_out(config, named, "with --replay", "none: responses record how they were sampled")
             params, ends = SamplingParams(**(manifest.sampling or {})), () if manifest.config["ignore_eos"] else ends
+            room = manifest.config["max_new_tokens"]
         columns = ["id", "task", "turn", "input_ids", "loss_mask"]
         rows = list(Rows(path, manifest, columns, config.limit, vocabulary_size(config.target)).iterate())
     else:
@@ -100,7 +107,7 @@ def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingPara
             row = {"id": row_label(raw, {}, "id") or str(number), "task": row_label(raw, {}, "task")}
             turn = sum(message["role"] == "assistant" for message in messages)
             rows.append({**row, "turn": turn, "input_ids": ids, "loss_mask": mask})
-    texts = [RecordedText.of(row, ends, tokenizer.decode) for row in rows]
+    texts = [RecordedText.of(row, ends, tokenizer.decode, room) for row in rows]
     if empty := next((text.id for text in texts if not text.answers), None):
         raise InputError("replay", f"text {empty} without an answer behind a prompt", "one in each", "Leave it out.")
     return texts, params

@@ -145,15 +145,16 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
 class Walk:
     """Rounds of one method over an answer in the text of this number.
 
-    visits: [S] how often a round begins at each place. drafted: [S] tokens of its draft. reached: [S, K] probability
-    that 1, 2, .. K of them or more are accepted. calls: [K] target calls by the length of drafts, prefill included.
+    visits: [S] how often a round begins at each place. drafted: [S] mean number of tokens of its draft. reached: [S, K]
+    probability that 1, 2, .. K of them or more are accepted. calls: [K] target calls by the length of drafts, prefill
+    included.
     """
 
     text: int
     task: str
     answer: Answer
     visits: Floats
-    drafted: Ints
+    drafted: Floats
     reached: Floats
     calls: Floats
 
@@ -175,28 +176,36 @@ def visits(reached: Floats) -> Floats:
     return begun[:, :places]
 
 
+def whole(reached: Floats, left: Ints) -> Floats:
+    """Return the probability [S] that all tokens that are left [S] of an answer are accepted, of reached [S, K]."""
+    depth = reached.shape[1]
+    return np.where(left <= depth, reached[np.arange(len(left)), np.minimum(left, depth) - 1], 0.0)
+
+
 @dataclass(frozen=True)
 class ReplayedDrafter:
     """Drafter, for the longest of its methods' drafts.
 
     chances: of drafts from places [S] of at most limits [S] tokens, the probability [L, S, K] that each token of the
     text is accepted if those before it are, and the lengths [S] that the drafts have. L is K where drafts depend on
-    how long they are to be, else 1. layers: whose states of the target it reads. lengths: by the method's label.
+    how long they are to be, else 1. layers: whose states of the target it reads. lengths: by the method's label. stops:
+    an end token ends a draft.
     """
 
     chances: Chances
     layers: tuple[int, ...]
     lengths: Mapping[str, int]
+    stops: bool
 
     def walk(self, number: int, seen: TargetText, walks: Mapping[str, list[Walk]]) -> None:
         """Append the walks over the answers of a text to those of each method."""
         text, depth = seen.text, np.arange(max(self.lengths.values()))  # [K]
         starts = [np.arange(answer.begin + 1, answer.end) for answer in text.answers]
-        # A cut answer's last token is the target's own; behind an end token nothing is drafted.
-        limits = [answer.end - own - (not answer.ended) for answer, own in zip(text.answers, starts, strict=True)]
-        limit = np.concatenate(limits).clip(max=len(depth))
-        chances, drafted = self.chances(seen, np.concatenate(starts), limit)
-        used = depth < np.minimum(drafted, depth[:, None] + 1)[..., None]  # [K, S, K], by the length of drafts
+        # The last token that is allowed is the target's own. Drafts go past an end token that they do not foresee.
+        limits = [answer.limit - own - 1 for answer, own in zip(text.answers, starts, strict=True)]
+        left = np.concatenate([answer.end - own for answer, own in zip(text.answers, starts, strict=True)])
+        chances, drafted = self.chances(seen, np.concatenate(starts), np.concatenate(limits).clip(max=len(depth)))
+        used = depth < np.minimum(np.minimum(drafted, left), depth[:, None] + 1)[..., None]  # [K, S, K], by the length
         reached = np.cumprod(chances * used, -1, np.float64)
         ends = np.cumsum(list(map(len, starts)))
         for answer, own, end in zip(text.answers, starts, ends, strict=True):
@@ -204,6 +213,8 @@ class ReplayedDrafter:
             visited = visits(reached[:, part])  # [K, S]
             for label, length in self.lengths.items():
                 kept, lengths = reached[length - 1, part, :length], drafted[part].clip(max=length)
+                if self.stops:
+                    lengths = lengths - (lengths - left[part]).clip(min=0) * whole(kept, left[part])
                 calls = 1 + visited[:length].sum(-1)
                 walks[label].append(Walk(number, text.task, answer, visited[length - 1], lengths, kept, calls))
 
@@ -234,7 +245,7 @@ def make_drafters(named: Sequence[LabeledMethod], models: Models) -> list[Replay
             net = chosen.net(drafter)
             chances = functools.partial(head_chances, depth, net, chosen.heads[drafter].config.max_position)
             layers = net.aux_layers
-        drafters.append(ReplayedDrafter(chances, layers, own))
+        drafters.append(ReplayedDrafter(chances, layers, own, isinstance(drafter, str)))
     return drafters
 
 
@@ -247,7 +258,8 @@ def lookup_chances(depth: int, ngram: int, seen: TargetText, starts: Ints, limit
             drafter.start(ids[: start - 1], torch.empty(0), ids[start - 1])
         draft = drafter.propose(limit, sampler).tokens
         lengths[place] = len(draft)
-        chances[0, place, : len(draft)] = np.equal(draft, ids[start : start + len(draft)])
+        there = ids[start : start + len(draft)]
+        chances[0, place, : len(there)] = np.equal(draft[: len(there)], there)
         drafter.advance(Outcome((ids[start],), 0, torch.empty(0), torch.empty(0)))
     return chances, lengths
 
@@ -341,11 +353,11 @@ def rounds_of(walks: Sequence[Walk]) -> Rounds:
         np.concatenate([getattr(walk, name) for walk in walks]) for name in ("visits", "drafted", "reached")
     )
     left = np.concatenate([walk.answer.end - own for walk, own in zip(walks, places, strict=True)])
-    kept, whole = reached.sum(-1), np.where(drafted == left, reached[np.arange(len(left)), drafted - 1], 0.0)
+    kept = reached.sum(-1)
     turns = [walk.answer.turn for walk, own in zip(walks, places, strict=True) for _ in own]
     kinds = [kind for walk in walks for kind in walk.answer.kinds[1:]]
     answer = np.repeat(np.arange(len(walks)), list(map(len, places)))
     # Behind an accepted end token the target has no token of its own.
-    emitted = kept + 1 - whole
+    emitted = kept + 1 - whole(reached, left)
     classes = classes_of(np.concatenate(places).tolist(), turns, kinds, CONTEXTS)
     return Rounds(answer, weight, drafted, kept, emitted, reached, classes)
