@@ -96,6 +96,9 @@ class MtpHead(UnrolledHead):
         return hidden
 
     def output_weight(self, target: CausalLM) -> Tensor:
+        if (target.readout.scale, target.readout.softcap) != (1.0, None):
+            expected = "the products with lm_head: this loss has no other"
+            raise InputError("target", "logits that are scaled or bounded", expected, "Train an eagle3 head.")
         return target.lm_head_weight()
 
     def unroll(

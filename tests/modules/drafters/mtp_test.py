@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.mtp import LAYERS, MtpHead, active_weights
 from draftsmith.modules.drafters.net import RowState
 from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import FeatureBatch, InputError
 
@@ -22,7 +24,7 @@ H, V, T, STEPS, CONTEXT = 64, 31, 9, 3, 48
 
 
 class Target:
-    dtype, device, packed = torch.float32, torch.device("cpu"), False
+    dtype, device, packed, readout = torch.float32, torch.device("cpu"), False, Readout()
 
     def __init__(self) -> None:
         self.embedding, self.output = torch.randn(2, V, H, generator=torch.Generator().manual_seed(5))
@@ -120,6 +122,26 @@ def test_spans_of_a_batch_add_up_to_it() -> None:
         found.append([torch.stack(losses).sum().detach(), *(weight.grad for weight in head.parameters())])
     for whole, parts in zip(*found, strict=True):
         assert (whole - parts).abs().max() < 1e-5 * whole.abs().max()
+
+
+def test_a_head_begins_as_the_module_that_the_target_ships() -> None:
+    shipped, head = head_of("mimo_v2_flash").state_dict(), MtpHead(mtp_config("mimo_v2_flash", H, V, CONTEXT))
+    weights: Any = SimpleNamespace(mtp=lambda: shipped)
+    head.start(weights)
+    assert all(torch.equal(weight, shipped[name]) for name, weight in head.state_dict().items())
+    weights.mtp = dict
+    head.start(weights)  # none is shipped
+
+
+@pytest.mark.parametrize("readout", [Readout(scale=0.5), Readout(softcap=2.0)])
+def test_a_target_whose_logits_its_loss_would_not_have_is_refused(readout: Readout) -> None:
+    """No family with MTP modules has one."""
+    target: Any = Target()
+    target.readout = readout
+    ids = torch.zeros(1, 9, dtype=torch.long)
+    batch = FeatureBatch(ids, torch.zeros(1, 9, H), ids == 0, torch.arange(9)[None], None, (9,))
+    with pytest.raises(InputError, match="target: found logits"):
+        head_of("mimo_v2_flash").loss(batch, target, MtpSettings(), TrainStep(0, 1, (9,), ()))
 
 
 def test_a_mixture_costs_the_weights_of_the_experts_that_a_token_meets() -> None:
