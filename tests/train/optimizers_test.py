@@ -32,8 +32,9 @@ def test_orthogonalise_keeps_singular_vectors_and_levels_singular_values(dtype, 
 
 
 def test_vectors_move_as_torchs_adamw_moves_them_also_after_a_reload():
+    """Without a decay: that is the matrices'."""
     ours, theirs = (torch.nn.Parameter(torch.arange(4.0)) for _ in range(2))
-    opt = MuonAdamW([], [ours], lr=0.1, betas=(0.9, 0.98))
+    opt = MuonAdamW([], [ours], lr=0.1, betas=(0.9, 0.98), weight_decay=0.3)
     reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(6):
         for param in (ours, theirs):
@@ -42,7 +43,7 @@ def test_vectors_move_as_torchs_adamw_moves_them_also_after_a_reload():
         reference.step()
         if step == 2:
             state = opt.state_dict()
-            opt = MuonAdamW([], [ours], lr=0.1, betas=(0.9, 0.98))
+            opt = MuonAdamW([], [ours], lr=0.1, betas=(0.9, 0.98), weight_decay=0.3)
             opt.load_state_dict(state)
     torch.testing.assert_close(ours, theirs)
 

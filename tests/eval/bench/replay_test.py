@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,15 @@ def test_drafts_go_on_behind_an_answers_end_but_not_to_the_last_token_allowed():
     assert [walk.drafted[0] for walk in drafted.values()] == [1, 2, 2]
     assert [walk.reached[0].sum() for walk in drafted.values()] == [1, 2, 2]
     assert [walk.visits.tolist() for walk in drafted.values()] == [[1, 0]] * 3
+
+
+def test_no_draft_leaves_the_heads_context():
+    models, params = small_models(), SamplingParams(1.0)
+    head, ids = models.heads["eagle"], [1 + i % 7 for i in range(30)]
+    head.config = replace(head.config, llama=replace(head.config.llama, max_position=20))
+    walk = walks_of("eagle:k=3", models, text_of(ids[:4], ids[4:]), params)["eagle:k=3"]
+    # The k-th token of a draft behind n tokens stands at place n + k.
+    assert [int(own) for own in walk.drafted] == [3 if start + 3 <= 20 else 0 for start in range(5, 30)]
 
 
 @pytest.mark.parametrize("name", ["spec", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dflash2", "dspark"])

@@ -4,6 +4,7 @@ loops over single tokens, in float64."""
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,20 @@ def test_validation_foretells_drafts() -> None:
     # A draft of row t follows the token behind it.
     assert found.rounds is not None and found.rounds[0].tolist() == places
     assert found.rounds[1].tolist() == pytest.approx(lengths["agreement"])
+
+
+@torch.no_grad()
+def test_a_new_head_begins_with_the_targets_scaled_output() -> None:
+    """Its own logits are not scaled, in any server: the target's factor goes into the norm before them."""
+    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), (2, 4, 5), len(D2T))).double()
+    counts = torch.zeros(V, dtype=torch.long).index_fill_(0, D2T, 3)
+    weights: Any = SimpleNamespace(
+        token_counts=lambda: counts, end_ids=(), lm_head=lambda: TARGET.output, logit_scale=0.125
+    )
+    head.start(weights)
+    hidden = torch.randn(4, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    normed = hidden / (hidden.square().mean(-1, keepdim=True) + head.config.llama.rms_eps).sqrt()
+    torch.testing.assert_close(head.lm_head(head.norm(hidden)), 0.125 * normed @ TARGET.output[D2T].T)
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
