@@ -2,6 +2,9 @@
 
 A table that does not fit a terminal is printed as one block of lines per row, so that no name or number is cut. In a
 pipe or a file it has its full width.
+
+Control characters of names, replies and texts are printed as escapes, in logs too, which may be shown in a terminal
+later. Data stay as they are: the values of the JSON document, and what `decode` answers into a pipe or a file.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
+
+from draftsmith.modules.types import without_controls
 
 Row = Mapping[str, Any]
 Advance = Callable[[float], None]
@@ -35,7 +41,6 @@ SIGNIFICANT_DIGITS = 5  # of floats in JSON
 INDENT, GAP = 2, "   "
 UNLIMITED = 10_000  # width of a pipe or a file
 LOG_EVERY_S = 30  # seconds between progress lines in a log
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,12 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
 
     def to_json(**values: Any) -> str:
         document = json_values(values | (output.document or {}))
-        return json.dumps(document, indent=2, ensure_ascii=False, default=str)
+        text = json.dumps(document, indent=2, ensure_ascii=False, default=str)
+        # JSON may hold these as they are; a terminal obeys some of them.
+        return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
+    make_record = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(SafeRecord)
     # A stdout without the letters of a text (LC_ALL=C, a pipe in ASCII) prints their codes.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -149,6 +158,7 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
             yield to_json
     finally:
         _output = before
+        logging.setLogRecordFactory(make_record)
 
 
 @contextmanager
@@ -161,25 +171,35 @@ def copied_results() -> Iterator[io.StringIO]:
         _output.copy = before
 
 
-def without_controls(text: str) -> str:
-    """Write the control characters of a text as escapes, all but tabs and line breaks: a terminal would obey them."""
-    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+class SafeConsole(Console):
+    """Console that prints control characters in what it is given as escapes; its own, of colors and bars, remain."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=without_controls(segment.text))
 
 
 def print_text(text: str | Text) -> None:
     """Print result text on stdout."""
     if _output.copy is not None:
-        Console(file=_output.copy, soft_wrap=True, highlight=False, markup=False).print(text)
+        SafeConsole(file=_output.copy, soft_wrap=True, highlight=False, markup=False).print(text)
     if _output.document is not None:
         _output.document.setdefault("text", []).append(str(text).strip("\n"))
         return
-    Console(soft_wrap=True, highlight=False, markup=False).print(text)
+    SafeConsole(soft_wrap=True, highlight=False, markup=False).print(text)
 
 
 def log_note(text: str | Text) -> None:
     """Print a note on stderr, unless --quiet."""
     if not _output.quiet:
-        Console(soft_wrap=True, highlight=False, markup=False, stderr=True).print(text)
+        SafeConsole(soft_wrap=True, highlight=False, markup=False, stderr=True).print(text)
+
+
+class SafeRecord(logging.LogRecord):
+    """Log record, of a library too, whose control characters are escapes."""
+
+    def getMessage(self) -> str:
+        return without_controls(super().getMessage())
 
 
 class _NoteHandler(logging.Handler):
@@ -205,7 +225,7 @@ def add_result(**values: Any) -> bool:
 def print_table(table: Table, bold: str = "") -> None:
     """Print a result table on stdout. bold: key that is true in rows to highlight."""
     if _output.copy is not None:
-        draw_table(Console(file=_output.copy, width=UNLIMITED, highlight=False), table)
+        draw_table(SafeConsole(file=_output.copy, width=UNLIMITED, highlight=False), table)
     if _output.document is None:
         draw_table(_stdout(), table, bold)
         return
@@ -291,7 +311,7 @@ def _blocks(room: int, names: list[str], rows: list[list[Text]], styles: list[st
 
 def _stdout() -> Console:
     """Console for stdout; unlimited width unless it is a terminal or COLUMNS is set."""
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = UNLIMITED
     return console
@@ -314,7 +334,7 @@ def _measure(console: Console, content: RenderableType) -> Measurement:
 
 
 def _as_text(value: Any, form: str = "") -> Text:
-    return value if isinstance(value, Text) else Text(format_value(value, form))
+    return value if isinstance(value, Text) else Text(without_controls(format_value(value, form)))
 
 
 @contextmanager
@@ -332,7 +352,7 @@ def progress_bar(
     done: units finished before. moving: also redraw between advances, which takes time from what is measured. state:
     returns what a line of a log ends with.
     """
-    console, visible = Console(stderr=True), enabled and not _output.quiet
+    console, visible = SafeConsole(stderr=True), enabled and not _output.quiet
     if console.is_terminal or not visible:
         columns = (
             TextColumn("{task.description}"),

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells, without_controls
+from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells
 from draftsmith.data.settings import InspectConfig
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
@@ -20,7 +20,7 @@ from draftsmith.data.store.manifest import Manifest, check_files, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import Repetition, distinct_4grams, spans
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, without_controls
 
 # Kinds whose summary reads every table.
 SUMMARIZED = ("responses", "features")

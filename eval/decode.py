@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
-from draftsmith.data.console import add_result, log_note
+from draftsmith.data.console import SafeConsole, add_result, log_note
 from draftsmith.data.settings import check_positive
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
@@ -23,7 +22,7 @@ from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.methods import LabeledMethod, by_drafter, chain_drafters, parse_methods
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, without_controls
 
 DRAFTED, OWN = "green", "yellow"
 
@@ -41,18 +40,19 @@ def run(config: DecodeConfig) -> Generation:
     models = load_run(config, [named], [BenchPrompt("on the command line", prompt)], [params])
     drafter = named.method.build(models)
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = SafeConsole(highlight=False, soft_wrap=True)
     legend = Text.assemble((f"{named.label}: ", "dim"), ("drafted and accepted", DRAFTED))
     log_note(legend.append(" · ", "dim").append("the target's own", OWN).append("\n"))
     stream = TokenStream(tokenizer)
     answer: list[str] = []
 
     def show(pieces: Iterable[tuple[str, bool]]) -> None:
-        text = Text()
         for piece, drafted in pieces:
-            text.append(piece, DRAFTED if drafted else OWN)
             answer.append(piece)
-        console.print(text, end="")
+            if console.is_terminal:
+                console.print(Text(without_controls(piece), DRAFTED if drafted else OWN), end="")
+            else:
+                print(piece, end="", flush=True)
 
     decoded = Answer(models.target, drafter, prompt, params, config.max_new_tokens, config.seed, ends=models.ends)
     start = time.perf_counter()

@@ -28,6 +28,7 @@ from draftsmith.launch.commands import (
     unknown_command,
 )
 from draftsmith.launch.errors import UsageError, user_message
+from draftsmith.modules.types import without_controls
 
 CONTINUED = ("run", "data", "train")  # groups whose finished work is kept
 # Of glibc's malloc.h.
@@ -103,7 +104,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
         if message is None:
             raise
         if "debug" in options:
-            traceback.print_exc()
+            print(without_controls(traceback.format_exc()), end="", file=sys.stderr)
         print(f"draftsmith: error: {message}", file=sys.stderr)
         return 2
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from draftsmith.launch.names import DIFFERENT
-from draftsmith.modules.types import InputError, without_passwords
+from draftsmith.modules.types import InputError, without_controls, without_passwords
 
 if TYPE_CHECKING:
     from cyclopts import CycloptsError
@@ -50,7 +50,7 @@ def user_message(error: BaseException) -> str | None:
         if mark is not None:
             place += f", line {mark.line + 1}, column {mark.column + 1}"
         message = f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file."
-    return None if message is None else without_passwords(one_line(message))
+    return None if message is None else without_controls(without_passwords(one_line(message)))
 
 
 def one_line(text: str) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # What an acceptance head reads: the drafter's state after or before the token, and numbers of its distribution.
 State = Literal["after", "before"]
 Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class InputError(ValueError):
@@ -32,12 +33,17 @@ class InputError(ValueError):
     """
 
     def __init__(self, field: str, found: object, expected: str, remedy: str):
-        super().__init__(without_passwords(f"{field}: found {found}, expected {expected}. {remedy}"))
+        super().__init__(without_controls(without_passwords(f"{field}: found {found}, expected {expected}. {remedy}")))
         self.field, self.found, self.expected, self.remedy = field, found, expected, remedy
 
     def within(self, place: str, remedy: str) -> InputError:
         """Return the error for a field of `place`: a file, or one of several items."""
         return InputError(f"{place}, {self.field}", self.found, self.expected, remedy)
+
+
+def without_controls(text: str) -> str:
+    """Write the control characters of a text as escapes, all but tabs and line breaks: a terminal would obey them."""
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def without_passwords(text: str) -> str:

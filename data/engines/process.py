@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from draftsmith.data.console import log_note
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, without_controls
 
 START_S, END_S = 1800.0, 20.0
 LOG_LINES = 12  # of a server that did not start
@@ -72,7 +72,7 @@ def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
         while not answers_health(port):
             if process.poll() is not None or time.monotonic() > until:
                 lines = [line for line in Path(name).read_text(errors="replace").splitlines() if line.strip()]
-                print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
+                print(without_controls("\n".join(lines[-LOG_LINES:])), file=sys.stderr)
                 ended = process.poll() is not None
                 found = f"exit status {process.returncode}" if ended else f"no answer in {START_S:.0f} s"
                 message = next((f", {line.strip()[:300]}" for line in reversed(lines) if "Error: " in line), "")

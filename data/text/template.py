@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import without_controls
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.reading import read_text
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, without_controls
 
 # Each has a role and a content, and may have tool_calls, tool_call_id, name and reasoning_content.
 Messages = list[dict[str, Any]]

@@ -49,7 +49,7 @@ from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, without_controls
 
 # Options that change nothing of what is measured: a resumed run may have others.
 INCIDENTAL = ("output", "card", "traces")
@@ -70,7 +70,8 @@ def run(config: BenchConfig) -> int:
     for failure in results["failures"]:
         where = ", ".join(str(failure[key]) for key in ("task", "id") if failure[key])
         about = f"turn {failure['turn']}, temperature {failure['temperature']:g}"
-        print(f"draftsmith: failed: prompt {where} ({about}): {failure['error']}", file=sys.stderr)
+        said = f"draftsmith: failed: prompt {where} ({about}): {failure['error']}"
+        print(without_controls(said), file=sys.stderr)
     log_note(f"Written to {config.output / RESULTS}")
     return 1 if results["failures"] else 0
 

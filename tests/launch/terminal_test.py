@@ -1,0 +1,179 @@
+"""A terminal gets no control character that a model, a server or a file chose, on a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import re
+import shutil
+import sys
+import threading
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.text import Text
+from safetensors.torch import load_file, save_file
+from servers import Server
+from worlds import make_tiny_world
+
+from draftsmith.data import console
+from draftsmith.data.console import console_output, log_note, print_facts, print_table, print_text, table_from_cells
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.eval import decode
+from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained.gguf_writer import write_gguf
+
+# Title, clipboard, clear screen by an escape and by one byte, backspace.
+EVIL = "a\x1b]0;owned\x07b\x1b]52;c;YQ==\x1b\\c\x1b[2Jd\x9b2Je\bf"
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
+CONTROLS = re.compile(r"[^\x20-\x7e\xa0-\uffff\n\t]")
+
+
+@contextmanager
+def terminal(monkeypatch) -> Iterator[Callable[[], str]]:
+    """Make stdout and stderr a pseudo-terminal; yields a function that ends it and returns what it got."""
+    master, slave = pty.openpty()
+    tty.setraw(slave)  # else it would write \n as \r\n
+    received: list[bytes] = []
+
+    def read() -> None:
+        while content := os.read(master, 4096):
+            received.append(content)
+            if content.endswith(b"\x04"):
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    screen = os.fdopen(slave, "w", encoding="utf-8", errors="backslashreplace")
+    assert screen.isatty()
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    def ended() -> str:
+        screen.write("\x04")
+        screen.flush()
+        reader.join()
+        return COLORS.sub("", b"".join(received).decode().removesuffix("\x04"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", screen)
+        patched.setattr(sys, "stderr", screen)
+        yield ended
+    screen.close()
+    os.close(master)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    torch.set_num_threads(1)
+    return make_tiny_world(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_streamed_answer_shows_what_a_terminal_would_obey(models, monkeypatch, capsys):
+    """Piece by piece, as tokens may split an escape sequence; a pipe and --json get the text as it is."""
+    pieces = [*EVIL, "\n", "\tend"]
+    stream = SimpleNamespace(
+        push=lambda tokens, _: [(pieces.pop(0), True) for _ in tokens if pieces],
+        finish=lambda: [(piece, False) for piece in pieces],
+    )
+    words = ["decode", "Hi", "--target", models["target"], "--max-new-tokens", "4", "--ignore-eos"]
+    monkeypatch.setattr(decode, "TokenStream", lambda tokenizer: stream)
+    with terminal(monkeypatch) as ended:
+        assert main(words) == 0
+        shown = ended()
+    assert CONTROLS.findall(shown) == []
+    # The tab as blanks.
+    assert r"a\x1b]0;owned\x07b\x1b]52;c;YQ==\x1b\c\x1b[2Jd\x9b2Je\x08f" + "\n        end\n" in shown
+    pieces = [*EVIL, "\r\n", "\tend"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"{EVIL}\r\n\tend\n"
+    pieces = [*EVIL]
+    assert main([*words, "--json"]) == 0
+    document = capsys.readouterr().out
+    assert json.loads(document)["answer"] == EVIL and CONTROLS.findall(document) == []
+
+
+def test_tables_notes_and_bars_of_anything(monkeypatch):
+    with terminal(monkeypatch) as ended, console_output():
+        log_note(EVIL)
+        logger = logging.getLogger("a_library")
+        logger.addHandler(handler := logging.StreamHandler())
+        logger.warning("%s", EVIL)
+        logger.removeHandler(handler)
+        print_text(Text(EVIL, "bold"))
+        print_facts({EVIL: EVIL, "b": Text(EVIL)}, EVIL)
+        print_table(table_from_cells("t", ("one", EVIL), [(EVIL, Text(EVIL)), ("x", 1)]))
+        with console.progress_bar(EVIL, 2, EVIL) as advance:
+            advance(1)
+        shown = ended()
+    # The bar hides the cursor and redraws its line; nothing else is left.
+    shown = re.sub(r"\x1b\[(\?25[lh]|2K|1A)|\r", "", shown)
+    assert CONTROLS.findall(shown) == [] and shown.count("[2J") >= 9
+
+
+def spoiled_config(models: dict[str, str], folder: Path, **values: object) -> list[str]:
+    target = Path(shutil.copytree(models["target"], folder / "target"))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | values))
+    return ["decode", "Hi", "--target", str(target)]
+
+
+def quant_method(models: dict[str, str], folder: Path) -> list[str]:
+    return spoiled_config(models, folder, quantization_config={"quant_method": EVIL})
+
+
+def model_type(models: dict[str, str], folder: Path) -> list[str]:
+    return spoiled_config(models, folder, model_type=EVIL, architectures=[EVIL])
+
+
+def tensor_name(models: dict[str, str], folder: Path) -> list[str]:
+    words = spoiled_config(models, folder)
+    file = folder / "target" / "model.safetensors"
+    save_file(load_file(file) | {f"model.{EVIL}": torch.zeros(1)}, file, metadata={"format": "pt"})
+    return words
+
+
+def gguf_architecture(models: dict[str, str], folder: Path) -> list[str]:
+    write_gguf(folder / "x.gguf", EVIL, {}, {"a": torch.zeros(1)})
+    return ["decode", "Hi", "--target", str(folder / "x.gguf")]
+
+
+def artifact(kind: str) -> Callable[[dict[str, str], Path], list[str]]:
+    def make(models: dict[str, str], folder: Path) -> list[str]:
+        identity = {"tokenizer": EVIL, "target": {"config": EVIL}}
+        Manifest(kind, {"target": models["target"]}, identity=identity, command=f"draftsmith {EVIL}").write(folder)
+        command = ["data", "inspect"] if kind == "prompts" else ["data", "responses", "--output", "x", "--prompts"]
+        return [*command, str(folder), *(["--target", models["target"]] if kind != "prompts" else [])]
+
+    return make
+
+
+def yaml_key(models: dict[str, str], folder: Path) -> list[str]:
+    (folder / "x.yaml").write_text('"a\\e]0;owned\\ab\\Nc": 1\n')
+    return ["train", "eagle", "--config", str(folder / "x.yaml")]
+
+
+def reply(models: dict[str, str], folder: Path) -> list[str]:
+    return ["eval", "served", "--server", "{server}", "--target", models["target"], "--prompts", models["prompts"],
+            "--engine", "vllm", "--output", str(folder / "out"), "--concurrency", "1"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make", [quant_method, model_type, tensor_name, gguf_architecture, artifact("prompts"), artifact(EVIL), yaml_key,
+             reply]
+)  # fmt: skip
+def test_an_error_shows_what_a_terminal_would_obey(make, models, tmp_path, monkeypatch):
+    with Server(lambda request: (404, {}, EVIL)) as server:
+        words = [word.format(server=server.url) for word in make(models, tmp_path)]
+        for more in ([], ["--debug"]):
+            with terminal(monkeypatch) as ended:
+                assert main([*words, *more]) == 2
+                shown = ended()
+            assert "draftsmith: error: " in shown and CONTROLS.findall(shown) == []
+            assert "\\x1b" in shown or "\\\\x1b" in shown
