@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 from torch import Tensor
@@ -58,6 +59,7 @@ PLAIN_VALUES = {"expert_count": 0, "expert_used_count": 0, "attention.causal": T
 # a vocabulary that was learned so.
 GPT2_SPLITS = ("gpt-2", "mpt", "olmo", "jais", "phi-2", "smollm", "starcoder", "refact", "command-r", "codeshell")
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+LEAST_BYTES = (24, 13)  # of a tensor's and of a setting's entry in the file
 REMEDY = "Use a GGUF file of Llama, Mistral, Qwen2 or Qwen3, or the model's transformers directory."
 
 
@@ -151,9 +153,9 @@ def quantization(directory: Path) -> str | None:
 
 def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metadata of a GGUF file, and its tensors as the package `gguf` maps them, by name."""
-    gguf = gguf_package()
+    gguf_package()
     try:
-        reader = gguf.GGUFReader(file)
+        reader = bounded_reader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:
         # The reader trusts the file's numbers: damage shows as an index, a value or a type.
@@ -168,6 +170,25 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             found = f"{file} with {first.name} and {second.name} at one place"
             raise InputError("model", found, "a whole GGUF file", "Fetch it again.")
     return fields, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def bounded_reader(file: Path) -> Any:
+    """Return the reader of the package `gguf`, which raises EOFError where a count leads beyond the file's end.
+
+    Its own class goes on behind the end: an array of 2^62 numbers would take as many rounds, and memory for each.
+    """
+
+    class BoundedReader(gguf_package().GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            numbers = super()._get(offset, dtype, min(int(count), len(self.data)), *order, **named)
+            if (offset, end) == (8, 24):  # the numbers of tensors and of settings
+                end += sum(int(number) * least for number, least in zip(numbers, LEAST_BYTES, strict=True))
+            if end > len(self.data):
+                raise EOFError(f"entries of {end:,} bytes in {len(self.data):,}")
+            return numbers
+
+    return BoundedReader(file)
 
 
 def read_tensor(tensor: Any) -> Tensor:
@@ -203,7 +224,7 @@ def copied_tokenizer(file: Path) -> dict[str, Any]:
 
 def copied_metadata(file: Path) -> dict[str, tuple[Any, ...]]:
     """Return all metadata of a GGUF file as `write_gguf` takes them, with their types."""
-    fields = gguf_package().GGUFReader(file).fields
+    fields = bounded_reader(file).fields
     return {
         name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
         for name, field in fields.items()

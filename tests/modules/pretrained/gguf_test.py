@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import sys
 from pathlib import Path
 
@@ -14,7 +15,13 @@ import torch
 import transformers
 from worlds import tiny_llama_dir
 
-from draftsmith.modules.pretrained.gguf import copied_metadata, dequantized_directory, open_gguf, read_tensor
+from draftsmith.modules.pretrained.gguf import (
+    copied_metadata,
+    dequantized_directory,
+    open_gguf,
+    read_gguf_head,
+    read_tensor,
+)
 from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model
 from draftsmith.modules.pretrained.hub import loadable
 from draftsmith.modules.pretrained.models import load_lm
@@ -101,6 +108,20 @@ def test_other_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputError, match=r"draftsmith\[llamacpp\]"):
         load_lm(str(file))
+
+
+@pytest.mark.parametrize("kind", ["array", "text", "key", "tensors", "settings"])
+def test_counts_beyond_the_files_end_are_refused_at_once(tmp_path, kind):
+    """Files as the specification of GGUF lays them out; the package's own reader would run for years."""
+    file, key = tmp_path / "model.gguf", struct.pack("<Q1sI", 1, b"a", 9 if kind == "array" else 8)
+    value = {"array": struct.pack("<IQ", 5, 2**62), "text": struct.pack("<Q", 2**62)}.get(kind, b"")
+    counts = {"tensors": (10**8, 0), "settings": (0, 2**62)}.get(kind, (0, 1))
+    entry = struct.pack("<Q", 2**63) if kind == "key" else key + value
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts) + entry + bytes(4096))
+    with pytest.raises(InputError, match=r"EOFError: entries of [\d,]+ bytes in 4,1\d\d\).*a whole GGUF file"):
+        open_gguf(file)
+    with pytest.raises(InputError, match="whole GGUF file"):
+        read_gguf_head(file)
 
 
 @pytest.fixture(scope="module")
