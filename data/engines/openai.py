@@ -30,6 +30,7 @@ from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
+TOKEN_CHARS = 512  # more than any token of a vocabulary has, runs of blanks included
 HIDDEN_PARTS = ("reasoning_content", "reasoning", "tool_calls")
 REPLY = {
     "choices": [
@@ -121,12 +122,8 @@ class ServerEngine:
                 raise RowError(f"a part in {part}; serve without a parser, or pass --server.dialect vllm")
 
         text, ids = choice.get("text", message.get("content")), choice.get("token_ids")
-        if retokenized := ids is None:
-            if text is None:
-                raise RowError("neither text nor token ids")
-            ids = self.tokenizer(well_formed(text, "the reply"), add_special_tokens=False)["input_ids"]
-        else:
-            check_sampled(ids, limit, self.vocab_size)
+        retokenized = ids is None
+        ids = self._ids_of(text, ids, limit, count)
         # A text has no end token, and a server may leave it out of the ids: its count of tokens tells.
         hidden = retokenized or count is None or count > len(ids)
         if choice["finish_reason"] == "stop" and hidden and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
@@ -135,6 +132,28 @@ class ServerEngine:
             raise RowError(f"{len(ids):,} tokens, expected one or more within the context")
         ended = ids[-1] in self.eos_ids and not self.settings.ignore_eos
         return TargetTurn(ids, ended, text, retokenized, count)
+
+    def _ids_of(self, text: str | None, ids: list[int] | None, limit: int, count: int | None) -> list[int]:
+        """Return the token ids of a reply, checked against its text and its count of tokens, or those of its text."""
+        if ids is None:
+            if text is None:
+                raise RowError("neither text nor token ids")
+            if len(text) > limit * TOKEN_CHARS:  # a tokenizer takes hundreds of bytes for each character
+                raise RowError(f"a text of {len(text):,} characters, expected at most {limit:,} tokens")
+            return list(self.tokenizer(well_formed(text, "the reply"), add_special_tokens=False)["input_ids"])
+        check_sampled(ids, limit, self.vocab_size)
+        if count is not None and count < len(ids):  # with the prompt in front, for example
+            raise RowError(f"{len(ids):,} token ids with completion_tokens {count:,}, expected as many or fewer")
+        # A server may leave out the text of an end token that is not special.
+        own = [self.tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:-1])]
+        if text and ids and squeezed(text) not in map(squeezed, own):
+            raise RowError(f"the text {text[:40]!r} with token ids of {own[0][:40]!r}, expected one tokenizer at both")
+        return ids
+
+
+def squeezed(text: str) -> str:
+    """Remove what two decoders of the same ids may write otherwise: blanks, and halves of characters."""
+    return "".join(text.replace("\ufffd", "").split())
 
 
 def chat_body(row: dict[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import itertools
 import json
 import math
 import os
 import random
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.console import log_note
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
     import httpx
 
 RETRIED_STATUS = {408, 409, 425, 429}  # and 500 or above: busy, restarting, overloaded
+KEY_STATUS = {401, 403}
 PROMPT_STATUS = {400, 413, 422}  # other statuses of 300 and above concern the address, the key or the model
 MAX_WAIT_S = 60.0  # between attempts
 NOTE_EVERY_S = 30.0  # while the server is unavailable
 INFO_S = 30.0  # longest wait for the server's description
+REPLY_BYTES = 32 * 2**20  # most of one reply or stream, decompressed: an answer has a few bytes a token
 SHOWN_CHARS = 200  # of a reply, in errors
 READ_LOG = "Read the server's log, or check the address."
 
@@ -57,7 +60,7 @@ class Server:
         try:
             reply = json.loads(content)
         except (ValueError, RecursionError):
-            reply = content[:SHOWN_CHARS].decode("utf-8", "replace")
+            reply = shown(content)
         for found, expected in misfits(reply, shape):
             raise self._error(path, found, f"{expected}, of {self.kind}")
         return reply
@@ -65,22 +68,30 @@ class Server:
     def page(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Get a page, or post `body` to it, and return its content."""
         method, limit_s = ("GET", INFO_S) if body is None else ("POST", self.config.timeout_s)
-        with self._errors(path):
-            reply = self._session.request(method, f"{self.url}/{path}", timeout=limit_s, json=body)
-        if not reply.is_success:
-            raise self._error(path, f"status {reply.status_code}, {reply.text[:SHOWN_CHARS]!r}")
-        return reply.content
+        return b"".join(self._chunks(path, method, body, limit_s))
 
-    def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Post `body` and yield the events of a streamed reply. Closing the iterator ends the request."""
-        options: dict[str, Any] = {"json": body, "timeout": self.config.timeout_s}
-        with self._errors(path), self._session.stream("POST", f"{self.url}/{path}", **options) as reply:
+    def events(self, path: str, body: Mapping[str, Any], shape: Any) -> Generator[dict[str, Any], None, None]:
+        """Post `body` and yield the events of a stream, of this shape. Closing the iterator ends the request."""
+        buffer = b""
+        with contextlib.closing(self._chunks(path, "POST", body, self.config.timeout_s)) as chunks, self._errors(path):
+            for chunk in itertools.chain(chunks, [b"\n"]):
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):  # OpenAI's protocol ends with [DONE]
+                        event = json.loads(line.removeprefix(b"data: ").decode("utf-8", "replace"))
+                        for found, expected in misfits(event, shape):
+                            raise self._error(path, found, f"{expected}, of {self.kind}")
+                        yield event
+
+    def _chunks(self, path: str, method: str, body: Any, limit_s: float) -> Generator[bytes, None, None]:
+        """Yield the parts of a reply, decompressed, within the limits of its size and time."""
+        options = {"json": body, "timeout": limit_s}
+        with self._errors(path), self._session.stream(method, f"{self.url}/{path}", **options) as reply:
+            chunks = map(within(limit_s), reply.iter_bytes())
             if not reply.is_success:
-                text = reply.read()[:SHOWN_CHARS].decode("utf-8", "replace")
-                raise self._error(path, f"status {reply.status_code}, {text!r}")
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):  # OpenAI's protocol ends with [DONE]
-                    yield json.loads(line.removeprefix("data: "))
+                status = reply.status_code
+                raise self._error(path, f"status {status}, {shown(b''.join(chunks))!r}", status=status)
+            yield from chunks
 
     @functools.cached_property
     def _session(self) -> httpx.Client:
@@ -91,8 +102,10 @@ class Server:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         return httpx.Client(headers=self._headers, limits=limits)
 
-    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def ask(self, path: str, body: Mapping[str, Any], most_bytes: int = REPLY_BYTES) -> Any:
         """Post `body` and return the reply's JSON, with retries while the server is unavailable.
+
+        most_bytes: of the reply, decompressed.
 
         Raises:
             RowError: this body is refused, or all attempts failed. InputError: every body would be refused, or nothing
@@ -110,8 +123,10 @@ class Server:
             last: Exception | None = None
             try:
                 # httpx's own timeout is per read: a slow drip would never reach it.
-                async with asyncio.timeout(self.config.timeout_s):
-                    response = await self._client.post(url, json=body)
+                seconds, request = self.config.timeout_s, self._client.stream("POST", url, json=body)
+                async with asyncio.timeout(seconds), request as response:
+                    count = within(seconds, most_bytes)
+                    content = b"".join([count(chunk) async for chunk in response.aiter_bytes()])
             except TimeoutError:
                 problem = f"no whole answer in {self.config.timeout_s:g} s"
             except httpx.RequestError as error:
@@ -121,8 +136,8 @@ class Server:
             else:
                 status = response.status_code
                 if status < 500 and status not in RETRIED_STATUS:
-                    return self._parse(path, response)
-                problem = f"status {status}: {response.text[:SHOWN_CHARS]}"
+                    return self._parse(path, status, content)
+                problem = f"status {status}: {shown(content)}"
                 # Retry-After may also be a date: then the usual waits apply.
                 after = response.headers.get("retry-after", "")
                 wait_s = max(wait_s, float(after) if after.isdecimal() else 0.0)
@@ -142,31 +157,33 @@ class Server:
         if self._client is not None:
             await self._client.aclose()
 
-    def _parse(self, path: str, response: httpx.Response) -> Any:
+    def _parse(self, path: str, status: int, content: bytes) -> Any:
         """Return the reply's JSON; raise RowError if this body is refused, InputError if every body would be."""
-        found = f"status {response.status_code}, {response.text[:SHOWN_CHARS]}"
-        if response.status_code in PROMPT_STATUS:
+        found = f"status {status}, {shown(content)}"
+        if status in PROMPT_STATUS:
             raise RowError(found)
+        if status in KEY_STATUS:
+            raise self._error(path, found, status=status)
         try:
             # A web page with status 200 is another service at this address.
-            if response.status_code < 300:
-                return response.json()
+            if status < 300:
+                return json.loads(content)
         except (ValueError, RecursionError):
             found = f"no JSON, {found}"
         remedy = "Check --server.url (it ends with /v1 at most servers), --server.model and --server.dialect."
         raise InputError("server", f"{self.url}/{path}: {found}", "a reply", remedy)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _errors(self, path: str) -> Iterator[None]:
         """Raise InputError for what goes wrong with a request."""
         import httpx
 
         try:
             yield
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, json.JSONDecodeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, json.JSONDecodeError, RecursionError) as error:
             raise self._error(path, error) from error
 
-    def _error(self, path: str, found: object, expected: str = "") -> InputError:
+    def _error(self, path: str, found: object, expected: str = "", status: int = 0) -> InputError:
         import httpx
 
         if isinstance(found, httpx.ConnectError):
@@ -176,7 +193,37 @@ class Server:
             return InputError("server.url", f"{self.url} ({found})", "http://HOST:PORT, or https", "Correct it.")
         if isinstance(found, Exception):
             found = f"{type(found).__name__} {str(found)[:SHOWN_CHARS]}".strip()
-        return InputError("server", f"{self.url}/{path}: {found}", expected or f"{self.kind} that answers", READ_LOG)
+        remedy = READ_LOG
+        if status in KEY_STATUS:
+            name = self.config.api_key_env
+            remedy = f"Put its key into the environment variable {name}, or name another one: --server.api-key-env."
+        return InputError("server", f"{self.url}/{path}: {found}", expected or f"{self.kind} that answers", remedy)
+
+
+def within(seconds: float, most_bytes: int = REPLY_BYTES) -> Callable[[bytes], bytes]:
+    """Return what passes on the parts of a reply, and raises an error of httpx at one too many, or too late.
+
+    httpx itself limits the time between two parts, and no size.
+    """
+    import httpx
+
+    left, end = most_bytes, time.monotonic() + seconds
+
+    def count(part: bytes) -> bytes:
+        nonlocal left
+        left -= len(part)
+        if left < 0:
+            raise httpx.ReadError(f"more than {most_bytes:,} bytes")
+        if time.monotonic() > end:
+            raise httpx.ReadTimeout(f"no whole answer in {seconds:g} s")
+        return part
+
+    return count
+
+
+def shown(content: bytes) -> str:
+    """Return the beginning of a reply, for errors."""
+    return content[:SHOWN_CHARS].decode("utf-8", "replace")
 
 
 def need_extra() -> None:

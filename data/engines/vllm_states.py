@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.engines.server import SHOWN_CHARS, Server
+from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server
 from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.settings import FeatureDtype, ServerConfig
 from draftsmith.data.store.feature_codec import decode
@@ -265,7 +265,8 @@ class ServedStates:
         """
         body = {"model": self.model, "prompt": list(row), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
         try:
-            return log_probs_of(self._run(self._server.ask("v1/completions", body)), row)
+            # The whole vocabulary at each place, if it is asked for.
+            return log_probs_of(self._run(self._server.ask("v1/completions", body, len(row) * REPLY_BYTES)), row)
         except RowError as error:
             remedy = f"Serve with --max-logprobs {top}, and a --max-model-len above the longest text."
             raise InputError("server", f"{error} to prompt_logprobs {top}", "log-probabilities", remedy) from error

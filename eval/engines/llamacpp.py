@@ -17,6 +17,7 @@ from draftsmith.eval.engines.chain import Counts, EngineAnswer, counts_of
 from draftsmith.modules.types import InputError
 
 TOKENS = {"tokens": [int]}
+EVENT = {"tokens?": ([int], None), "timings?": ({"draft_n?": int, "draft_n_accepted?": int, "predicted_n?": int}, None)}
 # Tokens that the server reads at once. For targets whose memory cannot drop any token (recurrent or convolution states,
 # sliding windows) it ends a part, and keeps a checkpoint, so many tokens before the end of a prompt.
 BATCH, CHECKPOINTS = 2048, (516, 4)
@@ -100,7 +101,7 @@ class LlamaCppClient:
         timings: dict[str, Any] = {}
         started = first = last = time.perf_counter()
         body = self._request(prompt, seed) | {"stream": True, "timings_per_token": True}
-        with contextlib.closing(self._server.events("completion", body)) as events:
+        with contextlib.closing(self._server.events("completion", body, EVENT)) as events:
             for event in events:
                 last = time.perf_counter()
                 first = first if timings else last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import re
 import shlex
 import sys
@@ -31,6 +32,10 @@ COUNTER = re.compile(
     r"^vllm:(spec_decode_num_drafts_total|spec_decode_num_accepted_tokens_per_pos_total|request_success_total)"
     r"\{(.*)\} (\S+)$"
 )
+EVENT = {
+    "usage?": ({"completion_tokens?": (int, None)}, None),
+    "choices?": ([{"token_ids?": ([int], None)}], None),
+}
 POSITION = re.compile(r'position="(\d+)"')
 COUNTED_S = 10.0  # a request's counts appear shortly after its answer
 
@@ -76,7 +81,8 @@ class ServerCounts:
 
     def since(self, before: ServerCounts) -> Counts:
         """Return the counts of the drafts between two times."""
-        return tuple(b - a for a, b in zip(before.drafts, self.drafts, strict=True))
+        pairs = itertools.zip_longest(before.drafts, self.drafts, fillvalue=0)
+        return tuple(after - earlier for earlier, after in pairs)
 
 
 class VllmClient:
@@ -125,14 +131,17 @@ class VllmClient:
             match = COUNTER.match(line)
             if match is None:
                 continue
-            name, labels, value = match[1], match[2], float(match[3])
-            position = POSITION.search(labels)
+            name, position = match[1], POSITION.search(match[2])
+            try:
+                value, place = int(float(match[3])), None if position is None else int(position[1])
+            except (ValueError, OverflowError) as error:  # NaN, infinity or a word
+                raise InputError("server", f"{self.url}/metrics: {line[:SHOWN_CHARS]}", "counts", READ_LOG) from error
             if name == "request_success_total":
-                finished += int(value)
-            elif position is not None:
-                places[int(position[1])] = places.get(int(position[1]), 0) + int(value)
+                finished += value
+            elif place is not None:
+                places[place] = places.get(place, 0) + value
             else:
-                drafts += int(value)
+                drafts += value
         by_place = (count for _, count in sorted(places.items()))
         return ServerCounts((drafts, *by_place) if places else (), finished)
 
@@ -182,9 +191,9 @@ class VllmClient:
         num_tokens = 0
         started = first = last = time.perf_counter()
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        with contextlib.closing(self._server.events(f"v1/{endpoint}", body)) as events:
+        with contextlib.closing(self._server.events(f"v1/{endpoint}", body, EVENT)) as events:
             for event in events:
-                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+                num_tokens = (event.get("usage") or {}).get("completion_tokens") or num_tokens
                 for choice in event.get("choices") or ():
                     last = time.perf_counter()
                     first = first if first > started else last

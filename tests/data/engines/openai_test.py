@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import threading
 import time
 from collections.abc import Callable
@@ -243,12 +244,17 @@ MISBEHAVIORS: dict[str, tuple[Callable[[], object], str]] = {
     "cuts the connection": (lambda: (200, {"Content-Length": "500"}, b'{"choices": ['),
                             r"prompt \d .*RemoteProtocolError"),
     "is a web page": (lambda: (200, {"Content-Type": "text/html"}, "<html>hello"), "server: found .*<html>"),
+    "sends without end": (lambda: drip(b" " * 2**16, lambda: None), r"prompt \d .*more than 1,048,576 bytes"),
+    "packs too much": (lambda: (200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(2**24))),
+                       r"prompt \d .*more than 1,048,576 bytes"),
+    "wants a key": (lambda: (401, {}, "no"), r"status 401, no.*OPENAI_API_KEY.*--server\.api-key-env"),
     "points elsewhere": (lambda: (307, {"Location": "/v1/completions"}, b""), "server: found .*status 307"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", MISBEHAVIORS)
-def test_a_misbehaving_server_is_one_error(vllm_like, ask, how):
+def test_a_misbehaving_server_is_one_error(vllm_like, ask, how, monkeypatch):
+    monkeypatch.setattr(http.Server.ask, "__defaults__", (2**20,))
     server = vllm_like()
     reply, what = MISBEHAVIORS[how]
     server.misbehave = lambda body: reply()
@@ -290,6 +296,16 @@ BAD_REPLIES: list[tuple[object, str]] = [
     ({"choices": [{**GOOD, "text": "a\ud800"}]}, "half of a surrogate pair"),
     ({"choices": [{**GOOD, "text": "def " * 1000}]}, "tokens, expected one or more within the context"),
     ({"choices": [GOOD], "usage": {"completion_tokens": 10}}, "completion_tokens 10, expected at most 9"),
+    ({"choices": [{**GOOD, "text": "a" * 9999}]}, "9,999 characters, expected at most 9 tokens"),
+    # Ids of another tokenizer, and with the prompt in front.
+    ({"choices": [{**GOOD, "token_ids": [70, 71]}]}, "the text 'def add' with token ids of '[^d]"),
+    (
+        {
+            "choices": [{"text": "", "finish_reason": "length", "token_ids": [4, 5, 70]}],
+            "usage": {"completion_tokens": 1},
+        },
+        "3 token ids with completion_tokens 1",
+    ),
     (
         {"choices": [{"finish_reason": "stop", "message": {"content": "def", "reasoning_content": "hm"}}]},
         "reasoning_content",
@@ -329,6 +345,15 @@ def test_an_end_token_is_added_only_where_the_server_hides_one(engine):
         choice = {"text": "def add", "finish_reason": "stop", "token_ids": list(ids)}
         turn = engine.read(3, PROMPT, {"choices": [choice], "usage": {"completion_tokens": count}})
         assert (turn.tokens, turn.ended) == (whole, whole != ids)
+
+
+def test_texts_of_the_same_ids_may_differ_in_blanks_halves_and_a_hidden_end(engine):
+    """vLLM holds back the bytes of half a character, and the text of the token at which it stops."""
+    ids = engine.tokenizer(" def add ☕", add_special_tokens=False)["input_ids"]
+    assert len(engine.tokenizer("☕", add_special_tokens=False)["input_ids"]) == 3
+    for own, text in ((ids, "def add ☕"), (ids[:-1], " def add "), (ids[:-1], " def add \ufffd"), (ids[:2], " def")):
+        choice = {"text": text, "finish_reason": "length", "token_ids": own}
+        assert engine.read(3, PROMPT, {"choices": [choice]}).tokens == own
 
 
 def test_vllm_in_ranks_would_hold_all_gpus_in_each(monkeypatch):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from servers import Server
+from servers import Server, drip
 
+from draftsmith.data.engines import server as http
+from draftsmith.data.settings import ServerConfig
 from draftsmith.eval.engines.vllm import VllmClient
 from draftsmith.modules.types import InputError
 
@@ -53,6 +58,9 @@ def test_a_good_server_is_read(client):
         ("/v1/models", {"data": []}, "without a model"),
         ("/v1/models", "[" * 100_000, "v1/models: "),
         ("/metrics", "vllm:request_success_total{} 1.0", "without vllm:spec_decode"),
+        ("/metrics", 'vllm:request_success_total{} NaN', "request_success_total{} NaN, expected counts"),
+        ("/metrics", 'vllm:spec_decode_num_drafts_total{} +Inf', "+Inf, expected counts"),
+        ("/metrics", f'{PLACES}{{position="{"1" * 5000}"}} 1.0', "expected counts"),
         ("/tokenize", {"tokens": ["a"]}, r"tokens\[0\]"),
         ("/tokenize", None, "RemoteProtocolError"),
     ],
@@ -60,6 +68,34 @@ def test_a_good_server_is_read(client):
 def test_what_is_no_page_of_vllms_is_one_line(client, page, content, said):
     with pytest.raises(InputError, match=f"^server: found .*{said.replace('+', '.')}"):
         ask(client({page: content}))
+
+
+ENDLESS = {
+    "one page without end": ("/metrics", lambda: drip(b"# " + bytes(2**16), lambda: None), "more than 1,048,576 bytes"),
+    "a packed page": ("/v1/models", lambda: (200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(2**24))),
+                      "more than 1,048,576 bytes"),
+    "pings": ("/v1/completions", lambda: drip(b": ping\n\n", lambda: time.sleep(0.02)), "no whole answer in 0.3 s"),
+    "one line without end": ("/v1/completions", lambda: drip(b"data: {" + bytes(2**16), lambda: None),
+                             "more than 1,048,576 bytes"),
+    "events without end": ("/v1/completions", lambda: drip(event({"token_ids": [1]}), lambda: None), "more than 1,0"),
+    "words for ids": ("/v1/completions", lambda: event({"token_ids": "1"}), "token_ids"),
+    "no JSON": ("/v1/completions", lambda: b"data: {\xff\n\n", "JSONDecodeError"),
+}  # fmt: skip
+
+
+def event(choice: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_what_a_server_sends_without_end_is_refused(client, kind, monkeypatch):
+    monkeypatch.setattr(http.within, "__defaults__", (2**20,))
+    page, content, said = ENDLESS[kind]
+    with pytest.raises(InputError, match=f"^server: found .*{said.replace('+', '.')}"):
+        asked = client({page: content()} | ({} if page in GOOD else {"/metrics": ""}))
+        asked._server.config = ServerConfig(timeout_s=0.3 if kind == "pings" else 20.0)
+        asked.counts()
+        asked.complete([1, 2])
 
 
 def test_an_address_with_a_password_is_refused_without_it():
