@@ -175,7 +175,7 @@ def command_name(args: Sequence[str]) -> str | None:
 def unknown_command(args: Sequence[str]) -> UsageError:
     """Build the error that names the nearest commands."""
     words = leading_words(args)
-    typed = " ".join(words) or args[0]
+    typed = " ".join(words or args[:1])
     candidates = [name for name in COMMANDS if words and name.split()[0] == words[0]] or list(COMMANDS)
     nearest = did_you_mean(typed, candidates)
     expected = "another" if nearest else f"one of: {', '.join(candidates)}"

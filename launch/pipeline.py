@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from rich.text import Text
@@ -160,7 +161,7 @@ def execute(stage: Stage) -> int:
     return dispatch(list(stage.argv))
 
 
-def read_pipeline(name: str) -> dict[str, Any]:
+def read_pipeline(name: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a pipeline by the path of its file, or a shipped one by its name; a `base` gives what the file leaves out.
 
     Raises:
@@ -174,10 +175,12 @@ def read_pipeline(name: str) -> dict[str, Any]:
     if path is None:
         expected = f"a YAML file, or one of {', '.join(shipped)}"
         raise InputError("pipeline", repr(name), expected, f"Correct it.{did_you_mean(name, shipped)}")
+    if path in above:
+        raise InputError(str(path), "a base of itself", "another file", "Correct the file.")
     plan = read_yaml(path)
     check_keys(str(path), plan, KEYS)
     if "base" in plan:
-        base = read_pipeline(plan["base"])
+        base = read_pipeline(plan["base"], (*above, path))
         plan = {**base, **plan, "variables": base["variables"] | plan.get("variables", {})}
     plan = {"output": f"runs/{path.stem}", "variables": {}, "measured": {}, "show": []} | plan
     check_shape(path, plan, {"stages": list})
@@ -261,10 +264,13 @@ def fill(text: str, values: Mapping[str, Any]) -> str:
         InputError: an unknown name, or a brace that is none.
     """
     try:
+        for _, name, form, _ in Formatter().parse(text):
+            if form and fill(form, values) and not isinstance(values.get(name or ""), Computed):
+                raise ValueError(f"{name} takes no {form!r}")
         return text.format_map(values)
     except InputError:  # of what a name is computed from
         raise
-    except (KeyError, ValueError, IndexError, TypeError) as error:
+    except (KeyError, ValueError, IndexError, TypeError, AttributeError) as error:
         expected = f"names in braces ({', '.join(values)}), and {{{{ for a brace"
         raise InputError("stages", f"{text!r} ({error})", expected, "Correct the file.") from error
 
@@ -282,9 +288,13 @@ def make_stages(plan: Mapping[str, Any], values: Mapping[str, Any]) -> list[Stag
     stages = []
     for stage in plan["stages"]:
         if holds(stage["when"], values) if "when" in stage else True:
-            words = shlex.split(stage["program" if "program" in stage else "run"])
-            constant, per_thousand = map(float, stage.get("minutes", (0, 0)))
-            minutes = constant + per_thousand * float(values.get("prompts", 0)) / 1000
+            try:
+                words = shlex.split(stage["program" if "program" in stage else "run"])
+                constant, per_thousand = map(float, stage.get("minutes", (0, 0)))
+                minutes = constant + per_thousand * float(values.get("prompts", 0)) / 1000
+            except (ValueError, TypeError) as error:
+                expected = "a command, and minutes and prompts as numbers"
+                raise InputError(f"stage {stage['title']!r}", error, expected, "Correct the file.") from error
             argv = tuple(fill(word, values) for word in words)
             stages.append(Stage(stage["title"], argv, "program" in stage, minutes))
     return stages

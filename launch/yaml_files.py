@@ -4,6 +4,7 @@ command line."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any
 import yaml
 
 from draftsmith.launch.errors import UsageError
+
+MOST_VALUES = 10_000  # of a file, with those that its aliases stand for
 
 
 def config_file(prog: str, name: str) -> Path:
@@ -39,7 +42,7 @@ def shipped_configs(prog: str) -> dict[str, Path]:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Loader of options: words are texts, as on the command line, but null, true and false.
+    """Loader of options: words are texts, as on the command line, but null, true and false. Other types are unknown.
 
     YAML 1.1 reads 24:00:00 as 86400, off and no as false, 010 as 8, 0.10 as 0.1 and 2026-11-27 as a date.
     """
@@ -47,6 +50,11 @@ class PlainLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.endswith((":null", ":bool", ":str", ":seq", ":map"))
     }
 
 
@@ -57,20 +65,28 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """Read a YAML mapping whose keys are texts at every level.
 
     Raises:
-        UsageError: it is not one; YAML reads keys such as null or true as something else.
+        UsageError: it is not one, or one without end; YAML reads keys such as null or true as something else.
     """
+    values = itertools.count(1)
 
-    def check_keys(value: Any) -> None:
-        for key, inner in value.items() if isinstance(value, dict) else ():
+    def check(value: Any) -> None:
+        if next(values) > MOST_VALUES:
+            raise RecursionError
+        for key in value if isinstance(value, dict) else ():
             if not isinstance(key, str):
                 raise UsageError(f"--config: found the key {key!r} in {file}, expected names of settings. Correct it.")
-            check_keys(inner)
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            check(inner)
 
-    with file.open("rb") as stream:
-        content = yaml.load(stream, PlainLoader)
+    try:
+        with file.open("rb") as stream:
+            content = yaml.load(stream, PlainLoader)
+        check(content)
+    except (RecursionError, KeyError) as error:  # KeyError: !!bool before another word
+        expected = f"at most {MOST_VALUES:,} values with those of aliases"
+        raise UsageError(f"--config: found values without end in {file}, expected {expected}. Correct it.") from error
     if not isinstance(content, dict):
         raise UsageError(f"--config: found {type(content).__name__} in {file}, expected `key: value` lines.")
-    check_keys(content)
     return content
 
 

@@ -122,9 +122,19 @@ def test_a_wrong_word_ends_with_code_2_and_one_line(probe, capsys, args, expecte
         ("cuont: 4", ["unknown key cuont", "count"]),
         ("inner: {deptth: 4}", ["unknown key inner.deptth", "depth"]),
         ("count: [1", ["line 1"]),
+        ("a: &a [x, x, x, x, x, x, x, x, x]\n"
+         + "".join(f"{b}: &{b} [{', '.join(9 * [f'*{a}'])}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+         ["settings.yaml", "at most 10,000 values"]),
+        ("layers: &l [*l]", ["settings.yaml", "values without end"]),
+        ("layers: &l {a: *l}", ["settings.yaml", "values without end"]),
+        ("layers: " + "[" * 100_000, ["settings.yaml", "values without end"]),
+        ("name: !!binary aGk=", ["settings.yaml, line 1", "binary"]),
+        ("name: !!set {a}", ["settings.yaml, line 1", "set"]),
+        ("count: !!int x", ["settings.yaml, line 1", "int"]),
+        ("count: !!bool x", ["settings.yaml"]),
         ("count: many", ["settings.yaml", "[count]", '"many"', "int"]),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_config_file_ends_with_code_2_and_one_line(probe, capsys, tmp_path, content, expected):
     file = tmp_path / "settings.yaml"
     file.write_text(content)

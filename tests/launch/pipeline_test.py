@@ -152,12 +152,21 @@ def test_a_file_may_change_another_one(tmp_path):
         ("stages: [{title: A, run: 'data prompts --limit x'}]", [], "no --source"),
         ("stages: [{title: A, program: no-such-program x}]", [], "A: found no program 'no-such-program x'"),
         ("stages: [{title: A, program: x, when: yes}]", [], "when: found 'yes', expected A == B or A != B"),
+        ("stages: [{title: A, run: 'decode {output.foo}'}]", [], "found '{output.foo}'"),
+        ("stages: [{title: A, run: 'decode {output:>2000000000}'}]", [], "output takes no '>2000000000'"),
+        ("stages: [{title: A, run: 'decode {kind:{output!r:>2000000000}}'}]", [], "output takes no"),
+        ("stages: [{title: A, run: decode, minutes: [a, b]}]", [], "stage 'A': found could not convert.*numbers"),
+        ("stages: [{title: A, run: decode, minutes: [1, 2, 3]}]", [], "stage 'A': found too many values"),
+        ("stages: [{title: A, run: 'decode \"Hi'}]", [], "stage 'A': found No closing quotation"),
+        ("stages: [{title: A, run: ''}]", [], "found command ''"),
+        ("base: mine.yaml", [], "mine.yaml: found a base of itself"),
         ("variables: {word: }\nstages: []", [], "found no word.*--set word=VALUE"),
         ("variables: {word: 1}\nstages: []", ["wrod=2"], "found 'wrod=2'.*Did you mean word"),
         ("stages: []", ["word"], "found 'word', expected KEY=VALUE"),
     ],
 )
 def test_a_wrong_pipeline_is_refused_before_anything_runs(tmp_path, monkeypatch, text, given, says):
+    monkeypatch.chdir(tmp_path)
     config = pipeline.RunConfig(written(tmp_path, text), tuple(given), tmp_path / "out")
     with pytest.raises((InputError, UsageError), match=says):
         pipeline.run(config)
