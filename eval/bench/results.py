@@ -41,6 +41,7 @@ from draftsmith.eval.clock import ClockName
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
 from draftsmith.modules.pretrained.files import write_table, write_text
+from draftsmith.modules.pretrained.reading import regular
 from draftsmith.modules.types import InputError
 
 PER_PROMPT, NUMBERS = "prompts.parquet", "results.csv"  # beside results.json
@@ -158,7 +159,7 @@ def read_rows(directory: Path) -> list[Row]:
     """Read the rows of a run; InputError if they are missing or damaged."""
     path = Path(directory) / PER_PROMPT
     try:
-        return pq.read_table(path, schema=SCHEMA).to_pylist()
+        return pq.read_table(regular(path), schema=SCHEMA).to_pylist()
     except (pa.ArrowException, KeyError, OSError) as error:
         found = f"unreadable ({' '.join(str(error).split())})"
         raise InputError(str(path), found, "rows of `draftsmith eval bench`", "Measure it again.") from error

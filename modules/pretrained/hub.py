@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.modules.pretrained.checkpoint import CONFIG, read_model_json
 from draftsmith.modules.pretrained.gguf import dequantized_directory
+from draftsmith.modules.pretrained.reading import regular
 from draftsmith.modules.types import InputError
 
 EMBEDDED = "embedded:"
@@ -109,6 +110,10 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
         raise InputError("model", found, "a whole model, its adapters merged into its weights", remedy)
     if not (directory / "config.json").exists():
         raise InputError("model", f"{path} without config.json", "a transformers model directory", CHECK_PATH)
+    # Libraries read them too.
+    for file in directory.iterdir():
+        if file.exists():  # a link may lead nowhere
+            regular(file)
     return directory
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.modules.drafters import learned
+from draftsmith.modules.pretrained.reading import regular
 
 # The package's directory, which is also the checkout if it runs from one.
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple
 
 def file_sha256(path: Path) -> str:
     """Return the hex digest of a file's content."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,26 @@ from torch import Tensor
 
 from draftsmith.modules.types import InputError
 
+JSON_BYTES = 512 * 2**20  # the largest tokenizers and indexes have a tenth
 REMEDY = "Delete it and give the command that wrote it again."
 # JSON of types: {"files": [{"name": str}], "counts": {"*": int}, "seed?": (int, None)}. A name with `?` may be absent,
 # `*` stands for all names, a tuple for alternatives, `object` for anything. Names that are not listed may be there.
 Shape = Any
 NAMES = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
+
+
+def regular(path: Path) -> Path:
+    """Return a path, unless a reader of it would wait or fill the memory: a pipe, a device, or JSON of gigabytes.
+
+    Raises:
+        OSError: there is no such file. InputError: it is none to read.
+    """
+    kind, size = path.stat().st_mode, path.stat().st_size
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+        raise InputError(str(path), "a pipe or a device", "a file", "Check the path.")
+    if path.suffix == ".json" and size > JSON_BYTES:
+        raise InputError(str(path), f"{size:,} bytes of JSON", f"at most {JSON_BYTES:,}", "Check the path.")
+    return path
 
 
 def read_object(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> dict[str, Any]:
@@ -31,7 +47,7 @@ def read_object(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) ->
         OSError: there is no such file. InputError: its content is not JSON, or has another shape.
     """
     try:
-        content = json.loads(Path(path).read_text("utf-8"))
+        content = json.loads(regular(Path(path)).read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         # No JSON, no UTF-8, or nested without end.
         raise InputError(str(path), f"damaged ({error})", "JSON", remedy) from error
@@ -41,7 +57,7 @@ def read_object(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) ->
 
 def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file. An error names the line's number."""
-    with Path(path).open("rb") as file:
+    with regular(Path(path)).open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 content = json.loads(line)
@@ -54,7 +70,7 @@ def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> 
 def read_text(path: Path, expected: str, remedy: str = REMEDY) -> str:
     """Read a UTF-8 file, with or without a byte-order mark. expected: its content in words, for the error."""
     try:
-        return Path(path).read_text("utf-8-sig")
+        return regular(Path(path)).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(str(path), f"bytes that are not UTF-8 ({error.reason})", expected, remedy) from error
 
@@ -87,7 +103,7 @@ def metric_rows(path: Path) -> list[dict[str, str]]:
 def open_tensors(path: Path, remedy: str = REMEDY) -> Iterator[Any]:
     """Open a safetensors file; InputError if it is damaged, whether that shows at once or in a later read."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(regular(Path(path)), framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise InputError(str(path), f"damaged ({error})", "a whole safetensors file", remedy) from error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +264,43 @@ ROWS += [
     for name, file, spoil, says in MODELS
 ]
 ROWS += [Row("a model that is not there", "decode Hi --target ./no/model --method ar", ("no directory ./no/model",))]
+
+
+# -- files that a reader would wait for, or that would fill the memory
+
+
+def pipe(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def zeros(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def terabyte(file: Path) -> None:
+    os.truncate(file, 2**40)
+
+
+TRAIN_ON = "train eagle --data {d} --target {target} --output {out} --max-steps 1"
+CHECK = "check {d} --format vllm --target {target}"
+ENDLESS: list[tuple[str, Callable[..., Callable[[Ground, Path], dict[str, object]]], tuple[str, ...], Spoil]] = [
+    ("decode Hi --target {d} --method ar", partial(spoilt, "target"),
+        ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"), pipe),
+    ("decode Hi --target {d} --method ar", partial(spoilt, "target"), ("config.json", "tokenizer.json"), zeros),
+    ("decode Hi --target {d} --method ar", partial(spoilt, "target"), ("config.json", "tokenizer.json"), terabyte),
+    (DECODE_HEAD, head, ("config.json", "manifest.json", "model.safetensors"), pipe),
+    (DECODE_HEAD, head, ("config.json", "model.safetensors"), zeros),
+    (DECODE_HEAD, head, ("config.json",), terabyte),
+    (INSPECT, partial(spoilt, "features"), ("manifest.json", f"{SHARD}.parquet", f"{SHARD}.safetensors"), pipe),
+    (TRAIN_ON, partial(spoilt, "features"), (f"{SHARD}.parquet", f"{SHARD}.safetensors"), pipe),
+    (COMPARE, partial(spoilt, "bench"), ("results.json", "prompts.parquet"), pipe),
+    (CHECK, exported, ("config.json", "model.safetensors"), pipe),
+    (CHECK, exported, ("config.json",), zeros),
+]  # fmt: skip
+ROWS += [
+    Row(f"{words.split()[0]} {words.split()[1]}: {name} as a {spoil.__name__}", words, (name,), make(name, spoil))
+    for words, make, names, spoil in ENDLESS
+    for name in names
+]
