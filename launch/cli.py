@@ -99,7 +99,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
         # The reader of a pipe (`| head`) has closed it. The final flush must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
+    except BaseException as error:
         message = user_message(error)
         if message is None:
             raise

@@ -43,6 +43,9 @@ def user_message(error: BaseException) -> str | None:
         place = f"{error.filename}: " if error.filename is not None else ""
         remedy = "Free some space or choose another place, then give the command again."
         message = f"{place}found {error.strerror or error}, expected a disk that can be written. {remedy}"
+    elif type(error).__name__ == "PanicException":  # of a library in Rust, and no Exception: its class has no module
+        what = " ".join(str(error).split())[:200]
+        message = f"tokenizer: found a text on which it fails ({what}), expected tokens. Use another one's files."
     elif isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)

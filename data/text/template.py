@@ -139,7 +139,9 @@ def render(
         text.encode()
     except TemplateError as error:
         raise RowError(f"the chat template refuses it: {error}") from error
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError
+    ) as error:  # fmt: skip
         # Expressions in the template raise these.
         raise RowError(f"the chat template fails on it ({type(error).__name__}: {error})") from error
     return text

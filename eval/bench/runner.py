@@ -35,6 +35,7 @@ from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 # Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
 DRAFT_ROOM = 130
+TREE_CHARS = 100_000  # of a file, which has MAX_NODES paths
 
 
 class Runner(Protocol):
@@ -258,12 +259,15 @@ def read_tree(name: str) -> StaticTree:
         names = ", ".join(sorted(file.name.removesuffix(".yaml") for file in trees.iterdir()))
         raise InputError("tree", repr(name), f"a YAML file, or one of: {names}", "Correct the path.")
     try:
+        if len(content := source.read_text("utf-8")) > TREE_CHARS or "*" in content:
+            raise ValueError(f"{len(content):,} characters, or an alias")
         # A bool is an int to Python, but no rank.
-        paths = yaml.safe_load(source.read_text())
+        paths = yaml.safe_load(content)
         if wrong := [rank for path in paths for rank in path if type(rank) is not int]:
             raise ValueError(f"{wrong[0]!r} is no rank")
         tree = StaticTree.from_paths(paths)
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise InputError("tree", f"{name}: {error}", "a list of paths such as [0, 1]", "Correct it.") from error
+    except (yaml.YAMLError, TypeError, ValueError, LookupError, RecursionError) as error:
+        found = f"{name}: {str(error)[:200]}"
+        raise InputError("tree", found, "a list of paths such as [0, 1]", "Correct it.") from error
     check_range("tree, nodes", len(tree.parents), high=MAX_NODES)
     return tree

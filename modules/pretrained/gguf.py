@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-import json
 import logging
 import struct
 from collections.abc import Iterator, Mapping
@@ -137,10 +136,9 @@ def check_architecture(file: Path, kind: str | None) -> None:
 def read_record(directory: Path) -> dict[str, Any]:
     """Return the record in a directory that `dequantized_directory` wrote; {} in any other."""
     try:
-        record = json.loads((directory / RECORD).read_text("utf-8"))
-    except (OSError, ValueError):
+        return read_object(directory / RECORD, {"sha256": str, "types": {"*": int}})
+    except (OSError, InputError):
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def quantization(directory: Path) -> str | None:

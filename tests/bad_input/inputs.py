@@ -19,6 +19,9 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained.provenance import file_sha256
 
 Make = Callable[[Ground, Path], dict[str, object]]
+TREE = (
+    "eval bench --target {target} --draft {eagle} --prompts {chats} --methods eagle-static:tree={file} --output {out}"
+)
 GOOD = b'{"id": "a", "prompt": "Hi"}\n'
 
 
@@ -95,6 +98,12 @@ ROWS = [
     Row("no such split", PROMPTS + "--split dev", ("no rows with split dev",), file(b'{"prompt": "a", "split": "b"}')),
     Row("a template that fails", PROMPTS + "--chat-template {tmp}/t", ("line 1", "chat template", "TypeError"),
         lambda ground, folder: {**file(b"{{ 1 + messages }}", "t")(ground, folder), **file(GOOD)(ground, folder)}),
+    Row("a template of more than the memory", PROMPTS + "--chat-template {tmp}/t", ("line 1", "MemoryError"),
+        lambda ground, folder: {**file(b"{{ 'x' * 10 ** 18 }}", "t")(ground, folder), **file(GOOD)(ground, folder)}),
+    Row("a tree of aliases of aliases", TREE, ("x.yaml", "or an alias"), file(b"- &a [0]\n- [*a, *a]", "x.yaml")),
+    Row("a tree of numbers without end", TREE, ("x.yaml", "100,001 characters"), file(b"0" * 100_001, "x.yaml")),
+    Row("a tree of one long path", TREE, ("x.yaml: path [0, 0,", ", expected a list of paths"),
+        file(b"[[" + b"0," * 9999 + b"]]", "x.yaml")),
     Row("decode: half of a surrogate pair", "decode a\udce9 --target {target} --method ar", ("prompt", "surrogate")),
     Row("end tokens that a server cannot ignore",
         "data responses --prompts {prompts} --target {target} --output {out} --engine openai --server.dialect openai "
@@ -263,6 +272,11 @@ ROWS += [
     Row(f"a model: {name}", "decode Hi --target {d} --method ar", (says,), spoilt("target", file, spoil))
     for name, file, spoil, says in MODELS
 ]
+BOMB = {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": "(?:(?:a|a)+)+$"}}
+ROWS += [
+    Row("a tokenizer whose library panics", f"decode {'a' * 60}! --target {{d}} --method ar", ("retry-limit-in-match",),
+        spoilt("target", "tokenizer.json", changed(pre_tokenizer=BOMB))),
+]  # fmt: skip
 ROWS += [Row("a model that is not there", "decode Hi --target ./no/model --method ar", ("no directory ./no/model",))]
 
 

@@ -19,6 +19,7 @@ from draftsmith.modules.pretrained.gguf import (
     copied_metadata,
     dequantized_directory,
     open_gguf,
+    quantization,
     read_gguf_head,
     read_tensor,
 )
@@ -108,6 +109,12 @@ def test_other_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputError, match=r"draftsmith\[llamacpp\]"):
         load_lm(str(file))
+
+
+@pytest.mark.parametrize("record", [{}, {"sha256": 5, "types": {}}, {"types": {"Q8_0": 3}}, [1]])
+def test_a_record_of_another_form_is_none(tmp_path, record):
+    (tmp_path / "gguf.json").write_text(json.dumps(record))
+    assert quantization(tmp_path) is None
 
 
 @pytest.mark.parametrize("kind", ["array", "text", "key", "tensors", "settings"])
