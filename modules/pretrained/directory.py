@@ -16,7 +16,7 @@ from draftsmith.modules.pretrained.checkpoint import read_model_json, weight_map
 from draftsmith.modules.pretrained.gguf import read_gguf_head
 from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.reading import open_tensors
+from draftsmith.modules.pretrained.reading import open_tensors, unreadable
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.
@@ -24,6 +24,7 @@ KINDS = (".safetensors", ".bin", ".pt")
 # Files that trainers leave beside the weights, and every system ignores (vLLM 0.33.0, model_loader/weight_utils.py).
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
 FETCH = "Fetch it again, or ask its author for safetensors."
+WRAPPERS = ("module.", "_orig_mod.")
 STORED = "tensors by their names, nothing else"
 
 
@@ -61,6 +62,11 @@ def read_package(path: str) -> Package:
                 metadata |= opened.metadata() or {}
         else:
             tensors |= read_torch(file)
+    # Of torch's wrappers, whose state_dict was saved in place of the module's.
+    if tensors and (prefix := next((one for one in WRAPPERS if all(name.startswith(one) for name in tensors)), "")):
+        found = f"names that begin with {prefix} ({min(tensors)}, ...)"
+        remedy = "Save the state_dict of the module inside DistributedDataParallel or torch.compile."
+        raise InputError(str(directory), found, "names without it, as every system reads them", remedy)
     # Messages show names, and a terminal obeys control characters.
     if odd := [name for name in tensors if not name.isprintable()]:
         raise InputError(str(directory), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
@@ -138,7 +144,7 @@ def read_torch(file: Path) -> dict[str, Tensor]:
         # torch's own message ends with the advice to switch its check off.
         code = re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", " ".join(str(error).split()))
         found = f"a pickle that asks for {code[1]}, which is code" if code else f"no weights ({type(error).__name__})"
-        raise InputError(str(file), found, STORED, FETCH) from error
+        raise unreadable(file, found, STORED, FETCH) from error
     if not isinstance(content, dict):
         raise InputError(str(file), f"a {type(content).__name__}", STORED, FETCH)
     wrong = [f"{name!r} ({type(value).__name__})" for name, value in content.items() if not _is_plain(name, value)]

@@ -9,7 +9,7 @@ import csv
 import json
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from draftsmith.modules.types import InputError
 
 JSON_BYTES = 512 * 2**20  # the largest tokenizers and indexes have a tenth
+LFS = b"version https://git-lfs"
 REMEDY = "Delete it and give the command that wrote it again."
 # JSON of types: {"files": [{"name": str}], "counts": {"*": int}, "seed?": (int, None)}. A name with `?` may be absent,
 # `*` stands for all names, a tuple for alternatives, `object` for anything. Names that are not listed may be there.
@@ -50,7 +51,7 @@ def read_object(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) ->
         content = json.loads(regular(Path(path)).read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         # No JSON, no UTF-8, or nested without end.
-        raise InputError(str(path), f"damaged ({error})", "JSON", remedy) from error
+        raise unreadable(path, f"damaged ({error})", "JSON", remedy) from error
     check_shape(path, content, shape, remedy)
     return content
 
@@ -106,7 +107,15 @@ def open_tensors(path: Path, remedy: str = REMEDY) -> Iterator[Any]:
         with safe_open(regular(Path(path)), framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise InputError(str(path), f"damaged ({error})", "a whole safetensors file", remedy) from error
+        raise unreadable(path, f"damaged ({error})", "a whole safetensors file", remedy) from error
+
+
+def unreadable(path: Path, found: str, expected: str, remedy: str) -> InputError:
+    """Return the error of a file that cannot be read. A clone without git-lfs has pointers in place of files."""
+    with suppress(OSError), Path(path).open("rb") as file:
+        if file.read(len(LFS)) == LFS:
+            return InputError(str(path), "a git-lfs pointer", expected, "Fetch what it stands for: git lfs pull.")
+    return InputError(str(path), found, expected, remedy)
 
 
 def read_tensors(path: Path, remedy: str = REMEDY) -> dict[str, Tensor]:
