@@ -18,6 +18,13 @@ from draftsmith.modules.types import InputError
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+class NotReadHere(InputError):
+    """A head that our drafters do not compute, and its trainer and servers may: no fault of its files."""
+
+    def __init__(self, field: str, found: object, expected: str):
+        super().__init__(field, found, expected, "Such heads are not supported.")
+
+
 @dataclass(frozen=True)
 class Package:
     """Content of a head's directory: `config.json`, and tensors and metadata of its weights files."""

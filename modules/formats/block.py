@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, default_layers
-from draftsmith.modules.formats.base import same_values
+from draftsmith.modules.formats.base import NotReadHere, same_values
 from draftsmith.modules.formats.llama import (
-    UNSUPPORTED,
     HeadFiles,
     LlamaFormat,
     Raw,
@@ -154,7 +153,7 @@ class BlockFormat(LlamaFormat):
         capped = (raw if files.target is None else files.target.text).get(SOFTCAP)
         for name, plain in (SCALES | {SOFTCAP: capped}).items():
             if (raw.get(name) or plain) != plain:
-                raise InputError(f"config.json, {name}", raw[name], f"{plain}, as our drafter has", UNSUPPORTED)
+                raise NotReadHere(f"config.json, {name}", raw[name], f"{plain}, as our drafter has")
         sizes: dict[str, Any] = {ours: positive(raw, theirs, 0) for ours, theirs in SELECTOR.items()}
         return partial(DFlash2Config, **sizes)
 
@@ -189,7 +188,7 @@ class BlockFormat(LlamaFormat):
         offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
         if (offsets is not None and bool(offsets.any())) or (marks is not None and not bool(marks.all())):
             text = f"{vocab if offsets is None else len(offsets)} of {vocab} tokens"
-            raise InputError("d2t", text, "the whole vocabulary: a block's head has the target's lm_head", UNSUPPORTED)
+            raise NotReadHere("d2t", text, "the whole vocabulary: a block's head has the target's lm_head")
         if (lm_head := tensors.pop("lm_head.weight", None)) is None:
             return
         if target is None or target.lm_head is None:
@@ -232,12 +231,14 @@ def window(raw: Raw, num_layers: int) -> int | None:
         InputError: layers differ, or a block's causality is another than that.
     """
     own = layer_window(raw, num_layers)
-    causal = raw.get("is_causal", raw.get("causal"))
+    field = next((name for name in ("is_causal", "causal") if name in raw), "is_causal")
+    causal = raw.get(field)
     if raw.get(NON_CAUSAL) and own is not None:
-        causal = False
+        field, causal = NON_CAUSAL, False
     if causal is not None and bool(causal) != (own is not None):
-        expected = f"{str(own is not None).lower()}, as in layers {'without' if own is None else 'with'} a window"
-        raise InputError("config.json, is_causal", causal, expected, UNSUPPORTED)
+        wanted = str((own is not None) != (field == NON_CAUSAL)).lower()
+        expected = f"{wanted}, as in layers {'without' if own is None else 'with'} a window"
+        raise NotReadHere(f"config.json, {field}", raw[field], expected)
     return own
 
 
@@ -258,5 +259,5 @@ def _mask_token(raw: Raw, vocab: int) -> int:
     token = raw.get("mask_token_id")
     if type(token) is not int or not 0 <= token < vocab:
         expected = f"a token of the target's {vocab}"
-        raise InputError("config.json, mask_token_id", repr(token), expected, UNSUPPORTED)
+        raise InputError("config.json, mask_token_id", repr(token), expected, "Correct config.json.")
     return token

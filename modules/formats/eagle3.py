@@ -15,10 +15,9 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
-from draftsmith.modules.formats.base import Problem, TargetFacts
+from draftsmith.modules.formats.base import NotReadHere, Problem, TargetFacts
 from draftsmith.modules.formats.llama import (
     IDS,
-    UNSUPPORTED,
     HeadFiles,
     LlamaFormat,
     Raw,
@@ -73,18 +72,25 @@ class Eagle3Format(LlamaFormat):
         """Read settings by this system's fields, and tensors by any system's names."""
         raw, tensors, row = files.raw, files.tensors, self.row
         if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):
-            raise InputError("config.json, target_hidden_size", width, "the head's own width", UNSUPPORTED)
+            raise NotReadHere("config.json, target_hidden_size", width, "the head's own width")
         if inner_object(raw, "eagle_config").get("use_aux_hidden_state") is False:
-            raise InputError("config.json, use_aux_hidden_state", False, "true: it is no EAGLE-3 head", UNSUPPORTED)
+            raise NotReadHere("config.json, use_aux_hidden_state", False, "true, as an EAGLE-3 head has")
         names = files.package.tensors
         layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in names}
+        if "layers.1" in layers:
+            raise NotReadHere("layers", f"{len(layers - {''})} decoder layers", "one")
         for wrong in sorted(layers - {"", *row.layer_names})[:1]:
             files.add_problems({wrong: (True, f"knows the layer as {row.layer_names[0]} only")})
         # The norms of the target's states show in the file, the other switches only in config.json.
         flags = row.flags(raw)
-        if flags.fc_norm != (normed := "fc_norm.0.weight" in tensors):
-            text = f"{'norms' if normed else 'no norm'} of the target's states in the file"
-            raise InputError("fc_norm", text, f"what config.json says ({flags.fc_norm})", "Correct config.json.")
+        for name, said, norm in (
+            ("fc_norm", flags.fc_norm, "fc_norm.0.weight"),
+            ("norm_before_fc", flags.norm_before_fc, "input_norm.weight"),
+        ):
+            if said != (normed := norm in tensors):
+                text = f"{'norms' if normed else 'no norm'} of the target's states in the file ({norm})"
+                remedy = f'Write "{name}": {str(normed).lower()} in config.json.'
+                raise InputError(f"config.json, {name}", text, f"what config.json says ({said})", remedy)
         aux_layers = self.aux_layers(files, llama.hidden_size)
         drafted = take_vocabulary(files, llama)
         biases: dict[str, Any] = files.take_biases()
@@ -194,7 +200,10 @@ def drafted_ids(
                 problems.append(Problem("d2t", text))
                 return other
         return ids
-    if drafted != vocab and marks is not None:
-        problems.append(Problem("d2t", "is missing: servers take drafted ids for the target's. t2d tells them here"))
-        return marks.nonzero()[:, 0]
-    return torch.arange(vocab)
+    if drafted == vocab:
+        return torch.arange(vocab)
+    if marks is None:
+        expected = f"the target's ids of lm_head's {drafted} rows (of {vocab} tokens)"
+        raise InputError("d2t", "none, and no t2d", expected, "Fetch the head again: nothing else has them.")
+    problems.append(Problem("d2t", "is missing: servers take drafted ids for the target's. t2d tells them here"))
+    return marks.nonzero()[:, 0]

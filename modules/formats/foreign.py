@@ -13,7 +13,7 @@ from typing import Any
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import HeadFormat, Package
 from draftsmith.modules.formats.block import CONTEXT, FLAT, settings
-from draftsmith.modules.formats.llama import BLOCK_KINDS, IDS, architecture, flat, inner_object
+from draftsmith.modules.formats.llama import BLOCK_KINDS, IDS, Flags, architecture, flat, inner_object
 from draftsmith.modules.formats.systems import EAGLE3, LFM2, SGLANG_EAGLE, TYPE
 from draftsmith.modules.types import InputError
 
@@ -24,18 +24,23 @@ SELECTS = r"candidate_selector\.predecessor_codebook$"  # of DFlash2
 
 @dataclass(frozen=True)
 class ForeignHead:
-    """Config, names and shapes of a foreign directory. bare: shapes by names without the prefix `model.`."""
+    """Config, names and shapes of a foreign directory. bare: shapes by names without the prefix `model.`.
+
+    exported: the record that an export of ours leaves in its directory, if there is one.
+    """
 
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
+    exported: Mapping[str, Any] | None = None
     bare: Mapping[str, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bare", {name.removeprefix("model."): shape for name, shape in self.shapes.items()})
 
     @classmethod
-    def of(cls, package: Package) -> ForeignHead:
-        return cls(package.config, {name: tuple(tensor.shape) for name, tensor in package.tensors.items()})
+    def of(cls, package: Package, exported: Mapping[str, Any] | None = None) -> ForeignHead:
+        shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
+        return cls(package.config, shapes, exported)
 
     @property
     def architecture(self) -> str:
@@ -152,6 +157,9 @@ def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
 
 def producer(foreign: ForeignHead) -> tuple[str, str] | None:
     """Return the format's name and the kind of head of a directory; None if it is no head that is known."""
+    # Formats share layouts: only the record of an export knows which was meant.
+    if foreign.exported and (found := (foreign.exported["format"], foreign.exported["kind"])) in formats():
+        return found
     if is_specdec_pp(foreign):
         return "specdec_pp", "acceptance"
     if foreign.config.get("gguf") == "eagle3":
@@ -215,10 +223,11 @@ def eagle3_producer(foreign: ForeignHead) -> str:
         return "vllm"
     if raw.get(IDS) is not None or name.startswith("Eagle3") or raw.get("norm_before_residual"):
         return "vllm"
-    # SpecForge and ModelOpt write for SGLang.
-    if name == EAGLE3 or raw.get("eagle_config") is not None or foreign.has(r"fc_norm\.|aux_norm_"):
+    # SpecForge and ModelOpt write for SGLang. SafeAILab's have a class, and no norms of the target's states.
+    normed = any(Flags.read(raw)) or foreign.has(r"fc_norm\.|aux_norm_|input_norm\.")
+    if name in ("", EAGLE3) or raw.get("eagle_config") is not None or normed:
         return "sglang"
-    return "eagle" if foreign.has(r"midlayer\.") or name in ("", "LlamaForCausalLM") else "vllm"
+    return "eagle" if foreign.has(r"midlayer\.") or name == "LlamaForCausalLM" else "vllm"
 
 
 def block_producer(foreign: ForeignHead) -> str:

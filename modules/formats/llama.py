@@ -17,6 +17,7 @@ from draftsmith.modules.drafters import head_class
 from draftsmith.modules.formats.base import (
     HeadFormat,
     ImportedHead,
+    NotReadHere,
     Package,
     Problem,
     Served,
@@ -59,7 +60,6 @@ OF_LOGITS = ("output_multiplier", "final_logit_softcapping", "logits_scaling", "
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 IDS = "eagle_aux_hidden_state_layer_ids"
 VLLM_READS = ("vllm", "speculators")  # formats
-UNSUPPORTED = "Such heads are not supported."
 AGAIN = "Train it again: heads trained from now on have none."
 # Field of `Biases` -> its tensors.
 BIASES = {
@@ -113,6 +113,7 @@ class System:
         biases: `config.json` -> the linear layers that it creates with a bias.
         problems: a directory -> what the system refuses or misreads in it.
         refused: (this row, head's config, target) -> settings that it ignores or computes with in another way.
+        loads: settings of `refused` that it computes in others' directories; vLLM, which serves those, does not.
         extra_tensors: (head's config, dtype, target) -> what it wants beside the head's own tensors.
         layer_names: names of an EAGLE-3 head's layer that it knows; the first is written.
         id_places: objects of `config.json` that may name the layers of an EAGLE-3 head; "" is the top. The first that
@@ -142,6 +143,7 @@ class System:
     biases: Callable[[Raw], Biases] = lambda raw: Biases()
     problems: Callable[[HeadFiles], Wrong] = lambda files: {}
     refused: Callable[[System, Any, TargetFacts | None], Iterator[Refusal]] = lambda system, config, target: iter(())
+    loads: tuple[str, ...] = ()
     extra_tensors: Callable[[Any, torch.dtype, TargetFacts | None], dict[str, Tensor]] = lambda *_: {}
     layer_names: tuple[str, ...] = ("midlayer", "layers.0")
     id_places: tuple[str, ...] = ("",)
@@ -254,32 +256,33 @@ class HeadFiles:
             if value not in (None, 1.0) and (target is None or value != target.text.get(name)):
                 self.notes.append(f"{name} {value} is left out: the head's logits are scaled as the target's, or not")
         if llama.rope_scaling.kind not in ROPE_KINDS:
-            raise InputError("rope_type", llama.rope_scaling.kind, " or ".join(ROPE_KINDS), UNSUPPORTED)
+            raise NotReadHere("rope_type", llama.rope_scaling.kind, " or ".join(ROPE_KINDS))
         # A block drafter's layers may have a window, and are causal within it.
         is_block = self.row.kind in BLOCK_KINDS
         for name, plain in PLAIN_VALUES.items():
             if raw.get(name) not in (None, plain) and not (is_block and name == "is_causal"):
                 expected = "nothing" if plain is None else f"{plain} or nothing"
-                raise InputError(f"config.json, {name}", raw[name], expected, UNSUPPORTED)
+                raise NotReadHere(f"config.json, {name}", raw[name], expected)
         if self.row.kind == "eagle" and (window := layer_window(raw, llama.num_layers)):
-            raise InputError("config.json, sliding_window", window, "layers without a window", UNSUPPORTED)
-        vocab = llama.vocab_size if target is None else target.text.get("vocab_size", llama.vocab_size)
+            raise NotReadHere("config.json, sliding_window", window, "layers without a window")
+        theirs: Raw = {} if target is None else target.text
+        sizes = {name: (getattr(llama, name), theirs.get(name)) for name in ("vocab_size", "hidden_size")}
+        if other := {name: pair for name, pair in sizes.items() if pair[1] not in (None, pair[0])}:
+            found, expected = (", ".join(f"{name} {pair[k]}" for name, pair in other.items()) for k in (0, 1))
+            remedy = "This is another model's head, or config.json is wrong: pass the target that it was trained for."
+            raise InputError("config.json", found, f"the target's {expected}", remedy)
         for name in vocabularies:
-            if raw.get(name) not in (None, vocab):
-                expected = f"the target's whole vocabulary ({vocab})"
-                remedy = "Heads of a truncated vocabulary are not supported."
-                raise InputError(f"config.json, {name}", raw[name], expected, remedy)
-        width = llama.hidden_size if target is None else target.hidden_size or llama.hidden_size
-        if width != llama.hidden_size:
-            expected = f"the target's {width}"
-            raise InputError("config.json, hidden_size", llama.hidden_size, expected, "Pass its own target.")
+            if raw.get(name) not in (None, llama.vocab_size):
+                expected = f"the target's whole vocabulary ({llama.vocab_size})"
+                raise NotReadHere(f"config.json, {name}", raw[name], expected)
 
     def num_states(self, size: int) -> int:
         """Return how many states of the target the fusion layer reads, each of width `size`."""
         fc = self.tensors.get("fc.weight")
-        if fc is None or fc.ndim != 2 or fc.shape[1] % size:
-            found = "none" if fc is None else f"a tensor {list(fc.shape)}"
-            raise InputError("fc.weight", found, f"a matrix that reads states of width {size}", UNSUPPORTED)
+        if fc is None or fc.ndim != 2 or fc.shape[0] != size or fc.shape[1] % size:
+            found = f"none among {', '.join(sorted(self.tensors)[:4])}" if fc is None else f"a tensor {list(fc.shape)}"
+            expected = f"{size} rows, as config.json has hidden_size, and columns for states of that width"
+            raise InputError("fc.weight", found, expected, "Pass its own target, and check config.json and the file.")
         return fc.shape[1] // size
 
     def check_layers(self, name: str, shown: Sequence[int], layers: Sequence[int], count: int, outputs: bool) -> None:
@@ -291,7 +294,7 @@ class HeadFiles:
         fits = len(layers) == count and list(layers) == sorted(set(layers)) and layers[0] >= 0
         if fits and layers[-1] == last:
             expected = "layers before the target's last: systems differ in whether the state after that is normed"
-            raise InputError(name, list(shown), expected, UNSUPPORTED)
+            raise NotReadHere(name, list(shown), expected)
         if not fits or (last is not None and layers[-1] > last):
             expected = f"{count} distinct ones, as fc reads, ascending"
             if last is not None:
@@ -407,7 +410,8 @@ class LlamaFormat(HeadFormat):
         if target is not None and target.left_out and self.kind not in ("eagle3", "dflash2"):
             files.notes.append(f"{self.system} drafts from logits without the target's {target.left_out}")
         # A setting that this system does not compute with.
-        for name, value, expected, _ in list(self.row.refused(self.row, config, None))[:1]:
+        refused = [one for one in self.row.refused(self.row, config, None) if one[0] not in self.row.loads]
+        for name, value, expected, _ in refused[:1]:
             files.problems.append(Problem(name, f"is {value}, where {self.system} has {expected}"))
         return ImportedHead(config, as_stored(files.tensors), tuple(files.notes), tuple(files.problems))
 
@@ -441,7 +445,7 @@ def layer_window(raw: Raw, num_layers: int) -> int | None:
         raise InputError("config.json, layer_types", repr(types)[:80], "a list of names", "Correct config.json.")
     kinds = set(types[:num_layers])
     if len(kinds) > 1 or raw.get("use_swa"):
-        raise InputError("config.json, layer_types", ", ".join(sorted(kinds)), "layers of one kind", UNSUPPORTED)
+        raise NotReadHere("config.json, layer_types", ", ".join(sorted(kinds)), "layers of one kind")
     return positive(raw, "sliding_window", 0) if kinds == {"sliding_attention"} else None
 
 

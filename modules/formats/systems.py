@@ -324,9 +324,10 @@ def speculators_problems(files: HeadFiles) -> Wrong:
     if kind in BLOCK_KINDS:
         return wrong
     other, reduced = raw.get("model_type", "qwen3"), raw.get("draft_vocab_size") != raw.get("vocab_size")
+    layers = "qwen3" if files.qk_norm else "llama"
     return {
         **wrong,
-        "model_type": (layer and other != "llama", f"builds the layer of {other!r}: write llama"),
+        "model_type": (layer and other != layers, f"builds the layer of {other!r}: write {layers}"),
         "embed_tokens.weight": (not files.has("embed_tokens.weight"), "may leave it undefined"),
         "t2d": (reduced and not files.has("t2d"), "raises: t2d tensor hasn't been set"),
     }
@@ -694,7 +695,7 @@ def block_rows(kind: str) -> tuple[System, ...]:
         SPECULATORS(
             fields=speculators_block_fields,
             classes=(SPECULATORS_CLASSES[kind],),
-            **common | {"refused": speculators_block_refused},
+            **common | {"refused": speculators_block_refused, "loads": ("layout", "markov_rank")},
         ),
     )
     if kind == "dflash2":

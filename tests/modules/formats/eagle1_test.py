@@ -175,7 +175,7 @@ REFUSED = [
     ({"rope_parameters": ..., "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, {}, "found longrope"),
     ({"rope_parameters": ..., "rope_scaling": {"rope_type": "linear"}}, {}, "rope_scaling: found no factor"),
     ({"rms_norm_eps": "tiny"}, {}, "rms_norm_eps: found 'tiny', expected a number"),
-    ({"vocab_size": V - 1}, {}, "vocab_size: found 19, expected the target's whole vocabulary .20."),
+    ({"vocab_size": V - 1}, {}, "found vocab_size 19, expected the target's vocab_size 20. This is another model's head"),
     ({"draft_vocab_size": 8}, {}, "draft_vocab_size: found 8"),
     ({"logit_scale": 0.5}, {}, "logit_scale: found 0.5"),
     ({"quantization_config": {"bits": 4}}, {}, "quantization_config"),
@@ -241,5 +241,5 @@ def test_sizes_of_the_target():
     assert imported.config.llama.max_position == 4 * CONTEXT
     assert imported.notes == ("max_position_embeddings 64 is raised to the target's 256, as vLLM does",)
     assert EAGLE1["eagle"].read(written("eagle"), None).config.llama.max_position == CONTEXT
-    with pytest.raises(InputError, match=r"hidden_size.*target's 99"):
+    with pytest.raises(InputError, match=r"hidden_size.*target's hidden_size 99"):
         EAGLE1["eagle"].read(written("eagle"), facts(hidden_size=99))

@@ -133,8 +133,10 @@ REFUSED = [
 # Format, config.json, tensors.
 EAGLE_3_READ = [
     ("eagle", EAGLE_1 | {"draft_vocab_size": 128}, EAGLE_3),
-    ("eagle", {}, {n: s for n, s in EAGLE_3.items() if n not in ("fc.weight", "d2t", "t2d")}),
+    ("sglang", {}, {n: s for n, s in EAGLE_3.items() if n not in ("fc.weight", "d2t", "t2d")}),  # that lost its class
     ("sglang", of("LlamaForCausalLMEagle3"), EAGLE_3),
+    ("sglang", {"norm_before_fc": True}, EAGLE_3),  # SafeAILab's have no such norm
+    ("sglang", EAGLE_1, EAGLE_3 | {"input_norm.weight": (AUX * H,)}),
     ("sglang", of("LlamaForCausalLMEagle3") | {"fc_norm": True}, FULL_VOCABULARY),
     ("sglang", {}, AS_LAYERS | {"aux_norm_low.weight": (H,)}),
     ("vllm", of("Eagle3LlamaForCausalLM"), AS_LAYERS),
