@@ -313,7 +313,7 @@ def exit_code(number: int) -> int:
 
 
 def verdict(metric: str, curve: Sequence[tuple[int, float]], larger_is_better: bool = True) -> str:
-    """Classify a run as overfitting, settled or still learning, from the metric's second half; an empty string with
+    """Classify a run as overfitting, flat, settled or still learning, from the second half; an empty string with
     fewer than LEAST_VALIDATIONS.
 
     curve: (step, value of the metric) of each validation, in order.
@@ -330,6 +330,8 @@ def verdict(metric: str, curve: Sequence[tuple[int, float]], larger_is_better: b
     steps, values = zip(*curve, strict=True)
     half = float(np.interp(last_step / 2, steps, values))
     change = f"{metric} {half:.3g} after half of the steps, {last:.3g} at the end"
+    if abs(last - values[0]) <= NOISE * abs(last):
+        return f"flat: {change}; nothing was learned since step {steps[0]}, or nothing was left to learn"
     if sign * (last - half) <= NOISE * abs(last):
         return f"settled: {change}; more steps on these answers would bring little"
     return f"still learning: {change}; more steps would bring more, on new answers best"

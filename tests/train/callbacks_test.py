@@ -49,6 +49,7 @@ from draftsmith.train.data import Samples
         ([1.4, 1.7, 1.9, 1.98, 1.96], True, "still learning"),
         ([0.9, 0.5, 0.4, 0.5, 0.6], False, "overfits: tau went from 0.4 at step 300 to 0.6"),
         ([0.9, 0.5, 0.45, 0.4, 0.3], False, "still learning"),
+        ([7.739] * 5, False, "flat: tau 7.74 after half of the steps, 7.74 at the end; nothing was learned"),
     ],
 )
 def test_verdict(values, larger, begins):
