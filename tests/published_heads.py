@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.eval.check.check import CheckReport, check_head
 from draftsmith.eval.check.states import StateSource
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import TargetFacts
+from draftsmith.modules.formats.base import Problem, TargetFacts
 from draftsmith.modules.formats.foreign import ForeignHead, detect
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.types import InputError
@@ -337,6 +337,8 @@ def cells(head: Published, directory: Path) -> str:
         what = str(error.found).partition(", ")[0]
         return f"refused: {what} | - | -"
     report = check_head(directory, own, source, None, forward=False)
+    if report.lacking:
+        return f"not read here: {first(CheckReport(problems=[Problem(*report.lacking.split(': ', 1))]))} | - | -"
     if report.read is None:
         return f"refused: {first(report)} | - | -"
     others = (formats().get((server, own.kind)) for server in SERVERS)

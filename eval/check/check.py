@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from draftsmith.data.console import print_table, print_text, table_from_cells
 from draftsmith.eval.check.record import RECORD, against_model, differences, hashes_of, read_record
 from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
+from draftsmith.eval.diagnose.diagnosis import STRONG
 from draftsmith.eval.diagnose.drafts import (
     COMPARED,
     HeadVariant,
@@ -28,10 +29,13 @@ from draftsmith.eval.diagnose.drafts import measure as measure_texts
 from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, default_layers
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import GGUF, MTP, formats
-from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Problem, largest
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHere, Problem, largest
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
+from draftsmith.modules.formats.llama import frequencies
+from draftsmith.modules.layers import RotarySettings
 from draftsmith.modules.pretrained.directory import foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
@@ -45,15 +49,14 @@ LARGEST_SHARE = 1e-5  # of the largest logit, if that is more: a draft reads its
 
 @dataclass(frozen=True)
 class Measure:
-    """A measured value of a check, its bar, and whether it is met."""
+    """A measured value of a check, with its bar, and whether it is met; None if the texts cannot tell."""
 
     name: str
     value: str
-    bar: str
-    passed: bool
+    passed: bool | None
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.value} ({self.bar})"
+        return f"{self.name}: {self.value}"
 
 
 @dataclass
@@ -61,9 +64,11 @@ class CheckReport:
     """Result of a check.
 
     problems: tensors and settings that differ. notes: what was left out or assumed. read: the head; None if it was not.
+    lacking: what our drafters lack to read it, empty if nothing; it says nothing about the files.
     """
 
     read: ImportedHead | None = None
+    lacking: str = ""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
@@ -72,7 +77,16 @@ class CheckReport:
     def failures(self) -> list[str]:
         """Everything that differs, a line each."""
         lines = [f"{problem.where}: {problem.text}" for problem in self.problems]
-        return lines + [str(measure) for measure in self.measures if not measure.passed]
+        return lines + [str(measure) for measure in self.measures if measure.passed is False]
+
+    def verdict(self, own: CheckReport) -> str:
+        """Say what this system computes. own: of the system that the directory was written for."""
+        if self.lacking:
+            return f"not read here ({self.lacking})"
+        # A system that reads the files as their own one does computes the same wrong head.
+        if lines := self.failures or own.failures[len(own.problems) :]:
+            return f"another head, or none ({lines[0]}{f', and {len(lines) - 1} more' if len(lines) > 1 else ''})"
+        return "computes this head"
 
     @property
     def passed(self) -> list[str]:
@@ -81,7 +95,9 @@ class CheckReport:
 
 
 def run(config: CheckConfig) -> int:
-    """Check a directory by a system's rules, or in its engine. Returns 0 if it would compute what was trained, else 1.
+    """Check a directory by a system's rules, or in its engine.
+
+    Returns 0 if no difference from what was trained is found, 1 if one is, 3 if our drafters do not read such heads.
 
     Raises:
         InputError: no such directory, one of our own heads, or no model.
@@ -99,24 +115,24 @@ def run(config: CheckConfig) -> int:
     named = next((format for (name, _), format in formats().items() if name == wanted), None)
     source = state_source(named, *models) if named else None
     if named is None or named.name != MTP:
-        foreign = ForeignHead.of(foreign_package(config.directory))
+        foreign = ForeignHead.of(foreign_package(config.directory), read_record(config.directory))
         named = named_format(wanted, foreign) if named else detect(foreign)
     format, source = named, source or state_source(named, *models)
     head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)
+    if report.lacking:
+        print_text("Draftsmith's drafter lacks this; its trainer and servers may compute it. No fault of the files.")
+        return 3
     if wanted == "auto":
-        print_text(f"\nWritten as {format.system} does.")
+        print_text("\nFrom these files, by the rules of each system:")
         for other in formats().values():
             # A trainer's own reading matters for its own directories: others are loaded by servers, GGUF by llama.cpp.
             server = other.writes and GGUF not in (other.name, format.name)
             if other.kind == format.kind and (server or other is format):
                 # Only beside the head itself a forward shows more than names and settings.
                 read = check_head(config.directory, other, source, head, head is not None, report.read)
-                lines = (report if other is format else read).failures
-                more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
-                verdict = f"another head, or none ({lines[0]}{more})" if lines else "computes this head"
-                print_text(f"  {other.name}: {verdict}")
+                print_text(f"  {other.name}: {(report if other is format else read).verdict(report)}")
     return 1 if report.failures else 0
 
 
@@ -147,13 +163,22 @@ def check_head(
     try:
         theirs = format.read(package, source.facts)
         net = build_head(format.kind, theirs.config, theirs.state)
+    except NotReadHere as error:
+        report.lacking = str(error)
+        return report
     except InputError as error:
         report.problems.append(Problem(error.field, str(error).partition(": ")[2]))
         return report
     report.read = theirs
     report.problems += theirs.problems
     report.notes += theirs.notes
-    if (record := read_record(directory)) is not None:
+    record = read_record(directory)
+    if record is None:
+        report.notes += beside_target(theirs.config, source) if forward else ()
+        if like is not None:
+            own = dataclasses.asdict(like.config)
+            report.problems[:0] = differences(own, hashes_of(like.state), theirs, "trained")
+    else:
         if record["kind"] != format.kind:
             report.problems.append(Problem(RECORD, f"this was exported as {record['format']}"))
         else:
@@ -161,15 +186,27 @@ def check_head(
         other = "is another than the model that the head was trained for"
         differing = against_model(record, source.drafter.identity)
         report.problems += [Problem(f"the model's {key}", other) for key in differing]
-    elif like is not None:
-        report.problems[:0] = differences(dataclasses.asdict(like.config), hashes_of(like.state), theirs, "trained")
-    report.measures += measure(format, net, head, source) if forward else []
+    report.measures += measure(format, net, head, source, record is not None) if forward else []
     return report
 
 
+def beside_target(head: Any, source: StateSource) -> Iterator[str]:
+    """Yield settings of a head that differ from its target's, or from what trainers take by default."""
+    lm, llama = source.drafter.lm, getattr(head, "llama", None)
+    rope = known_rope(lm, source.path) if llama is not None else None
+    if llama is not None and rope is not None and not torch.equal(frequencies(llama), frequencies(llama, rope)):
+        yield f"rotary {RotarySettings.of(llama)}, the target's is {rope}: the files do not tell which it was trained with"
+    if isinstance(head, Eagle3Config) and head.aux_layers != (usual := default_layers(lm.info.num_layers)):
+        named = [", ".join(map(str, layers)) for layers in (head.aux_layers, usual)]
+        yield f"layers {named[0]}, by default {named[1]}: the files do not tell which it was trained on"
+
+
 @torch.inference_mode()
-def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSource) -> list[Measure]:
-    """Run the head as a system reads it on text of the model, and compare its outputs with those of ours."""
+def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSource, known: bool) -> list[Measure]:
+    """Run the head as a system reads it on text of the model, and compare its outputs with those of ours.
+
+    known: a record says how the head was trained, so that readings which draft as well do not count.
+    """
     lm, heads = source.drafter.lm, [head for head in (theirs, ours) if head is not None]
     longest = min([lm.info.max_position, *(getattr(head.config, "max_position", 2**62) for head in heads)])
     texts = answered_prompts(source.path, lm, longest)
@@ -178,7 +215,7 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
         prob, *others = [torch.sigmoid(head.float()(states)) for head in heads]  # [N]
         low, high = float(prob.min()), float(prob.max())
         text = f"P(accept) from {low:.3f} to {high:.3f}"
-        measures = [Measure(f"{prob.numel()} states", text, "not all the same", low < high)]
+        measures = [Measure(f"{prob.numel()} states", f"{text}, not all the same", low < high)]
         return measures + [difference(f"P(accept) of {prob.numel()} states", [(prob, other)]) for other in others]
 
     heads = [head.to(lm.device, lm.dtype).eval() for head in heads]
@@ -189,17 +226,21 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     try:
         as_it_is, *others = measure_texts(lm, texts, variants, depth).lengths
     except NonFinite as error:
-        return [Measure("first tokens", str(error), "all are numbers", False)]
-    text = f"{right(as_it_is):.1%} of {len(as_it_is)} as the target's"
-    measures = [Measure("first tokens", text, "all are numbers", True)]
+        return [Measure("first tokens", str(error), False)]
+    text, strong = f"{right(as_it_is):.1%} of {len(as_it_is)} as the target's", right(as_it_is) >= STRONG
+    text += "" if strong else f", a weak head (below {STRONG:.0%})"
+    measures = [Measure("first tokens", text, strong or None)]
     if ours is not None:
         pairs = [pair for text in texts for pair in outputs_along(lm, text, heads, depth)]
         return [*measures, difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs)]
     lengths = {variant.label: own for variant, own in zip(variants[1:], others, strict=True)}
-    better = better_variants(as_it_is, lengths, isinstance(theirs.config, BlockConfig))
+    whole = isinstance(theirs.config, BlockConfig)
+    better = better_variants(as_it_is, lengths, whole)
     for label in sorted(lengths, key=lambda label: label not in better):
-        text = f"{right(lengths[label]):.1%}, first two tokens {right(lengths[label], 2):.1%}"
-        measures.append(Measure(f"read with {label}", text, "no better than as it says", label not in better))
+        text = f"{right(lengths[label]):.1%}, two {right(lengths[label], 2):.1%}"
+        # The same test the other way round, by as many comparisons: does it draft worse for certain?
+        ruled_out = known or better_variants(lengths[label], dict.fromkeys(lengths, as_it_is), whole)
+        measures.append(Measure(f"read with {label}", text, False if label in better else bool(ruled_out) or None))
     return measures
 
 
@@ -237,7 +278,7 @@ def difference(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Measure:
     worst = max((largest(torch.where(one == two, 0.0, one - two)) for one, two in pairs), default=0.0)
     size = max((largest(two[two.isfinite()]) for _, two in pairs), default=0.0)
     bar = max(LARGEST_DIFFERENCE, LARGEST_SHARE * size)
-    return Measure(name, f"differ by {worst:.1e}", f"at most {bar:.2g}", worst <= bar)
+    return Measure(name, f"differ by {worst:.1e} (at most {bar:.2g})", worst <= bar)
 
 
 def print_report(report: CheckReport, directory: str, format: str) -> None:
@@ -247,11 +288,18 @@ def print_report(report: CheckReport, directory: str, format: str) -> None:
         rows = [(Text(problem.where, "red"), problem.text) for problem in report.problems]
         print_table(table_from_cells("error", ("differs", "as"), rows))
     if report.measures:
-        marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red")}
-        measured = [(m.name, m.value, m.bar, marks[m.passed]) for m in report.measures]
-        print_table(table_from_cells("measured", ("measured", "value", "bar", "verdict"), measured))
+        marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red"), None: Text("cannot tell", "yellow")}
+        measured = [(m.name, m.value, marks[m.passed]) for m in report.measures]
+        print_table(table_from_cells("measured", ("measured", "value", "verdict"), measured))
     for note in report.notes:
         print_text(f"  note: {note}")
-    count = len(report.failures)
-    text = f"{count} difference{'s' if count > 1 else ''}"
-    print_text(Text(text, "bold red") if count else Text("nothing differs", "green"))
+    count, unclear = len(report.failures), sum(one.passed is None for one in report.measures[1:])
+    if report.lacking:
+        print_text(Text(f"not read here: {report.lacking}", "bold yellow"))
+    elif count:
+        print_text(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red"))
+    elif unclear:
+        few = f"{unclear} other reading{'s draft' if unclear > 1 else ' drafts'} as well ({report.measures[0]})"
+        print_text(Text(f"no difference found, but cannot tell: {few}", "yellow"))
+    else:
+        print_text(Text("nothing differs", "green"))

@@ -202,7 +202,7 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     )
     difference, bar = largest(ours - theirs) / largest(ours), GGUF_ERROR[weights]
     report.measures.append(
-        Measure("logits of 256 tokens", f"{difference:.1e} of the largest", f"at most {bar:g}", difference <= bar)
+        Measure("logits of 256 tokens", f"{difference:.1e} of the largest (at most {bar:g})", difference <= bar)
     )
     shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantized")
     (directory / f"{GGUF_DRAFT}.dequantized.lock").unlink(missing_ok=True)
@@ -298,4 +298,4 @@ def expected_gain(head: Path, measured: Mapping[str, Any] | None, kind: str, tau
     else:
         return []
     why = "" if pays else f" Expect no gain from this head. See why: draftsmith diagnose {head} --data DATA"
-    return [f"Measured here: {text}.{why}"]
+    return [f"Measured in Draftsmith's decoder, not in this server: {text}.{why}"]

@@ -46,7 +46,7 @@ def run(config: ImportConfig) -> Path:
             raise InputError("directory", found, "a target that ships some", remedy)
     else:
         package = read_package(config.directory)
-        foreign = ForeignHead.of(package)
+        foreign = ForeignHead.of(package, read_record(package_directory(config.directory)))
         format = detect(foreign) if config.format == "auto" else named_format(config.format, foreign)
     # Flags of the other kind of head would be ignored.
     other = "target" if format.predicts else "draft"

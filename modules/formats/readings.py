@@ -149,7 +149,7 @@ def other_weights(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]
     for how, reorder in (("not converted", to_halves), ("converted twice", to_adjacent)):
         other = {name: reorder(state[name], len(state[name]) // llama.head_dim, llama.rotary_dim) for name in rotated}
         if rotated:
-            label = f"the rotary pairs of q and k as if {how} from interleaved"
+            label = f"q and k as if {how} from interleaved pairs"
             yield Reading("weights", label, config, {**state, **other})
 
 

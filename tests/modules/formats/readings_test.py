@@ -33,8 +33,8 @@ def test_every_reading_is_a_head_and_says_what_differs():
         "rope of base 500 (the target's) in place of base 5000",
         f"rope of base {BASE:g} (the default) in place of base 5000",
         "the feature before the embedding in fc",
-        "the rotary pairs of q and k as if not converted from interleaved",
-        "the rotary pairs of q and k as if converted twice from interleaved",
+        "q and k as if not converted from interleaved pairs",
+        "q and k as if converted twice from interleaved pairs",
     ]
     assert [one.label for one in engine_readings(eagle.config, state_of(eagle))] == [
         "no bias of fc", "no bias of q, k and v",
@@ -49,9 +49,9 @@ def test_every_reading_is_a_head_and_says_what_differs():
     for other in lost.values():
         build_head("eagle3", other.config, other.state)
     # What was converted once too often, read as if it were never converted, is the head.
-    twice = found["the rotary pairs of q and k as if converted twice from interleaved"]
+    twice = found["q and k as if converted twice from interleaved pairs"]
     again = {one.label: one for one in readings(twice.config, twice.state, LAYERS)}
-    back = again["the rotary pairs of q and k as if not converted from interleaved"].state
+    back = again["q and k as if not converted from interleaved pairs"].state
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
