@@ -34,7 +34,7 @@ from draftsmith.modules.pretrained.identity import model_identity, tensor_hash
 from draftsmith.modules.pretrained.outer import outer_names, read_outer
 from draftsmith.modules.pretrained.parity import check_lean
 from draftsmith.modules.pretrained.ranks import place
-from draftsmith.modules.pretrained.reading import read_tensors
+from draftsmith.modules.pretrained.reading import open_tensors, read_tensors
 from draftsmith.modules.pretrained.tokenizers import has_tokenizer, tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, model_from_state
@@ -288,6 +288,9 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
         # Each architecture, and code that a model brings, fails in its own way.
         if "trust_remote_code" in str(error):
             raise InputError("model", f"{directory}, which runs its own code", "leave to run it", TRUST) from error
+        for file in checkpoint_files(directory):
+            with open_tensors(file, REMEDY):  # names the file that is damaged, or a pointer of git-lfs
+                pass
         found = f"{directory} ({describe_error(error)})"
         raise InputError("model", found, "a whole checkpoint", REMEDY) from error
     # transformers fills missing tensors with random numbers and only warns.
