@@ -195,10 +195,10 @@ def beside_target(head: Any, source: StateSource) -> Iterator[str]:
     lm, llama = source.drafter.lm, getattr(head, "llama", None)
     rope = known_rope(lm, source.path) if llama is not None else None
     if llama is not None and rope is not None and not torch.equal(frequencies(llama), frequencies(llama, rope)):
-        yield f"rotary {RotarySettings.of(llama)}, the target's is {rope}: the files do not tell which it was trained with"
+        yield f"rotary {RotarySettings.of(llama)}, the target's is {rope}: the files do not tell which was meant"
     if isinstance(head, Eagle3Config) and head.aux_layers != (usual := default_layers(lm.info.num_layers)):
         named = [", ".join(map(str, layers)) for layers in (head.aux_layers, usual)]
-        yield f"layers {named[0]}, by default {named[1]}: the files do not tell which it was trained on"
+        yield f"layers {named[0]}, by default {named[1]}: the files do not tell which were meant"
 
 
 @torch.inference_mode()

@@ -156,9 +156,12 @@ def in_ddp(d: Directory) -> None:
 
 # A damage to an EAGLE-3 head for vLLM whose record is gone, and what names it; exit code 2 where nothing can be read.
 DAMAGES: dict[str, tuple[Edit, int, str]] = {
-    "no class": (lambda d: d.set(architectures=None), 1, "─ architectures SGLang does not build this head for None: write"),
-    "other layers": (lambda d: d.set(**{IDS: [3, 7, 10]}), 0, "layers 3, 7, 10, by default 2, 6, 9: the files do not tell"),
-    "rotary base": (lambda d: d.set(rope_theta=1e6, rope_parameters=None), 0, "rotary base 1e+06, the target's is base"),
+    "no class": (lambda d: d.set(architectures=None), 1,
+        "─ architectures SGLang does not build this head for None: write"),
+    "other layers": (lambda d: d.set(**{IDS: [3, 7, 10]}), 0,
+        "layers 3, 7, 10, by default 2, 6, 9: the files do not tell which were meant"),
+    "rotary base": (lambda d: d.set(rope_theta=1e6, rope_parameters=None), 0,
+        "rotary base 1e+06, the target's is base"),
     "no d2t": (lambda d: d.remove("d2t"), 1, "d2t is missing"),
     "neither table": (lambda d: d.write({n: t for n, t in d.tensors.items() if n not in ("d2t", "t2d")}), 1,
         "d2t found none, and no t2d, expected the target's ids of lm_head's 1500 rows"),

@@ -175,7 +175,7 @@ REFUSED = [
     ({"rope_parameters": ..., "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, {}, "found longrope"),
     ({"rope_parameters": ..., "rope_scaling": {"rope_type": "linear"}}, {}, "rope_scaling: found no factor"),
     ({"rms_norm_eps": "tiny"}, {}, "rms_norm_eps: found 'tiny', expected a number"),
-    ({"vocab_size": V - 1}, {}, "found vocab_size 19, expected the target's vocab_size 20. This is another model's head"),
+    ({"vocab_size": V - 1}, {}, "found vocab_size 19, expected the target's vocab_size 20. This is another"),
     ({"draft_vocab_size": 8}, {}, "draft_vocab_size: found 8"),
     ({"logit_scale": 0.5}, {}, "logit_scale: found 0.5"),
     ({"quantization_config": {"bits": 4}}, {}, "quantization_config"),
