@@ -24,7 +24,8 @@ from draftsmith.modules.types import InputError, check_range
 
 POLL_S = 2.0
 FINAL_STATES = (
-    *("BOOT_FAIL", "CANCELED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT"),
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
     "UNKNOWN",  # `job_state`'s
 )
 NAME, PATH = r"[\w.+:,@-]+", r"[\w@+=:,./-]+"

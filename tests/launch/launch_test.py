@@ -278,6 +278,24 @@ def test_following_shows_new_lines_through_a_requeue_until_the_end(tmp_path, mon
     assert capsys.readouterr().out.splitlines() == [*expected, "half an ü", "whole", "job 42: completed", "last"]
 
 
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [("COMPLETED", 0)]
+    + [(state, 1) for state in ("BOOT_FAIL", "CANCELLED", "CANCELLED by 1000", "DEADLINE", "FAILED", "NODE_FAIL")]
+    + [(state, 1) for state in ("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")],
+)
+def test_every_final_state_that_slurm_documents_ends_the_following(tmp_path, monkeypatch, state, code):
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho 'JobId=7 JobName=x JobState={state} Reason=None'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def wait(seconds: float) -> None:
+        raise AssertionError(f"{state} is not taken for an end")
+
+    monkeypatch.setattr(slurm.time, "sleep", wait)
+    assert slurm.follow("7", tmp_path / "log") == code
+
+
 def test_a_failed_job_fails_the_call_and_an_interrupt_leaves_the_job_alone(stubs, monkeypatch, capsys):
     words = ["launch", "slurm", "--log-dir", str(stubs / "logs"), "--", *TRAIN]
     monkeypatch.setattr(slurm, "job_state", lambda job: ("FAILED", "NonZeroExitCode"))
