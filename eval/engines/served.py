@@ -15,7 +15,6 @@ import shlex
 import statistics
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,6 +213,7 @@ def ask(client: Client, prompts: Sequence[BenchPrompt], load: int) -> tuple[list
     """Answer all prompts with `load` requests at once throughout. Return the answers, and those that do not count."""
     answers: dict[int, EngineAnswer] = {}
     others: list[EngineAnswer] = []
+    errors: list[Exception] = []
     numbers, done = itertools.count(), threading.Event()
 
     def work() -> None:
@@ -221,9 +221,10 @@ def ask(client: Client, prompts: Sequence[BenchPrompt], load: int) -> tuple[list
             number = next(numbers)
             try:
                 answer = client.complete(prompts[number % len(prompts)].prompt_ids, number, done)
-            except BaseException:
+            except Exception as error:
+                errors.append(error)
                 done.set()
-                raise
+                return
             if number < len(prompts):
                 answers[number] = answer
             else:
@@ -231,9 +232,14 @@ def ask(client: Client, prompts: Sequence[BenchPrompt], load: int) -> tuple[list
             if len(answers) == len(prompts):
                 done.set()
 
-    with ThreadPoolExecutor(load) as pool:
-        for future in [pool.submit(work) for _ in range(load)]:
-            future.result()
+    # Not a pool, which Ctrl-C would not end before the server has answered.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(load)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
     return [answers[number] for number in range(len(prompts))], others
 
 

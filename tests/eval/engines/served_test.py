@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -105,6 +107,28 @@ def test_the_load_stays_until_the_last_measured_answer():
     assert max(client.seen) == 3 and client.seen[3:].count(3) > 2 and client.running == 0
     alone: Any = SlowClient()
     assert len(ask(alone, prompts, 1)[0]) == 3 and set(alone.seen) == {1}
+
+
+def test_an_interrupt_does_not_wait_for_a_stalled_server():
+    begun, stalled = threading.Event(), threading.Event()
+
+    class Stalled(SlowClient):
+        def complete(self, ids: list[int], seed: int, stop: threading.Event) -> EngineAnswer:
+            begun.set()
+            stalled.wait(20)
+            return answer(1, 1.0)
+
+    def interrupt() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    client: Any = Stalled()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask(client, [BenchPrompt(id="1", prompt_ids=[1])], 2)
+    assert time.monotonic() - began < 5
+    stalled.set()
 
 
 def test_a_failed_request_ends_the_measurement():
