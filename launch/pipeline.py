@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, cast
 
 from rich.text import Text
 
@@ -29,6 +29,7 @@ from draftsmith.modules.types import InputError
 
 SHIPPED = Path(__file__).parents[1] / "configs" / "pipelines"
 STAGES = "stages.json"  # finished commands, with their seconds
+BEGUN = "begun"  # in it: the command that writes a new output
 KEYS = {"about": str, "base": str, "output": str, "variables": dict, "measured": dict, "stages": list, "show": list}
 STAGE_KEYS = {"title": str, "run": str, "program": str, "when": str, "otherwise": str, "minutes": list}
 
@@ -126,7 +127,7 @@ def run_stages(plan: Mapping[str, Any], values: Mapping[str, Any], output: Path,
     for number in range(len(make_stages(plan, values))):
         # Made again: a variable may stand for results of the stages before.
         stages, finished = make_stages(plan, values), read_finished(output)
-        stage = stages[number]
+        stage, begun = stages[number], finished.pop(BEGUN, None)
         left = sum(later.minutes for later in stages[number:] if not later.is_done(finished, output))
         pace = spent / expected if expected >= 1 else pace  # a few seconds say nothing about the machine
         remaining = f" ({number + 1} of {len(stages)}"
@@ -140,6 +141,11 @@ def run_stages(plan: Mapping[str, Any], values: Mapping[str, Any], output: Path,
         if done:
             continue
         resumed, started = stage.output is not None and stage.output.exists(), time.monotonic()
+        if not resumed:
+            write_json(output / STAGES, finished | {BEGUN: stage.command})
+        elif begun == stage.command and stage.argv[0] in ("export", "import"):
+            # They refuse an output that exists: this one is of a run that ended before it was recorded or uploaded.
+            shutil.rmtree(cast(Path, stage.output))
         if code := execute(stage):  # the command has printed why
             raise SystemExit(code)
         seconds = time.monotonic() - started

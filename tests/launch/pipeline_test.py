@@ -4,9 +4,12 @@ runs and meets its figures is the business of `make demo`, in CI."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 from draftsmith.benchmarks.embedded.tasks import HEADLINE_TASKS
 from draftsmith.launch import pipeline
@@ -126,6 +129,37 @@ def test_a_command_whose_output_was_deleted_is_run_again_and_launchers_get_a_pro
     assert ran == [first, second]
     (tmp_path / "out" / "x").rmdir()
     assert main(words) == 0 and ran[2:] == [first]
+
+
+def test_a_pipeline_that_was_killed_before_it_recorded_an_export_continues(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    words = [
+        "run",
+        written(tmp_path, "stages: [{title: One, run: 'export --format vllm --head h --output {output}/x'}]"),
+    ]
+    words += ["--output", str(out)]
+
+    def export(argv: list[str]) -> int:
+        if Path(argv[-1]).exists():
+            return 2
+        Path(argv[-1]).mkdir()
+        return 0
+
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(pipeline, "dispatch", export)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "execute", lambda stage: export(list(stage.argv)) or killed())
+        process = forked(main, words)
+        process.join()
+    assert process.exitcode == -signal.SIGKILL and (out / "x").is_dir()
+    assert main(words) == 0 and main(words) == 0
+    # What another one has put there stays.
+    (out / "stages.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert (out / "x").is_dir()
 
 
 def argparse(code: int):
