@@ -30,7 +30,7 @@ from draftsmith.launch.commands import (
 from draftsmith.launch.errors import UsageError, user_message
 from draftsmith.modules.types import without_controls
 
-CONTINUED = ("run", "data", "train")  # groups whose finished work is kept
+CONTINUED = ("run ", "data ", "train ", "eval bench ")  # commands whose finished work is kept
 # Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
@@ -92,7 +92,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
         sys.stdout.flush()  # a closed pipe is caught here, and not while Python shuts down
         return code
     except KeyboardInterrupt:
-        again = ". The same command continues." if before[:1] and before[0] in CONTINUED else ""
+        again = ". The same command continues." if f"{' '.join(before[:2])} ".startswith(CONTINUED) else ""
         print(f"draftsmith: interrupted{again}", file=sys.stderr)
         return 130
     except BrokenPipeError:

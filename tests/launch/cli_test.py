@@ -174,6 +174,15 @@ def test_a_defect_keeps_its_traceback_and_code_1():
     assert "Traceback" in result.stderr and "KeyError: 'a defect'" in result.stderr
 
 
+@pytest.mark.parametrize("words", [["eval", "bench"], ["data", "prompts"], ["run"], ["export"]])
+def test_an_interrupt_says_whether_the_same_command_continues(words, capsys):
+    def interrupt(args: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert cli.guarded(interrupt, [*words, "--output", "x"]) == 130
+    assert ("The same command continues" in capsys.readouterr().err) == (words != ["export"])
+
+
 def test_an_interrupt_ends_with_130_and_no_traceback(probe, capsys):
     def run(config):
         raise KeyboardInterrupt
