@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.launch.commands import command_name, configure, unknown_command
 from draftsmith.launch.errors import UsageError
+from draftsmith.modules.pretrained.ranks import LAUNCHER
 from draftsmith.modules.types import InputError, check_range
 
 # Groups whose commands divide their work among ranks, except commands that only print or run in one process.
 SHARED_GROUPS, SINGLE_PROCESS = ("data", "train"), ("data inspect",)
 MAX_PROCESSES = 1024  # on one machine; torchrun itself has no limit
+SAVING_S = 600  # torchrun's own limit, 30 s, is too short to save a large head on a slow disk
 
 
 @dataclass(frozen=True)
@@ -88,23 +90,28 @@ class TorchrunConfig(LaunchConfig):
 
 
 def run_torchrun(config: TorchrunConfig) -> int:
-    """Replace this process by torchrun, which then owns signals, output and the exit code.
-
-    Returns only if the command printed help.
+    """Run torchrun in this process, which sets up the others, and return the exit code.
 
     Raises:
         UsageError, InputError: the command after `--` would not start.
     """
     if not check_command("launch torchrun", config.command, config.nproc_per_node * config.nnodes):
         return 0
-    argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.nproc_per_node}"]
-    argv += [f"--max-restarts={config.max_restarts}"]
+    options = [f"--nproc-per-node={config.nproc_per_node}", f"--max-restarts={config.max_restarts}"]
     if config.rdzv_endpoint is None:
-        argv += ["--standalone"]
+        meeting = ["--standalone"]
     else:
-        argv += [f"--nnodes={config.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={config.rdzv_endpoint}"]
-        argv += ["--rdzv-id=draftsmith"]
-    # Restarted processes find the checkpoint of the previous ones.
-    argv += ["--module", "draftsmith", *config.command]
-    sys.stdout.flush()
-    os.execv(argv[0], argv)
+        options += [f"--nnodes={config.nnodes}", f"--rdzv-endpoint={config.rdzv_endpoint}"]
+        meeting = ["--rdzv-backend=c10d", "--rdzv-id=draftsmith"]
+    os.environ[LAUNCHER] = shlex.join(["draftsmith", "launch", "torchrun", *options, "--"])
+    # After a signal torchrun kills the processes that have not ended in this time.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_S))
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    try:
+        # Restarted processes find the checkpoint of the previous ones.
+        torchrun.main([*options, *meeting, "--module", "draftsmith", *config.command])
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 0

@@ -74,17 +74,18 @@ class Validate(pl.Callback):
         self.val_every = val_every
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        final, stopping = trainer.global_step == pl_module.total_steps, bool(pl_module.signal_agreed)
-        if stopping and not final:
-            # A signal leaves no time for it.
-            trainer.limit_val_batches = 0
-        elif pl_module.validates_next:
+        if pl_module.validates_next:
             trainer.val_check_batch = trainer.global_step
         # Lightning validates before it stops.
-        trainer.should_stop |= stopping or final
+        trainer.should_stop |= trainer.global_step == pl_module.total_steps
+        if pl_module.agree_on_signal():
+            # A signal leaves no time for it.
+            pl_module.state.unvalidated, trainer.limit_val_batches = validates(trainer), 0
+            trainer.should_stop = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         trainer.val_check_batch = self.val_every
+        trainer.should_stop |= trainer.global_step == pl_module.total_steps or bool(pl_module.signal_agreed)
 
 
 class Progress(pl.Callback):
@@ -109,6 +110,8 @@ class Progress(pl.Callback):
         self._advance(1 if limit is None else limit.passed())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.state.unvalidated:
+            return
         position = f"step {trainer.global_step}/{pl_module.total_steps}"
         say_on_rank_zero(f"{position}: {shown(pl_module.state.latest)}{training_loss(pl_module)}")
 
@@ -136,6 +139,7 @@ class Save(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.saved_step = self._due = trainer.global_step
+        self._ended = time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._ended, every = time.monotonic(), self.config.save_every
@@ -145,6 +149,8 @@ class Save(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         step, state, every = trainer.global_step, pl_module.state, self.config.save_every
+        if state.unvalidated:
+            return self._save(trainer, pl_module)
         metrics = state.latest
         monitor, sign = best_metric(pl_module, metrics, pl_module.probe is not None)
         # The best so far may be without it: tau may be measured since a resumption only.
@@ -204,8 +210,9 @@ class Save(pl.Callback):
 
 
 class StopOnSignal(pl.Callback):
-    """Handlers for Ctrl-C, SIGTERM and SIGUSR1: the current step finishes, everything is saved, and the run ends. A
-    second Ctrl-C ends it at once; a repeated SIGTERM is ignored, as SIGKILL follows it anyway.
+    """Handlers for Ctrl-C, SIGTERM and SIGUSR1: the current step finishes or the validation is left at its next batch,
+    everything is saved, and the run ends. A second Ctrl-C ends it at once (torchrun forwards it as SIGTERM); a repeated
+    SIGTERM is ignored, as SIGKILL follows it anyway.
 
     They replace Lightning's handlers. Its SIGTERM handler talks to other ranks from inside the handler, and Ctrl-C
     raises in the middle of a step. Its SIGUSR1 handler under SLURM saves from inside the handler, anywhere in a step
@@ -221,13 +228,13 @@ class StopOnSignal(pl.Callback):
             return
 
         def handle(number: int, frame: Any) -> None:
-            again, pl_module.signal_received = pl_module.signal_received == number, number
-            # torchrun forwards a Ctrl-C that the terminal has already sent to every process of the group.
-            if number != signal.SIGINT or "TORCHELASTIC_RUN_ID" in os.environ:
-                return
-            step = trainer.global_step + 1
-            said = f"step {step} is not saved" if again else f"finishing step {step}, then saving; again stops at once"
-            os.write(sys.stderr.fileno(), f"\ndraftsmith: {said}\n".encode())  # print may be what was interrupted
+            again = pl_module.signal_received == signal.SIGINT and number in {signal.SIGINT, signal.SIGTERM}
+            pl_module.signal_received = number
+            validation = f"leaving the validation of step {trainer.global_step}"
+            running = validation if trainer.validating else "finishing the step"
+            said = "stopping without saving" if again else f"{running}, then saving; again stops at once"
+            if rank() == 0 and (again or number == signal.SIGINT):
+                os.write(sys.stderr.fileno(), f"\ndraftsmith: {said}\n".encode())  # print may be what was interrupted
             if again:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGINT)
@@ -376,19 +383,23 @@ class TauProbe:
         answers = f"{self.max_new_tokens} each, end tokens ignored, chains of {self.k}"
         self.measured = f"tau on {sizes}{shipped}, {answers}"
 
-    def __call__(self, head: DraftHead, device: torch.device) -> dict[str, float]:
+    def __call__(
+        self, head: DraftHead, device: torch.device, before_each: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
         """Return tau over all prompts of all ranks, tau_general, and the share of tau's tokens behind an end token.
 
-        device: that ranks communicate through.
+        device: that ranks communicate through. before_each: called on all ranks before each prompt.
         """
-        emitted, calls, behind = self._decode(head, self.prompts, device)
+        emitted, calls, behind = self._decode(head, self.prompts, device, before_each)
         measured = {"tau": emitted / calls, "tau_behind_end": behind / emitted}
         if self.general:
-            emitted, calls, _ = self._decode(head, self.general, device)
+            emitted, calls, _ = self._decode(head, self.general, device, before_each)
             measured["tau_general"] = emitted / calls
         return measured
 
-    def _decode(self, head: DraftHead, prompts: Sequence[Sequence[int]], device: torch.device) -> list[float]:
+    def _decode(
+        self, head: DraftHead, prompts: Sequence[Sequence[int]], device: torch.device, before_each: Callable[[], None]
+    ) -> list[float]:
         """Decode these prompts; return the emitted tokens, calls of the target, and tokens behind an end token."""
         target, own = self.target, prompts[rank() :: num_ranks()]
         counts = torch.zeros(3, dtype=torch.float64)
@@ -397,7 +408,11 @@ class TauProbe:
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
             drafter = ChainDrafter(head.net(target), [FixedLengthStop(self.k)], capacity)
             setup = DecodeOptions(session=target.session(1, capacity, head.aux_layers), max_nodes=self.k)
-            for prompt in own:
+            for place in range(-(-len(prompts) // num_ranks())):
+                before_each()
+                if place == len(own):
+                    break
+                prompt = own[place]
                 done = generate_one(
                     target, drafter, prompt, SamplingParams(), self.max_new_tokens, TorchSource(0), (), setup
                 )

@@ -31,7 +31,7 @@ FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
 SHAPE = {"files": {"*": {"sha256": str}}}
 NAME = re.compile(r"step-(\d{8,})")
 # Parts of the state that are plain values.
-PLAIN = ("best", "latest", "curve", "calibration")
+PLAIN = ("best", "latest", "curve", "calibration", "unvalidated")
 # Exceptions that reading a damaged file or manifest may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
 
@@ -42,7 +42,8 @@ class TrainState:
 
     means: losses that are yet to be logged. bad_steps: skipped ones. time_limit: plan of a training by the clock. best,
     latest: metrics of the validation of best/, and of the last one. curve: step and metrics of each validation.
-    calibration: scale and shift of an acceptance head, fitted by the last validation.
+    calibration: scale and shift of an acceptance head, fitted by the last validation. unvalidated: a signal left no
+    time for the validation after the last step.
     """
 
     bad_steps: BadSteps
@@ -52,6 +53,7 @@ class TrainState:
     latest: dict[str, float] = field(default_factory=dict)
     curve: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     calibration: tuple[float, float] = (1.0, 0.0)
+    unvalidated: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks together; all of them must call it."""

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.metrics import num_ranks, rank, say_on_rank_zero
+from draftsmith.train.metrics import gathered, num_ranks, rank, say_on_rank_zero
 from draftsmith.train.strategies import device_kind
 
 # Samples of so many steps are sorted by length together: enough to save padding, few enough to stay random.
@@ -397,8 +397,8 @@ class HeadDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         """Return this rank's share of the validation samples as they are in epoch 0, each once over all ranks.
 
-        The longest come first, so that running out of memory shows at once. A rank without a sample has a filler: of a
-        loader without batches Lightning would skip the validation, on that rank alone.
+        The longest come first, so that running out of memory shows at once. Fillers give all ranks as many batches, one
+        at least: ranks agree before each of them whether to stop, and Lightning would skip a loader without batches.
         """
         lengths, shares = self.val.lengths, self.config.accumulate * num_ranks()
         order = np.argsort(-lengths, kind="stable")[rank() :: num_ranks()].tolist()
@@ -408,7 +408,8 @@ class HeadDataModule(pl.LightningDataModule):
             size = max(1, by_tokens if self.config.tokens_per_batch else self.config.batch_size // shares)
             keys.append(tuple(SampleKey(0, i) for i in order[:size]))
             order = order[size:]
-        return self.batches(self.val, keys or [(SampleKey(0, 0, filler=True),)])
+        missing = max(1, *gathered(len(keys))) - len(keys)
+        return self.batches(self.val, keys + [(SampleKey(0, 0, filler=True),)] * missing)
 
     def batches(self, samples: Samples, keys: Any) -> DataLoader:
         """Return a loader of one micro-batch for each tuple of keys; for a GPU they are in pinned memory."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shlex
 import signal
 import warnings
@@ -27,6 +28,7 @@ from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.heads import made_with
 from draftsmith.modules.pretrained.provenance import differences, flatten
+from draftsmith.modules.pretrained.ranks import LAUNCHER
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import (
@@ -176,14 +178,15 @@ def _conclude(module: LitHead, data: HeadDataModule, trainer: pl.Trainer, save: 
     """
     config, kind = module.config, module.head.kind
     interrupted = module.signal_agreed or module.signal_received
-    if interrupted and trainer.global_step < module.total_steps:
-        command = ["draftsmith", "train", kind, "--config", str(config.output / RESOLVED)]
+    if interrupted and (trainer.global_step < module.total_steps or module.state.unvalidated):
+        command = shlex.join(["train", kind, "--config", str(config.output / RESOLVED)])
+        command = f"{os.environ.get(LAUNCHER, 'draftsmith')} {command}"
         saved = f"saved step {save.saved_step}" if save.saved_step else "nothing was saved"
-        again = "the same script" if config.data == Path(IN_PYTHON) else shlex.join(command)
+        again = "the same script" if config.data == Path(IN_PYTHON) else command
         say_on_rank_zero(f"{signal.Signals(interrupted).name}: {saved}. Resume with: {again}")
         raise SystemExit(exit_code(interrupted))
     if save.unsaved:
-        found = f"no room for the trained head ({save.unsaved})"
+        found = f"no room for the trained head ({'; '.join(save.unsaved.values())})"
         remedy = f"Free some space, then run the same command: step {save.saved_step} is saved."
         raise InputError("output", found, "room for best/, last/ and a checkpoint", remedy)
 

@@ -147,6 +147,13 @@ class LitHead(pl.LightningModule):
     def on_train_start(self) -> None:
         self.state.bad_steps.watch(self.head)
         self.telemetry.start(self.device)
+        if self.state.unvalidated:
+            # As Lightning's own loop does after the step.
+            trainer = self.trainer
+            val_loop = trainer.fit_loop.epoch_loop.val_loop
+            val_loop.restarting, trainer.validating = False, True
+            val_loop.run()
+            trainer.training = True
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a validation batch. A step moves its parts one by one, as each is computed."""
@@ -205,21 +212,27 @@ class LitHead(pl.LightningModule):
             self.log_step()
 
     def agree(self, tokens: float) -> float:
-        """Return the step's number of tokens over all ranks, 1 for none; agree on the training's planned length, and on
-        whether to stop after this step."""
-        limit, self.signal_agreed = self.state.time_limit, self.signal_received
+        """Return the step's number of tokens over all ranks, 1 for none; agree on the training's planned length."""
+        limit = self.state.time_limit
         if limit is not None:
             self.total_steps, self.validates_next = limit.total_steps(self.trainer.global_step), limit.wants_trial()
         if num_ranks() > 1:
             # The clock of rank 0 counts.
             planned = (self.total_steps, self.validates_next) if rank() == 0 else (0, 0)
-            flags = [tokens, *planned, *(self.signal_received == number for number in SIGNALS)]
-            counts = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device))
-            tokens, total, validates, *received = counts.tolist()
+            counts = sum_over_ranks(torch.tensor([tokens, *planned], dtype=torch.float64, device=self.device))
+            tokens, total, validates = counts.tolist()
             self.total_steps, self.validates_next = int(total), bool(validates)
-            self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
         # Without a token that counts the loss is zero.
         return tokens or 1.0
+
+    def agree_on_signal(self) -> int:
+        """Return the signal that ends the training, the same on every rank; all of them must call it."""
+        self.signal_agreed = self.signal_received
+        if num_ranks() > 1:
+            flags = [float(self.signal_received == number) for number in SIGNALS]
+            received = sum_over_ranks(torch.tensor(flags, device=self.device)).tolist()
+            self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
+        return self.signal_agreed
 
     def spans(self, batch: MicroBatch) -> tuple[tuple[int, int] | None, ...]:
         """Return the spans that a micro-batch is learned in."""
@@ -293,6 +306,20 @@ class LitHead(pl.LightningModule):
         """Gather partitioned weights, so that ranks may call the head a different number of times."""
         self._whole.enter_context(whole_head(self.trainer, self))
 
+    def leave_at_signal(self) -> None:
+        """Leave the running validation if a signal has come to any rank; all of them must call it.
+
+        Raises:
+            StopIteration: it has. Lightning's loop over the batches then ends.
+        """
+        if self.agree_on_signal():
+            # Callbacks such as EarlyStopping ignore a sanity check, and find no metrics here.
+            self.trainer.sanity_checking = self.state.unvalidated = True
+            raise StopIteration
+
+    def on_validation_batch_start(self, batch: MicroBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.leave_at_signal()
+
     def read_validation(self, batch: MicroBatch) -> Any:
         """Return the head's inputs of a validation batch.
 
@@ -308,11 +335,17 @@ class LitHead(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Measure over all ranks, tau too if it is time for that; log as val/..., for loggers and callbacks."""
-        metrics, step = self.validation_metrics(), self.trainer.global_step
+        step = self.trainer.global_step
         last = step == self.total_steps or self.validates_next
-        if self.probe is not None and (last or step % self.probe.every == 0):
-            metrics |= self.probe(self.head, self.device)
-        self.state.latest = metrics
+        try:
+            self.leave_at_signal()
+            metrics = self.validation_metrics()
+            if self.probe is not None and (last or step % self.probe.every == 0):
+                metrics |= self.probe(self.head, self.device, self.leave_at_signal)
+        except StopIteration:
+            return
+        self.agree_on_signal()
+        self.state.latest, self.state.unvalidated = metrics, False
         self.state.curve.append((step, metrics))
         self.log_all({f"val/{name}": value for name, value in metrics.items()})
 
@@ -327,6 +360,9 @@ class LitHead(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.state.load_state_dict(checkpoint["train_state"])
+        if self.state.unvalidated and checkpoint["global_step"] == self.total_steps:
+            # Only the last validation is missing; else Lightning would not begin.
+            self.trainer.fit_loop.epoch_loop.max_steps += 1
 
 
 class LitDrafter(LitHead):

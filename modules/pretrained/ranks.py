@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from draftsmith.modules.types import InputError
 
+# Set by `draftsmith launch` for its processes: the command that takes theirs behind it.
+LAUNCHER = "DRAFTSMITH_LAUNCHER"
 
 @dataclass(frozen=True)
 class ProcessPlace:

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import get_args_parser
 
 from draftsmith.launch import cli, slurm
@@ -43,14 +45,10 @@ TRAIN = ["train", "eagle", "--config", "eagle-embedded", "--data", "d", "--targe
 
 @pytest.fixture
 def started(monkeypatch) -> list[list[str]]:
-    """Programs that were started in the place of this process."""
+    """Words that torchrun was called with."""
     calls: list[list[str]] = []
-
-    def execute(path: str, argv: list[str]) -> None:
-        assert path == argv[0]
-        calls.append(argv)
-
-    monkeypatch.setattr(os, "execv", execute)
+    monkeypatch.setattr(torch.distributed.run, "main", calls.append)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     return calls
 
 
@@ -88,8 +86,7 @@ def test_what_would_not_start_is_one_line_and_nothing_is_started(started, capsys
 def test_torchrun_reads_what_was_meant(started):
     """Its own parser decides."""
     assert cli.main(["launch", "torchrun", "--nproc-per-node", "8", "--", *TRAIN, "--debug"]) == 0
-    assert started[0][:3] == [sys.executable, "-m", "torch.distributed.run"]
-    read = get_args_parser().parse_args(started[0][3:])
+    read = get_args_parser().parse_args(started[0])
     assert (read.standalone, read.nproc_per_node, read.max_restarts) == (True, "8", 0)
     assert (read.module, read.training_script, read.training_script_args) == (True, "draftsmith", [*TRAIN, "--debug"])
 
@@ -104,10 +101,19 @@ def test_no_option_of_a_training_abbreviates_one_of_torchruns(kind):
     assert len(ours) > 30 and clashes == []
 
 
+def test_after_a_signal_torchrun_waits_and_its_code_is_a_shells(started, monkeypatch):
+    def stopped(words: list[str]) -> None:
+        raise SignalException("", signal.SIGINT)
+
+    monkeypatch.setattr(torch.distributed.run, "main", stopped)
+    assert cli.main(["launch", "torchrun", "--nproc-per-node", "2", "--", *TRAIN]) == 130
+    assert int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 600
+
+
 def test_torchrun_on_several_machines_that_may_restart(started):
     words = ["--nnodes", "2", "--rdzv-endpoint", "first:29400"]
     assert cli.main(["launch", "torchrun", *words, "--max-restarts", "3", "--", *TRAIN]) == 0
-    read = get_args_parser().parse_args(started[0][3:])
+    read = get_args_parser().parse_args(started[0])
     assert (read.standalone, read.nnodes, read.rdzv_backend, read.rdzv_endpoint) == (False, "2", "c10d", "first:29400")
     assert (read.rdzv_id, read.max_restarts) == ("draftsmith", 3)
     assert read.training_script_args == TRAIN

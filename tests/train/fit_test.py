@@ -7,20 +7,23 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from forked import commanded
+from forked import commanded, forked
 from safetensors.torch import load_file
+from trainings import config as drafter_settings
 
 from draftsmith.modules.types import InputError
+from draftsmith.train import callbacks
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.checkpoints import FOLDER, all_in, step_of
 from draftsmith.train.command import run
-from draftsmith.train.module import LitHead
+from draftsmith.train.module import LitDrafter, LitHead
 
 STEPS = 150
 # What time and memory show in is not compared.
@@ -114,7 +117,7 @@ def test_a_signal_saves_and_says_how_to_go_on(artifacts, tmp_path, unbroken):
     process.join()
     said = log.read_text()
     assert process.exitcode == 128 + number, said
-    assert "draftsmith: finishing step" in said and "again stops at once" in said
+    assert "draftsmith: finishing the step, then saving" in said and "again stops at once" in said
     assert f"{number.name}: saved step" in said and "Traceback" not in said
     assert f"draftsmith train acceptance --config {tmp_path}/run/config.yaml" in said
     # Any step, not only one that a checkpoint was due at.
@@ -122,6 +125,54 @@ def test_a_signal_saves_and_says_how_to_go_on(artifacts, tmp_path, unbroken):
     assert step_of(all_in(tmp_path / "run" / FOLDER)[-1]) == step < STEPS
     in_process(options)
     assert_same_run(tmp_path / "run", unbroken)
+
+
+@pytest.mark.parametrize("steps", [6, 9])
+@pytest.mark.parametrize("place", ["validation", "tau"])
+def test_a_signal_leaves_the_validation_and_the_resumed_run_repeats_it(artifacts, tmp_path, monkeypatch, steps, place):
+    """After the sixth step, the last one or not."""
+    options = {
+        "save_every": 5,
+        "max_steps": steps,
+        "loggers": ("csv",),
+        "tau_every": 3,
+        "batch_size": 1,
+        "val_every": 3,
+    }
+    unbroken, output, mark = tmp_path / "unbroken", tmp_path / "run", tmp_path / "mark"
+    run(drafter_settings(artifacts, unbroken, **options))
+    stalls = (LitDrafter, "validation_step") if place == "validation" else (callbacks, "generate_one")
+    true, calls = getattr(*stalls), [0]
+
+    def stalling(*args, **kwargs):
+        calls[0] += 1
+        if all_in(output / FOLDER):
+            mark.touch()
+            time.sleep(0.3)
+        return true(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*stalls, stalling)
+        settings = drafter_settings(artifacts, output, **options)
+        process = forked(_logged, run, settings, tmp_path / "log")
+        while not mark.exists():
+            assert process.is_alive(), (tmp_path / "log").read_text()
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGINT)
+        began = time.monotonic()
+        process.join()
+    said = (tmp_path / "log").read_text()
+    assert process.exitcode == 130 and time.monotonic() - began < 5, said
+    assert "leaving the validation of step 6, then saving" in said and "SIGINT: saved step 6." in said
+    assert [step_of(path) for path in all_in(output / FOLDER)][-1] == 6 and not (output / "training.json").exists()
+    run(settings)
+    assert_same_run(output, unbroken)
+
+
+def _logged(work, settings, log: Path) -> None:
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+    work(settings)
 
 
 def test_the_error_of_a_rank_is_in_the_file_that_torchrun_shows(artifacts, tmp_path, monkeypatch):

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +308,50 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on(artifacts, tmp_path):
         run_job({"head": "acceptance", "config": {**settings, "output": str(place)}})
     assert losses(output) == pytest.approx(losses(unbroken), abs=1e-5, rel=0)
     assert furthest(output, unbroken) < 1e-6
+
+
+# -- a signal to torchrun
+
+# A file of a loss, which can also make each validation batch take two seconds.
+SLOW_LOSS = """
+import os, time
+def loss(logits, probs):
+    return -(probs * logits.log_softmax(-1)).sum(-1)
+if "MARK" in os.environ:
+    from draftsmith.train.module import LitDrafter
+    true = LitDrafter.validation_step
+    def slow(*args):
+        open(os.environ["MARK"], "a").close()
+        time.sleep(2)
+        return true(*args)
+    LitDrafter.validation_step = slow
+"""
+
+
+def test_torchrun_leaves_a_validation_at_ctrl_c_and_the_run_goes_on(artifacts, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_LOSS)
+    made = {"data": artifacts.responses, "target": artifacts.target, "layers": "0,1", "lr": 2e-3, "batch_size": 4}
+    made |= {"val_share": 0.5, "val_every": 3, "save_every": 2, "max_steps": 5, "accelerator": "cpu", "num_threads": 1}
+    made |= {"tau_prompts": 0, "loggers": "csv", "loss": f"{tmp_path / 'slow.py'}:loss"}
+    words = [word for name, value in made.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "draftsmith", "launch", "torchrun", "--nproc-per-node", "2", "--", "train"]
+    command += ["eagle3", *words, "--output"]
+    mark, log, output = tmp_path / "mark", tmp_path / "log", tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": str(mark)}
+    with log.open("w") as file:
+        process = subprocess.Popen([*command, str(output)], env=environment, stdout=file, stderr=subprocess.STDOUT)
+        while not mark.exists():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130 and time.monotonic() - began < 10
+    said = log.read_text()
+    assert "SIGINT: saved step 3. Resume with: draftsmith launch torchrun --nproc-per-node=2" in said
+    assert "Traceback" not in said
+    del environment["MARK"]
+    for place in (output, tmp_path / "unbroken"):
+        subprocess.run([*command, str(place)], env=environment, check=True, capture_output=True, timeout=PATIENCE_S)
+    for name in ("last", "best"):
+        ours, theirs = (weights(place, name) for place in (output, tmp_path / "unbroken"))
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
