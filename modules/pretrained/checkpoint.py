@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,20 @@ from draftsmith.modules.formats.base import same_values
 from draftsmith.modules.layers import LlamaConfig, config_object
 from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.targets.llama import llama_config
+from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
 REMEDY = "Fetch or build it again."
 TRUST = "Pass --trust-remote-code if you trust it."
-UNQUANTIZED = "Use the model that it was made from, or pass --engine hf if transformers can load it here."
+UNQUANTIZED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
+BY_TRANSFORMERS = "Pass --engine hf, which applies the scales, or let a vLLM server run it (train --features vllm)."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What is read of config.json before a model is built, which checks the rest.
 SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
 CONFIG = {**SIZES, "model_type?": (str, None), "text_config?": (SIZES, None)}
+# Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
+WEIGHT, SCALE = re.compile(r"(weight|proj(\.bias)?)$"), re.compile(r"(weight|input|proj)_(scale|zero_point)\w*$")
 
 
 def read_model_json(file: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -63,16 +68,44 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return files
 
 
-def check_unquantized(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError for a checkpoint whose weights are stored with scales (FP8, GPTQ, AWQ, NVFP4)."""
+def check_unquantized(directory: Path, config: Mapping[str, Any], by_transformers: bool = False) -> None:
+    """Raise InputError for a quantized checkpoint (FP8, GPTQ, AWQ, NVFP4), before its weights are read.
+
+    by_transformers: transformers reads it, which applies the scales of the methods that it has. With any other method
+        it takes the stored numbers for the weights.
+    """
+    settings, remedy = config_object(text_config(config), "quantization_config"), UNQUANTIZED
+    if settings:
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+        # bitsandbytes has two methods, by these switches.
+        switched = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+        if switched or str(settings.get("quant_method")) in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            if by_transformers:
+                return
+            remedy = BY_TRANSFORMERS
     # ModelOpt writes a file of its own.
     other = directory / "hf_quant_config.json"
-    settings = config_object(config, "quantization_config")
     settings = settings or config_object(read_model_json(other) if other.exists() else {}, "quantization")
-    if settings:
-        names = [settings.get(name) for name in ("quant_method", "quant_algo", "format", "bits")]
-        found = f"{directory}, which is quantized ({' '.join(str(name) for name in names if name)})"
-        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTIZED)
+    names = [settings.get(name) for name in ("quant_method", "quant_algo", "format", "bits")]
+    # Settings of the cache of keys alone name no method.
+    if method := " ".join(str(name) for name in names if name) or quantized_weight(directory):
+        raise quantized(directory, method, remedy)
+
+
+def quantized_weight(directory: Path) -> str:
+    """Name a weight in a type that no layer computes with, by the headers of the files; empty if there is none."""
+    for file in checkpoint_files(directory):
+        with open_tensors(file, REMEDY) as opened:
+            for name in filter(WEIGHT.search, opened.keys()):
+                if (kind := opened.get_slice(name).get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+                    return f"{name} in {kind}"
+    return ""
+
+
+def quantized(directory: Path, method: str, remedy: str = UNQUANTIZED) -> InputError:
+    found = f"{directory}, which is quantized ({method})"
+    return InputError("model", found, "weights in bfloat16, float16 or float32", remedy)
 
 
 def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
@@ -88,8 +121,7 @@ def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, 
                 if (bare := name.removeprefix("model.")).startswith(prefixes):
                     tensors[bare] = opened.get_tensor(name)
                     if tensors[bare].dtype not in FLOATS:
-                        found = f"{directory} with {name} in {tensors[bare].dtype}"
-                        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTIZED)
+                        raise quantized(directory, f"{name} in {tensors[bare].dtype}")
     return tensors
 
 

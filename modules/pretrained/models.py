@@ -20,12 +20,14 @@ from draftsmith.modules.layers import LlamaConfig, LlamaModel, layers_of
 from draftsmith.modules.pretrained.checkpoint import (
     CONFIG,
     REMEDY,
+    SCALE,
     TRUST,
     check_unquantized,
     checkpoint_files,
     describe_error,
     end_tokens,
     model_shape,
+    quantized,
     read_model_json,
 )
 from draftsmith.modules.pretrained.gguf import quantization
@@ -53,6 +55,7 @@ logger = logging.getLogger("draftsmith")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Mixtures of experts, and the family whose attention they have.
 DENSE = {"qwen3_moe": "qwen3", "mixtral": "mistral"}
+IN_BFLOAT16 = "Its weights have several types: pass --model-dtype bfloat16 (other commands than train: --dtype)."
 # Tokens on which the way from states to logits is found.
 NUM_FITTED = 24
 
@@ -233,7 +236,10 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
         raise
     except Exception as error:  # each architecture fails in its own way
         what = f"{type(lm.model).__name__}, which fails when it reads a text ({describe_error(error)})"
-        raise InputError("model", what, "logits and hidden states of a text", OTHER_MODEL) from error
+        # On a CPU transformers turns FP8 into bfloat16, whatever type was asked for.
+        mixed = len({weight.dtype for weight in lm.model.parameters()}) > 1
+        remedy = IN_BFLOAT16 if mixed else OTHER_MODEL
+        raise InputError("model", what, "logits and hidden states of a text", remedy) from error
     for lm.readout in readouts:
         found.setdefault((lm.lm_head(states) - own).float().norm().nan_to_num(math.inf).item(), lm.readout)
     lm.readout = found[min(found)]
@@ -274,6 +280,7 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
 
     # Raises for a directory with pickles only, which transformers would load.
     checkpoint_files(directory)
+    check_unquantized(directory, read_model_json(directory / "config.json", CONFIG), by_transformers=True)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **spread
@@ -297,6 +304,8 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
+    if scales := sorted(filter(SCALE.search, loading["unexpected_keys"])):
+        raise quantized(directory, f"{len(scales)} scales that transformers does not read, {scales[0]}")
     return model
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import same_values
-from draftsmith.modules.pretrained.checkpoint import FLOATS, REMEDY, UNQUANTIZED, checkpoint_files
+from draftsmith.modules.pretrained.checkpoint import FLOATS, REMEDY, checkpoint_files, quantized
 from draftsmith.modules.pretrained.reading import open_tensors
 from draftsmith.modules.targets.outer import OuterWeights
 from draftsmith.modules.types import InputError
@@ -124,6 +124,5 @@ def read_tensors_of(directory: Path, found: OuterNames, fields: tuple[str, ...])
             with open_tensors(found.files[name], REMEDY) as opened:
                 tensors[field] = opened.get_tensor(name)
             if tensors[field].dtype not in FLOATS:
-                what = f"{directory} with {name} in {tensors[field].dtype}"
-                raise InputError("model", what, "weights in bfloat16, float16 or float32", UNQUANTIZED)
+                raise quantized(directory, f"{name} in {tensors[field].dtype}")
     return tensors
