@@ -332,7 +332,7 @@ def _write_tokenizer(file: Path, directory: Path, fields: Mapping[str, Any]) -> 
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
     except Exception as error:
         found = f"{file} ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
         raise InputError("tokenizer", found, "one that transformers reads from GGUF", REMEDY) from error

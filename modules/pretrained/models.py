@@ -349,21 +349,31 @@ def text_settings(path: str) -> dict[str, Any]:
 
     config = text_config(read_config(path))
     try:
-        known = AutoConfig.from_pretrained(model_directory(path))
+        # Without an answer of ours transformers asks whether to run code of the model's.
+        known = AutoConfig.from_pretrained(model_directory(path), trust_remote_code=False)
     except Exception:  # each family refuses in its own way
         return config
     return {**config, **known.get_text_config().to_dict()}
 
 
 def meta_target(path: str, shape: LlamaConfig, outer: bool) -> nn.Module:
-    """Build a target on the meta device, to count its weights. outer: only what surrounds its layers."""
+    """Build a target on the meta device, to count its weights. outer: only what surrounds its layers.
+
+    Raises:
+        InputError: an architecture that transformers does not have.
+    """
     with torch.device("meta"):
         if outer or not shape.reasons:
             return LlamaModel(layers_of(shape, num_layers=0) if outer else shape)
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        # From its config.json alone, without code of its own.
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_directory(path)))
+        try:
+            config = AutoConfig.from_pretrained(model_directory(path), trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except Exception as error:  # each family refuses in its own way
+            remedy = "Plan with --features vllm, which counts no layer of it."
+            found = f"{path} ({describe_error(error)})"
+            raise InputError("target", found, "a causal model that transformers builds", remedy) from error
 
 
 def saved_identity(path: str) -> dict[str, str]:

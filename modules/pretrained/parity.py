@@ -90,8 +90,8 @@ def _compare(shape: LlamaConfig, small: dict[str, Any]) -> str:
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), torch.no_grad():
             # From a file, as for the model itself: transformers takes some files for those of another family.
             write_json(Path(folder, "config.json"), small)
-            settings = AutoConfig.from_pretrained(folder)
-            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
+            settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False).eval()
             for name, weight in model.named_parameters():
                 # Small embeddings, so that the norms' epsilon counts.
                 scale = 0.02 if "embed" in name else weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1

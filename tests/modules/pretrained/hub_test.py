@@ -3,6 +3,7 @@ its protocol."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -19,6 +20,8 @@ from draftsmith.modules.pretrained import hub as places
 from draftsmith.modules.pretrained import tokenizers
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import loadable, model_directory, repository, resolve_model
+from draftsmith.modules.pretrained.models import load_lm, load_outer, meta_target, target_shape, text_settings
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
 MODELING = """
@@ -182,6 +185,35 @@ def test_code_of_a_repository_runs_only_when_it_is_trusted(hub, tmp_path, monkey
     assert main([*words, "--trust-remote-code"]) == 0
     assert "tau 1.00" in capsys.readouterr().err
     assert list((tmp_path / "modules").rglob("tokenization_mine.py"))
+
+
+@pytest.mark.parametrize("model_type", ["mine", "llama", "glm4"])
+def test_code_of_a_model_is_not_run_unasked(models, tmp_path, monkeypatch, capsys, model_type):
+    """Wherever its config, tokenizer or weights are read, and even if someone would answer yes."""
+    directory = Path(shutil.copytree(models / "mine", tmp_path / "model"))
+    ran, asked = tmp_path / "ran", list[str]()
+    for file in directory.glob("*_mine.py"):
+        file.write_text(f"open({str(ran)!r}, 'w')\n" + file.read_text())
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    path = str(directory)
+    for read in (
+        load_outer,
+        text_settings,
+        load_lm,
+        lambda path: load_lm(path, engine="hf"),
+        lambda path: meta_target(path, target_shape(path), False),
+        load_tokenizer,
+    ):
+        with contextlib.suppress(InputError):  # some find a class of transformers by the type, others refuse
+            read(path)
+    if model_type == "mine":
+        words = ["train", "medusa", "--plan", "--data", str(models / "tiny"), "--output", str(tmp_path / "out")]
+        assert main([*words, "--target", path]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "expected a causal model that transformers builds. Plan with --features vllm" in line
+    assert not asked and not ran.exists()
 
 
 def test_smollm2_is_the_file_of_its_package(tmp_path, monkeypatch, capsys):
