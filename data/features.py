@@ -40,7 +40,7 @@ from draftsmith.modules.pretrained.models import load_info, load_lm, load_outer,
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
-from draftsmith.modules.targets.proof import NUM_TOKENS, prove_states
+from draftsmith.modules.targets.proof import prove_reading
 from draftsmith.modules.transfer import to_host_together
 from draftsmith.modules.types import InputError
 
@@ -230,11 +230,16 @@ class OwnStates:
     about: ClassVar[dict[str, Any]] = {}
 
     def prove(self, row: Sequence[int]) -> None:
-        """Prove what is stored of a row's begin against the target's own logits; raises as `prove_states`."""
-        text = list(row[:NUM_TOKENS])
-        ((_, stored),) = self.read([text])
-        states = feature_codec.decode(stored)[:, -self.lm.info.hidden_size :]  # [T, H]
-        proof = prove_states(self.lm, torch.tensor(text), states, stored[""].dtype, "stored features")
+        """Prove a row's states, before they are rounded, against the target's own logits; raises as `prove_reading`."""
+
+        def states(texts: list[torch.Tensor]) -> list[torch.Tensor]:
+            lengths, read = [len(text) for text in texts], dict[int, torch.Tensor]()
+            for batch in group_by_length(lengths, self.config.tokens_per_batch):
+                final = self._compute([texts[i].tolist() for i in batch])[:, -self.lm.info.hidden_size :]  # [N, H]
+                read |= zip(batch, final.split([lengths[i] for i in batch]), strict=True)
+            return [read[i] for i in range(len(texts))]
+
+        proof = prove_reading(self.lm, torch.tensor(row), states, "stored features")
         self.teacher = proof.as_json()
         if place().rank == 0:
             log_note(str(proof))
@@ -246,7 +251,7 @@ class OwnStates:
         Raises:
             NonFinite: names the row and the position in it.
         """
-        lm, lengths = self.lm, [len(row) for row in rows]
+        lengths = [len(row) for row in rows]
         reading: deque[tuple[list[int], Future[list[Stored]]]] = deque()
 
         def take() -> Iterator[tuple[int, Stored]]:
@@ -256,8 +261,7 @@ class OwnStates:
         with ThreadPoolExecutor(1, "features") as receiver:
             for batch in group_by_length(lengths, self.config.tokens_per_batch):
                 own = [lengths[i] for i in batch]
-                padded = lm.features(pad_right([rows[i] for i in batch], lm), aux_layers=self.aux_layers)  # [B, T, L*H]
-                features = Documents.of(own, lm.device).unpad(padded)[0]  # [N, L*H]
+                features = self._compute([rows[i] for i in batch])
                 stored = feature_codec.encode(features, self.config.feature_dtype)
                 sent = to_host_together([broken_row(features), *stored.values()])
                 reading.append((batch, receiver.submit(split_rows, sent, list(stored), batch, own)))
@@ -265,6 +269,11 @@ class OwnStates:
                     yield from take()
             while reading:
                 yield from take()
+
+    def _compute(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Compute features [N, L*H] of rows that are read side by side, row behind row."""
+        padded = self.lm.features(pad_right(rows, self.lm), aux_layers=self.aux_layers)  # [B, T, L*H]
+        return Documents.of([len(row) for row in rows], self.lm.device).unpad(padded)[0]
 
 
 def split_rows(

@@ -90,7 +90,8 @@ class StatesServer:
         with self.lock:
             self.rows.append(row_name(row))
             states = self.states(row)
-            encoded = feature_codec.encode(states, "bf16") if "norm" in params else {"": self.before_norm(states)}
+            stored = feature_codec.encode(states, "bf16") if not params["unrounded"] else {"": states}
+            encoded = stored if "norm" in params else {"": self.before_norm(states)}
             if "prompt_logprobs" in body:
                 said["choices"] = [{"prompt_logprobs": [None, *self.log_probs(row, body["prompt_logprobs"])]}]
         assert params.get("norm", "rms") == "rms"

@@ -24,7 +24,7 @@ from draftsmith.data.store.feature_codec import decoded
 from draftsmith.modules.attention import Documents, group_by_length
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.targets.proof import NUM_TOKENS, prove_states
+from draftsmith.modules.targets.proof import prove_reading
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.data import SampleKey, Samples
@@ -58,19 +58,24 @@ class FeatureSource:
         self.target, self.aux_layers, self.stream, self.teacher = target, aux_layers, stream, teacher
 
     def prove(self, item: dict[str, Tensor]) -> None:
-        """Prove a sample's states, as the head is given them, against the target's own logits.
+        """Prove a sample's states, as the head is given them, against the target's own logits. fp8 is rounded too much
+        for that: it was proved before it was.
 
         Raises:
             InputError: they give other distributions.
         """
-        batch, computed = self.read(collate_features([item]))
-        text = item["input_ids"][:NUM_TOKENS]
-        states = cast(Tensor, batch.features)[0, : len(text), -self.target.info.hidden_size :]  # [T, H]
-        if computed is None:
-            dtype, source = item["features"].dtype, "stored features"
-        else:
-            dtype, source = computed.dtype, "the target in this process"
-        proof = prove_states(self.target, text, states, dtype, source)
+        if "scale" in item:
+            return
+        size, stored = self.target.info.hidden_size, item.get("features")
+
+        def states(texts: list[Tensor]) -> list[Tensor]:
+            if stored is not None:
+                return [stored[: len(text), -size:] for text in texts]
+            lengths = [len(text) for text in texts]
+            return list(self.compute(torch.cat(texts)[None], lengths)[0, :, -size:].split(lengths))
+
+        source = "the target in this process" if stored is None else "stored features"
+        proof = prove_reading(self.target, item["input_ids"], states, source)
         self.teacher = proof.as_json()
         say_on_rank_zero(str(proof))
 

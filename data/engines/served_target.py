@@ -96,8 +96,8 @@ class ServedLM(OuterLM):
             parts[self.info.num_layers] = self._norm.normed(states, self.weights.norm, self.weights.norm_bias)
         return torch.cat([parts[layer].to(self.device, self.dtype) for layer in layers], -1)
 
-    def logits(self, input_ids: Tensor) -> Tensor:
-        return self.lm_head(self.features(input_ids[None])[0])
+    def logits(self, input_ids: Tensor, keep: int) -> Tensor:
+        return self.lm_head(self.features(input_ids[None])[0, -keep:])
 
     def log_probs(self, text: Sequence[int], first: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Return the target's log-probabilities [N, V] of what stands at `first` and behind it in a text, at

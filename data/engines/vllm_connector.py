@@ -5,9 +5,9 @@ beside keys and values. When a request ends, this connector copies them out of t
 stored, and writes them to a spool (data/store/spool.py), many requests a file, on CPUs and GPUs. Requests name the
 folder that their rows go to, and how the last state is normed (`targets.readout.Readout`): {"kv_transfer_params":
 {"spool": FOLDER, "norm": "rms+1", "eps": 1e-6}}. Without a norm the states are stored as vLLM has them, in its own type
-and before the final norm: from these a reader finds the norm out (`vllm_states.prove_teacher`). Requests without a
-folder are served as usual. With "only_ask": true they are told the spool's directory and the layers, and nothing is
-written.
+and before the final norm: from these a reader finds the norm out (`vllm_states.prove_teacher`). With "unrounded": true
+they are normed and of its own type, so that fp8 hides nothing from the proof. Requests without a folder are served as
+usual. With "only_ask": true they are told the spool's directory and the layers, and nothing is written.
 
 States are numbered as here: k is the state after the first k layers. Nothing of vLLM is patched.
 """
@@ -54,6 +54,7 @@ class FinishedRow:
     """A finished request whose states are still in the cache.
 
     length: tokens of the row. blocks: of the states. readout: norm of the last state; None: the states as they are.
+    unrounded: they are stored in vLLM's own type.
     """
 
     request: str
@@ -62,6 +63,7 @@ class FinishedRow:
     length: int
     blocks: list[int]
     readout: Readout | None
+    unrounded: bool
 
 
 @dataclass
@@ -122,7 +124,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if params.get("only_ask"):
             return False, said
         readout = None if norm is None else Readout(norm, eps)
-        self.finished.append(FinishedRow(request.request_id, folder, name, len(tokens), list(block_ids), readout))
+        unrounded = readout is None or bool(params.get("unrounded"))
+        row = FinishedRow(request.request_id, folder, name, len(tokens), list(block_ids), readout, unrounded)
+        self.finished.append(row)
         return True, said
 
     def request_finished_all_groups(
@@ -196,7 +200,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             final = row.readout.normed(states[:, -1], *self.norm).to(states.dtype)
             states = torch.cat([states[:, :-1], final[:, None]], 1)
         states = states.flatten(1)  # [T, L*H]
-        stored = {"": states} if row.readout is None else feature_codec.encode(states, self.dtype)
+        stored = {"": states} if row.unrounded else feature_codec.encode(states, self.dtype)
         if self.stream is None:
             self.writer.put(row.folder, row.name, stored, lambda: None)
             return

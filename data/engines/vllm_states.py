@@ -51,6 +51,8 @@ RELEASES = ((0, 32), (0, 34))
 LATE_S, ATTEMPTS = 30.0, 3
 # A server may be away for about an hour: attempts, and seconds between them.
 RETRIES, MAX_WAIT_S = 720, 10.0
+# Longest text of a proof: vLLM holds the log-probabilities of a whole text at once.
+LONGEST_PROVED = 512
 # Rows that are compared with our own states before any are used, and their tokens.
 COMPARED_ROWS, COMPARED_TOKENS = 4, 32
 # Rows of the output embedding that are in float32 at a time.
@@ -145,7 +147,7 @@ class VllmStates:
             yield number, self._take(name)
 
     def read_with_log_probs(self, row: Sequence[int]) -> tuple[Stored, LogProbs]:
-        """Return the states of a row [T], and vLLM's own log-probabilities of its tokens."""
+        """Return the states of a row [T], unrounded, and vLLM's own log-probabilities of its tokens."""
         self._reader.expect(row_name(row))
         (output,) = self._generate([row], prompt_logprobs=TOP)
         places = [{token: value.logprob for token, value in place.items()} for place in output.prompt_logprobs[1:]]
@@ -154,7 +156,8 @@ class VllmStates:
     def _generate(self, rows: Sequence[Sequence[int]], **params: Any) -> list[Any]:
         from vllm import SamplingParams
 
-        extra = {"kv_transfer_params": {"spool": "rows", **norm_words(self.readout)}}
+        unrounded = "prompt_logprobs" in params
+        extra = {"kv_transfer_params": {"spool": "rows", "unrounded": unrounded, **norm_words(self.readout)}}
         params |= {"temperature": 0.0, "max_tokens": 1, "detokenize": False, "extra_args": extra}
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
         return self._llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
@@ -249,7 +252,7 @@ class ServedStates:
             yield number, self.take(row)
 
     def read_with_log_probs(self, row: Sequence[int]) -> tuple[Stored, LogProbs]:
-        """Return the states of a row [T], and the server's own log-probabilities of its tokens."""
+        """Return the states of a row [T], unrounded, and the server's own log-probabilities of its tokens."""
         reader, name = self._opened(row), row_name(row)
         reader.expect(name)
         self._attempts[name], self._replied[name] = 0, time.monotonic()
@@ -361,7 +364,8 @@ class ServedStates:
             InputError: the server refuses it, has no connector, or is away for too long.
         """
         body = {"model": self.model, "prompt": row, "max_tokens": 1, "temperature": 0.0, **params}
-        body["kv_transfer_params"] = {"spool": self._folder, "only_ask": only_ask, **norm_words(self.readout)}
+        how = {"only_ask": only_ask, "unrounded": "prompt_logprobs" in params, **norm_words(self.readout)}
+        body["kv_transfer_params"] = {"spool": self._folder, **how}
         try:
             reply = await self._server.ask("v1/completions", body)
         except RowError as error:
@@ -408,32 +412,35 @@ def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Seque
     """Find how the target's logits follow from vLLM's last state, and have it store the state behind that norm.
 
     One request brings the state before the norm and the log-probabilities that vLLM itself gives; a second one proves
-    the states as they are stored from then on. outer: the target's own weights; takes the readout. rows: of the data;
-    up to NUM_TOKENS of their tokens are read.
+    the states as they are stored from then on, but for rounding to fp8. outer: the target's own weights; takes the
+    readout. rows: of the data; up to LONGEST_PROVED of their tokens are read, and the first and last NUM_TOKENS
+    compared.
 
     Raises:
         InputError: no reading of the state gives vLLM's distributions.
     """
-    row = list(itertools.chain(*rows))[: min(NUM_TOKENS, max(map(len, rows)))]
+    row = list(itertools.chain(*rows))[: min(LONGEST_PROVED, max(map(len, rows)))]
+    places = torch.arange(len(row) - 1)
+    places = places[(places < NUM_TOKENS) | (places >= len(places) - NUM_TOKENS)]
     config, weights = text_settings(outer.info.path), outer.weights
 
     def proved(readouts: Iterable[Readout]) -> Proof:
         stored, log_probs = source.read_with_log_probs(row)
         check_vocabulary(log_probs, outer.info.vocab_size)
-        states = decode(stored)[:-1, -outer.info.hidden_size :].to(outer.device)  # [T-1, H]
+        states = decode(stored)[places, -outer.info.hidden_size :].to(outer.device)  # [N, H]
 
         @functools.cache
         def products(norm: Norm, eps: float) -> Tensor:
             normed = Readout(norm, eps).normed(states, weights.norm, weights.norm_bias)
             parts = [F.linear(normed, part.float()) for part in weights.output.split(VOCAB_PART)]
-            return torch.cat(parts, -1).add_(0 if weights.bias is None else weights.bias).cpu()  # [T-1, V]
+            return torch.cat(parts, -1).add_(0 if weights.bias is None else weights.bias).cpu()  # [N, V]
 
         def logits(readout: Readout) -> Tensor:
             return readout.bounded(products(readout.norm, readout.eps))
 
         # The narrowest that the states went through.
-        dtype = min(outer.dtype, stored[""].dtype, key=lambda dtype: dtype.itemsize)
-        return prove("vLLM's states", readouts, logits, reference_of(row, log_probs), dtype)
+        dtype = max(outer.dtype, stored[""].dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return prove("vLLM's states", readouts, logits, reference_of(row, log_probs).at(places), dtype)
 
     found = proved(candidates(config)).readout
     source.readout, outer.readout = found, behind_norm(found)

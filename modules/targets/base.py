@@ -154,8 +154,9 @@ class CausalLM(Protocol):
     ) -> Tensor:
         """Compute features [B, T, F] of right-padded input_ids [B, T], causal (teacher forcing)."""
 
-    def logits(self, input_ids: Tensor) -> Tensor:
-        """Compute logits [T, V] of one text [T] as the model's answers are drawn, not by `features` and `lm_head`."""
+    def logits(self, input_ids: Tensor, keep: int) -> Tensor:
+        """Compute logits [keep, V] of the last tokens of a text [T] as the model's answers are drawn, not by `features`
+        and `lm_head`."""
 
     def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
         """Look tokens up in the embedding, int64 [...] or a list of ids: [..., H]. Read only: it may be a view.

@@ -105,9 +105,11 @@ class HFLM:
             raise InputError("target", found, f"states of width {self.info.hidden_size}", remedy)
         return hidden, torch.cat(states, -1)
 
-    def logits(self, input_ids: Tensor) -> Tensor:
+    def logits(self, input_ids: Tensor, keep: int) -> Tensor:
+        part = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self.model(input_ids=input_ids[None].to(self.device), use_cache=False).logits[0].to(self.device)
+            logits = self.model(input_ids=input_ids[None].to(self.device), use_cache=False, **part).logits
+        return logits[0, -keep:].to(self.device)
 
     def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Build the additive mask [1, 1, T, S] of T nodes from visible [T, S] and the positions [S] of all slots.

@@ -142,9 +142,9 @@ class LlamaLM:
                 cache.length += ids.shape[1]
             return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
-    def logits(self, input_ids: Tensor) -> Tensor:
-        count = len(input_ids)
-        return self.session(1, count, static=False).extend([input_ids.tolist()], logits_to_keep=count).logits[0]
+    def logits(self, input_ids: Tensor, keep: int) -> Tensor:
+        session = self.session(1, len(input_ids), static=False)
+        return session.extend([input_ids.tolist()], logits_to_keep=keep).logits[0]
 
     def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
         if isinstance(input_ids, Tensor):

@@ -18,15 +18,19 @@ CORRECT = LlamaLM.features
 WRONG = {
     "rows shifted by one": lambda lm, *args, **how: CORRECT(lm, *args, **how).roll(1, 1),
     "a layer too early": lambda lm, ids, *_, **__: CORRECT(lm, ids, aux_layers=(lm.info.num_layers - 1,)),
+    # fp8 rounds by more.
+    "logits that are 1 % larger": lambda lm, *args, **how: CORRECT(lm, *args, **how) * 1.01,
     "without the final norm": lambda lm, *args, **how: CORRECT(lm, *args, **how) / lm.model.norm.weight * 3.0,
 }
 
 
+@pytest.mark.parametrize("feature_dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_teacher_is_refused_before_the_first_step_and_before_it_is_stored(
-    artifacts, tmp_path, monkeypatch, name
+    artifacts, tmp_path, monkeypatch, name, feature_dtype
 ):
-    stored = FeaturesConfig(responses=artifacts.responses, output=tmp_path / "features", target=str(artifacts.target))
+    where = {"responses": artifacts.responses, "output": tmp_path / "features", "target": str(artifacts.target)}
+    stored = FeaturesConfig(**where, feature_dtype=feature_dtype)
     monkeypatch.setattr(LlamaLM, "features", WRONG[name])
     with pytest.raises(InputError, match=r"teacher: found .*the target in this process"):
         prepare(config(artifacts, tmp_path / "run", data=artifacts.responses))

@@ -97,7 +97,7 @@ def test_so_is_one_that_is_to_prove_states(name, target, tmp_path):
         server.edit = UNREADABLE[name][0]
         served: Any = load_target(target, server.url, dtype="float32", device="cpu")
         with pytest.raises(InputError, match="server: found") as error:
-            served.logits(torch.tensor(TEXT))
+            served.logits(torch.tensor(TEXT), keep=1)
     assert UNREADABLE[name][1] in str(error.value)
 
 
@@ -111,7 +111,7 @@ def test_a_server_without_a_model_or_with_another_reply_is_one_line(models, targ
         else:
             server.models = models
         served: Any = load_target(target, server.url, dtype="float32", device="cpu")
-        served.logits(torch.tensor(TEXT))
+        served.logits(torch.tensor(TEXT), keep=1)
 
 
 def likelier(more: int) -> Callable[[Reply, list[int], int], None]:
