@@ -45,7 +45,7 @@ def run(config: AcceptanceConfig) -> Path:
     drafter = load_drafter(config.draft, lambda: target, load)
     identity = {**text_identity(config.target), "target": target.info.identity}
     manifest = open_artifact(config.responses, "responses", identity)
-    rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
+    rows = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
 
     # Label with the settings of the responses, unless others are given.
     sampling = config.sampling(manifest.sampling or {})

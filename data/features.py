@@ -139,7 +139,7 @@ def open_rows(
     info, shape: of the target; the shape is needed for a drafter's layers only.
     """
     manifest = open_texts(config.responses, config.target, info.identity)
-    rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=info.vocab_size)
+    rows = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=info.vocab_size)
     aux_layers = () if shape is None else captured_layers(config.drafter, config.layers, shape)
     plan = StagePlan(
         kind="features",
@@ -184,9 +184,10 @@ def open_texts(directory: Path, target: str, identity: Mapping[str, str], field:
         InputError: another artifact, or prompts without answers.
     """
     expected: dict[str, Any] = text_identity(target)
-    if Manifest.read(directory).kind == "responses":
+    manifest = Manifest.read(directory)
+    if manifest.kind == "responses":
         expected["target"] = dict(identity)
-    manifest = open_artifact(directory, ("responses", "prompts"), expected)
+    manifest = open_artifact(manifest.directory, ("responses", "prompts"), expected)
     if "loss_mask" not in manifest.field_names:
         remedy = "Make responses first (data responses), or data prompts --supervised."
         raise InputError(field, "prompts without answers", "responses, or supervised prompts", remedy)
@@ -196,7 +197,7 @@ def open_texts(directory: Path, target: str, identity: Mapping[str, str], field:
 def text_dataset(directory: Path, target: str, identity: Mapping[str, str], field: str = "data") -> ArtifactDataset:
     """Open responses or supervised prompts as a data set. Arguments as of `open_texts`."""
     manifest = open_texts(directory, target, identity, field)
-    return open_dataset(directory, manifest.kind, vocab_size=vocabulary_size(target))
+    return open_dataset(manifest.directory, manifest.kind, vocab_size=vocabulary_size(target))
 
 
 def check_room(plan: StagePlan, rows: Rows, token_bytes: int) -> None:

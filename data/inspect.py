@@ -45,11 +45,11 @@ def run(config: InspectConfig) -> None:
     tokenizer = load_tokenizer(name)
 
     # Print the facts, then the rows.
-    rows = Rows(config.artifact, manifest)
+    rows = Rows(manifest.directory, manifest)
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
     read = files_read(manifest, config.row, config.row + config.rows)
-    check_files(config.artifact, manifest, read.__contains__)
+    check_files(manifest, read.__contains__)
     print_facts(summary(manifest, rows, tokenizer), f"{manifest.kind} in {config.artifact}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         (row,) = rows.read(number, number + 1)
@@ -60,7 +60,7 @@ def run(config: InspectConfig) -> None:
         elif manifest.kind == "rollouts":
             print_drafts(row, manifest.config["depth"], tokenizer)
         else:
-            print_row(row, manifest.kind, config.artifact, tokenizer)
+            print_row(row, manifest.kind, manifest.directory, tokenizer)
 
 
 def files_read(manifest: Manifest, first: int, stop: int) -> set[str]:

@@ -67,7 +67,7 @@ def run(config: ResponsesConfig) -> Path:
     """Write the artifact `responses` and return its directory."""
     set_threads(config.num_threads)
     manifest = open_artifact(config.prompts, "prompts", text_identity(config.target))
-    prompts = Rows(config.prompts, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
+    prompts = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
     tokenizer = None
     if manifest.counts.get("later_turns"):
         tokenizer = turns_tokenizer(config.target, manifest, config.chat_template)
@@ -100,7 +100,7 @@ def run(config: ResponsesConfig) -> Path:
 
     # Print how much there is to learn from the responses, and warn if it is little.
     if place().rank == 0:
-        masks = Rows(config.output, responses, ["loss_mask"]).table()["loss_mask"]
+        masks = Rows(responses.directory, responses, ["loss_mask"]).table()["loss_mask"]
         supervision = Supervision.of(answer_lengths(masks)[0])
         print_text(f"responses: {supervision.text()}")
         if warning := supervision.warning():

@@ -27,14 +27,18 @@ PATH_ERRORS = {
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
-class UsageError(Exception):
-    """Error in the command line itself; the message is one line for the user."""
+class UsageError(InputError):
+    """Error in the command line itself, or in options given from Python; the message is one line for the user."""
+
+    def __init__(self, message: str):
+        ValueError.__init__(self, message)
+        self.field, self.found, self.expected, self.remedy = "command", message, "", ""
 
 
 def user_message(error: BaseException) -> str | None:
     """Return one line for an error that the user can fix; None for a bug, which deserves a traceback."""
     message = None
-    if isinstance(error, UsageError | InputError):
+    if isinstance(error, InputError):
         message = str(error)
     elif isinstance(error, OSError) and error.filename is not None and isinstance(error, tuple(PATH_ERRORS)):
         what, remedy = next(PATH_ERRORS[kind] for kind in PATH_ERRORS if isinstance(error, kind))

@@ -93,7 +93,7 @@ def run_torchrun(config: TorchrunConfig) -> int:
     """Run torchrun in this process, which sets up the others, and return the exit code.
 
     Raises:
-        UsageError, InputError: the command after `--` would not start.
+        InputError: the command after `--` would not start.
     """
     if not check_command("launch torchrun", config.command, config.nproc_per_node * config.nnodes):
         return 0

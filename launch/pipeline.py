@@ -171,7 +171,7 @@ def read_pipeline(name: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a pipeline by the path of its file, or a shipped one by its name; a `base` gives what the file leaves out.
 
     Raises:
-        UsageError, InputError: no such file, or one of another form.
+        InputError: no such file, or one of another form.
     """
     from draftsmith.launch.yaml_files import read_yaml
     from draftsmith.modules.pretrained.reading import check_shape
@@ -310,7 +310,7 @@ def check_stage(stage: Stage) -> None:
     """Check that a stage is a command that would start.
 
     Raises:
-        UsageError, InputError: it is not.
+        InputError: it is not.
     """
     if stage.is_program:
         if not stage.argv or shutil.which(stage.argv[0]) is None:

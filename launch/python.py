@@ -24,7 +24,7 @@ def run(command: str, **values: Any) -> Any:
         The directory of the artifact or head that the command makes, or its exit code.
 
     Raises:
-        InputError, UsageError: as the command line prints them.
+        InputError: as the command line prints it.
     """
     if command not in COMMANDS:
         expected = f"one of {', '.join(COMMANDS)}"

@@ -104,7 +104,7 @@ def run(config: SlurmConfig) -> int:
     Returns 0 if the job completes or is not followed, 1 if it fails, and 130 if following was interrupted.
 
     Raises:
-        UsageError, InputError: the command would not start, or SLURM rejects the job.
+        InputError: the command would not start, or SLURM rejects the job.
     """
     if not check_command("launch slurm", config.command, config.nodes * config.tasks):
         return 0

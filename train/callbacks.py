@@ -170,6 +170,10 @@ class Save(pl.Callback):
         if self._due < trainer.global_step:
             self._save(trainer, pl_module)
         best = self.config.output / "best"
+        # Nothing was validated (limit_val_batches=0): then the last head is the best that is known.
+        if not pl_module.signal_agreed and not pl_module.state.curve:
+            self._save_head(trainer, pl_module, "best", {})
+            pl_module.state.best = {"step": float(trainer.global_step)}
         if not pl_module.signal_agreed and best.is_dir():
             for logger in trainer.loggers:
                 if isinstance(logger, TrackedRun):
@@ -454,7 +458,7 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
         prompts = held_out_prompts(val)
     else:
         manifest = open_artifact(config.tau_data, "prompts", text_identity(config.target))
-        rows = Rows(config.tau_data, manifest, ["prompt_ids"], vocab_size=vocabulary_size(config.target))
+        rows = Rows(manifest.directory, manifest, ["prompt_ids"], vocab_size=vocabulary_size(config.target))
         prompts = (row["prompt_ids"] for row in rows.iterate())
     chosen: list[list[int]] = []
     tight: list[list[int]] = []

@@ -28,7 +28,7 @@ from draftsmith.train.metrics import BadSteps, Means, rank
 from draftsmith.train.optimizers import TimeLimit
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
-SHAPE = {"files": {"*": {"sha256": str}}}
+SHAPE = {"files": {STATE: {"sha256": str}}}
 NAME = re.compile(r"step-(\d{8,})")
 # Parts of the state that are plain values.
 PLAIN = ("best", "latest", "curve", "calibration", "unvalidated")
@@ -91,9 +91,6 @@ class Checkpoints(TorchCheckpointIO):
         self.failure = ""
         try:
             make_directory(path.parent)
-            # Leftovers of a run that was killed while it wrote or deleted.
-            for rest in path.parent.glob("step-*.tmp*"):
-                shutil.rmtree(rest, ignore_errors=True)
             # Write everything under a temporary name, then rename.
             partial.mkdir()
             entry = _write(checkpoint, partial / STATE)
@@ -116,13 +113,17 @@ class Checkpoints(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors and plain values only, no code (weights_only), mapped until they are copied."""
-        return torch.load(Path(path) / STATE, map_location="cpu", weights_only=True, mmap=True)
+        try:
+            return torch.load(Path(path) / STATE, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # damaged and hostile bytes make the reader fail in ways it does not list
+            found, expected = f"no checkpoint of ours ({type(error).__name__})", "tensors and plain values"
+            raise InputError(str(Path(path) / STATE), found, expected, "Choose another output.") from error
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, renamed first so that a half-deleted one never looks like a damaged one."""
         if NAME.fullmatch(Path(path).name) is None:
             return super().remove_checkpoint(path)
-        # `step-*.tmp*` is cleared by the next save.
+        # `newest_intact` clears `step-*.tmp*`.
         gone = Path(path).with_name(f"{Path(path).name}.tmp-gone")
         shutil.rmtree(gone, ignore_errors=True)
         Path(path).rename(gone)
@@ -138,15 +139,19 @@ def all_in(folder: Path) -> list[Path]:
 def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint whose hash matches, or None without checkpoints. Warn of damaged ones skipped.
 
+    What a killed run left while it wrote or deleted one is removed.
+
     Raises:
         InputError: there are checkpoints, and all are damaged.
     """
+    for rest in folder.glob("step-*.tmp*") if rank() == 0 else ():
+        shutil.rmtree(rest, ignore_errors=True)
     saved = all_in(folder)
     for path in reversed(saved):
         try:
-            files = read_object(path / MANIFEST, SHAPE)["files"]
-            changed = [name for name, entry in files.items() if file_sha256(path / name) != entry["sha256"]]
-            reason = f"{', '.join(changed)} has other content than was written" if changed else ""
+            entry = read_object(path / MANIFEST, SHAPE)["files"][STATE]
+            changed = file_sha256(path / STATE) != entry["sha256"]
+            reason = f"{STATE} has other content than was written" if changed else ""
         except DAMAGE as error:
             reason = f"{type(error).__name__}: {error}"
         if not reason:

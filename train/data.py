@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
+from draftsmith.data.store.datasets import (
+    BATCH_COLUMNS,
+    TEXT_COLUMNS,
+    collate_features,
+    open_dataset,
+    pack_features,
+)
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import gathered, num_ranks, rank, say_on_rank_zero
@@ -240,28 +246,59 @@ class Samples(Dataset):
 
 
 class ListedRows:
-    """Dataset of rows in memory, `{"input_ids": [T], "loss_mask": [T]}`, each a conversation of its own."""
+    """Dataset of rows in memory, `{"input_ids": [T], "loss_mask": [T]}`, each a conversation of its own.
 
-    def __init__(self, rows: Sequence[dict[str, Tensor]]):
-        self.rows = rows
-        self.lengths = np.array([len(row["input_ids"]) for row in rows], dtype=np.int64)
+    digest: hash of their texts, and of their features if they bring any. id_range: smallest and largest token id.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        """rows: tensors, arrays or lists.
+
+        Raises:
+            InputError: something else.
+        """
+        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+            raise InputError("data", type(rows).__name__, "a sequence of rows", "Pass list(rows).")
+        self.rows, digest, ids = rows, hashlib.sha256(), list[Tensor]()
+        for number in range(len(rows)):
+            item = self.item(number, 0)
+            for name in (name for name in BATCH_COLUMNS if name in item):
+                digest.update(f"{name} {item[name].dtype} {list(item[name].shape)}".encode())
+                digest.update(item[name].contiguous().view(torch.uint8).numpy().tobytes())
+            ids.append(item["input_ids"])
+        self.digest = digest.hexdigest()
+        self.lengths = np.array([len(row) for row in ids], dtype=np.int64)
         self.conversations = np.arange(len(rows))
+        self.id_range = tuple(map(int, torch.cat(ids).aminmax())) if ids else (0, 0)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def item(self, row: int, epoch: int) -> dict[str, Tensor]:
-        return dict(self.rows[row])
+        """Return a row with tensors, ids int64 and the mask bool."""
+        remedy = "Each row is {'input_ids': [T], 'loss_mask': [T]}, the mask true on answers (labels != -100)."
+        try:
+            item = dict(self.rows[row])
+            item |= {name: torch.as_tensor(item[name]) for name in BATCH_COLUMNS if name in item}
+            given = [item[name] for name in TEXT_COLUMNS]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise InputError(self.name(row), repr(error), "input_ids and loss_mask", remedy) from error
+        ids, mask = given[0].long(), given[1].bool()
+        as_given = bool((ids == given[0]).all() and (mask == given[1]).all())
+        if ids.ndim != 1 or not len(ids) or ids.shape != mask.shape or not as_given:
+            found = " and ".join(f"{name} {list(item[name].shape)} {item[name].dtype}" for name in TEXT_COLUMNS)
+            raise InputError(self.name(row), found, "token ids [T] and as many of 0 and 1, T at least 1", remedy)
+        return {**item, "input_ids": ids, "loss_mask": mask}
 
     def name(self, row: int) -> str:
         return f"row {row}"
 
     def answer_lengths(self, rows: Iterable[int]) -> np.ndarray:
-        return np.array([int(self.rows[row]["loss_mask"].sum()) for row in rows])
+        return np.array([int(self.item(row, 0)["loss_mask"].sum()) for row in rows])
 
     def whole_texts(self, rows: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for row in rows:
-            yield self.rows[row]["input_ids"].numpy(), self.rows[row]["loss_mask"].numpy()
+        for item in (self.item(row, 0) for row in rows):
+            yield item["input_ids"].numpy(), item["loss_mask"].numpy()
 
 
 class WholeSteps:
@@ -327,6 +364,9 @@ def train_and_val(
     def split(dataset: Any) -> Any:
         if int(np.max(dataset.lengths, initial=0)) <= limit:
             return dataset
+        if not hasattr(dataset, "in_pieces"):
+            found = f"rows of {int(np.max(dataset.lengths)):,} tokens"
+            raise InputError("max_length", found, f"at most {limit:,}", "Split them, or leave max_length out.")
         sequences = f"{int((np.asarray(dataset.lengths) > limit).sum()):,} of {len(dataset):,} sequences"
         say_on_rank_zero(f"{sequences} are longer than {limit:,} tokens: split into pieces")
         return dataset.in_pieces(limit, overlap)

@@ -57,20 +57,25 @@ OPTION_OF_FLAG = dict.fromkeys(("check_val_every_n_epoch", "val_check_interval")
 OPTION_OF_FLAG |= {name: name for name in ("accelerator", "devices", "max_steps", "precision", "strategy")}
 OPTION_OF_FLAG |= {"accumulate_grad_batches": "accumulate", "default_root_dir": "output", "gradient_clip_val": "clip"}
 OPTION_OF_FLAG |= {"log_every_n_steps": "log_every", "max_epochs": "epochs", "max_time": "minutes"}
+OPTION_OF_FLAG |= dict.fromkeys(("fast_dev_run", "limit_train_batches", "overfit_batches"), "max_steps")
 OPTION_OF_FLAG |= {"num_nodes": "devices (or a launcher)", "plugins": "strategy"}
 
 
-def finished(config: TrainConfig) -> Path | None:
+def finished(config: TrainConfig, digests: Mapping[str, str] | None = None) -> Path | None:
     """Return best/ of a run that is finished; None if there is something to train.
+
+    digests: of the data, if it is open; by default of what lies at the config's paths.
 
     Raises:
         InputError: the output directory holds a run with other settings, or of other data than lies there now.
     """
     if (config.output / STARTED).exists():
-        paths = {f"inputs.{name}": getattr(config, name) for name in ("data", "val")}
-        here = {name: path for name, path in paths.items() if path is not None and (path / MANIFEST).exists()}
-        digests = {name: Manifest.read(path).digest for name, path in here.items()}
-        _check_begun(config, {"config": decisive(config), **digests})
+        if digests is None:
+            paths = {name: getattr(config, name) for name in ("data", "val")}
+            here = {name: path for name, path in paths.items() if path is not None and (path / MANIFEST).exists()}
+            digests = {name: Manifest.read(path).digest for name, path in here.items()}
+        inputs = {f"inputs.{name}": digest for name, digest in digests.items()}
+        _check_begun(config, {"config": decisive(config), **inputs})
     if not (config.output / FINISHED).exists():
         return None
     if not (config.output / "best").is_dir():
@@ -106,7 +111,7 @@ def fit(
     if config.output == Path(IN_PYTHON):
         raise InputError("output", "none", "a directory for the run", "Pass output to draftsmith.settings.")
     with writing_alone(config.output, shared=True):
-        return finished(config) or _fit(module, data, callbacks, since, trainer_flags)
+        return finished(config, module.digests(data)) or _fit(module, data, callbacks, since, trainer_flags)
 
 
 def _fit(
@@ -161,7 +166,8 @@ def _fit(
             max_steps=data.total_steps,
             val_check_interval=val_every,
             logger=[*loggers, *(given if isinstance(given, list) else [given])],
-            callbacks=[StopOnSignal(), Validate(val_every), Progress(config), save, *callbacks],
+            # A checkpoint has the state of the user's callbacks behind the same step.
+            callbacks=[StopOnSignal(), Validate(val_every), Progress(config), *callbacks, save],
             default_root_dir=config.output,
         )
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.

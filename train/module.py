@@ -97,10 +97,10 @@ class LitHead(pl.LightningModule):
         """
 
     def digests(self, data: HeadDataModule) -> dict[str, str]:
-        """Return the digests of the artifacts that the data module reads; rows in memory have none."""
-        parts = {"data": data.train} | ({"val": data.val} if self.config.val is not None else {})
-        manifests = {name: getattr(samples.dataset, "manifest", None) for name, samples in parts.items()}
-        return {name: manifest.digest for name, manifest in manifests.items() if manifest is not None}
+        """Return the digests of the artifacts, or rows in memory, that the data module reads."""
+        train, val = (getattr(part.dataset, "manifest", part.dataset) for part in (data.train, data.val))
+        sources = {"data": train} | ({"val": val} if val is not train else {})
+        return {name: source.digest for name, source in sources.items() if hasattr(source, "digest")}
 
     @abstractmethod
     def read(self, batch: MicroBatch, validating: bool = False) -> tuple[Any, Tensor | None]:
@@ -418,8 +418,18 @@ class LitDrafter(LitHead):
         return self.source.read(batch.data)
 
     def setup(self, stage: str) -> None:
-        """Measure the unit of noise, from the first training samples."""
+        """Compare the samples with the target, and measure the unit of noise from the first ones."""
         super().setup(stage)
+        data, info = cast(Any, self.trainer).datamodule, self.target.info
+        context = min(info.max_position, self.head.config.max_position)
+        for samples in (data.train, data.val):
+            if (longest := int(samples.lengths.max())) > context:
+                expected = f"at most {context:,}, the context"
+                raise InputError("data", f"a sample of {longest:,} tokens", expected, "Split or drop longer ones.")
+            smallest, largest = getattr(samples.dataset, "id_range", (0, 0))
+            if smallest < 0 or largest >= info.vocab_size:
+                found, expected = f"token ids {smallest} to {largest}", f"0 to {info.vocab_size - 1}, the vocabulary"
+                raise InputError("data", found, expected, "Use the tokenizer of the target.")
         if self.feature_std is None:
             self.feature_std = feature_std(cast(Any, self.trainer).datamodule.train, self.source)
         if self.source.stream is not None:

@@ -92,7 +92,8 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
         missing = round(ASSUMED_LOSS_SHARE * samples * length)
         return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source, missing)
 
-    counts, texts = Manifest.read(config.data).counts, open_dataset(config.data, check="size")
+    texts = open_dataset(config.data, check="size")
+    counts = texts.manifest.counts
     train, _ = train_and_val(config, texts, None if config.val is None else texts, context, num_lost_rows)
     total = int(texts.lengths.sum())
     share = counts.get("loss_tokens", counts.get("response_tokens", total)) / max(1, total)

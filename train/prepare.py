@@ -124,9 +124,9 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             raise InputError("data", "features whose teacher was not proved", "the field `teacher` in it", remedy)
         target.readout = manifest.readout or target.readout
         check = "sha256" if sum(entry.bytes for entry in manifest.files) < HASHED_BYTES else "size"
-        return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
-    open_artifact(directory, ("responses", "prompts", "features"), check="size")
-    return text_dataset(directory, config.target, target.info.identity)
+        return open_dataset(manifest.directory, "features", {"target": identity}, check, target.info.vocab_size)
+    open_artifact(manifest.directory, ("responses", "prompts", "features"), check="size")
+    return text_dataset(manifest.directory, config.target, target.info.identity)
 
 
 def taught_by_final_state(layers: Sequence[int], target: CausalLM) -> bool:

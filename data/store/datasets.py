@@ -95,17 +95,17 @@ class ArtifactDataset(Dataset):
     conversations: conversation of each sample, counted from 0, [N].
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, vocab_size: int | None, mix: float, seed: int):
+    def __init__(self, manifest: Manifest, vocab_size: int | None, mix: float, seed: int):
         """manifest: as `open_artifact` returned it. For the rest see `open_dataset`."""
-        self.directory, self.manifest = Path(directory), manifest
+        self.directory, self.manifest = manifest.directory, manifest
         self._mix, self._seed = mix, seed
         is_text = "input_ids" in manifest.field_names
         self._ids = "input_ids" if is_text else "prompt_ids"
         names = ["id", *(COLUMNS[manifest.kind] if is_text else (self._ids,))]
         names += ["turn"] if "turn" in manifest.field_names else []
-        self._table = Rows(directory, manifest, names, vocab_size=vocab_size).table()
+        self._table = Rows(self.directory, manifest, names, vocab_size=vocab_size).table()
         self._lists = [name for name in names if pa.types.is_list(self._table[name].type)]
-        self._files = FeatureFiles(directory)
+        self._files = FeatureFiles(self.directory)
 
         self.lengths = self._list_lengths(self._ids)
         # Reading a response's drafts costs their tokens too.
@@ -196,6 +196,12 @@ class ArtifactDataset(Dataset):
         weight = item.pop("reached")
         return {**item, "weight": weight, "loss_mask": weight > 0}
 
+    @property
+    def id_range(self) -> tuple[int, int]:
+        """Return the smallest and the largest token id."""
+        bounds = pc.min_max(pc.list_flatten(self._table[self._ids])).as_py()
+        return bounds["min"], bounds["max"]
+
     def name(self, index: int) -> str:
         """Return the id of the sample's row."""
         return self._table["id"][int(self.rows[index])].as_py()
@@ -250,7 +256,7 @@ def open_dataset(
     if not 0 <= mix < 1:
         raise InputError("mix", mix, "a probability in [0, 1)", "The paper's is 0.15.")
     manifest = open_artifact(Path(directory), kind or tuple(COLUMNS), identity, check)
-    return ArtifactDataset(Path(directory), manifest, vocab_size, mix, seed)
+    return ArtifactDataset(manifest, vocab_size, mix, seed)
 
 
 def as_dataset(directory: str | Path) -> Any:
@@ -264,8 +270,8 @@ def as_dataset(directory: str | Path) -> Any:
     """
     import datasets
 
-    directory = Path(directory)
-    manifest = open_artifact(directory, tuple(COLUMNS))
+    manifest = open_artifact(Path(directory), tuple(COLUMNS))
+    directory = manifest.directory
     tables = [glob.escape(str(directory / entry.name)) for entry in manifest.files if entry.name.endswith(".parquet")]
     with quiet_datasets():
         # The content's hash names the copy in the cache of `datasets`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,16 @@ def broken_position(stored: Mapping[str, Tensor]) -> int | None:
 
 
 class FeatureFiles:
-    """The safetensors files of a feature directory, each opened once per process."""
+    """The safetensors files of a feature directory, each opened once per process.
+
+    Before each read a file's size and time are compared: files are mapped, and the system ends a process that reads
+    what was cut off meanwhile.
+    """
 
     def __init__(self, directory: Path):
-        self._directory = Path(directory)
+        self._directory = Path(directory).resolve()
         self._files: dict[tuple[int, str], Any] = {}
+        self._stamps = {path.name: _stamp(path) for path in self._directory.glob("*.safetensors")}
 
     def keys(self, name: str) -> list[str]:
         """Return the row keys of a file."""
@@ -96,9 +102,9 @@ class FeatureFiles:
         """
         file = self._open(name)
         # The stored dtype says how a row is encoded.
-        stored = {"": file.get_tensor(key)}
+        stored = {"": file.get_tensor(key).clone()}
         if stored[""].dtype == torch.float8_e4m3fn:
-            stored[SCALE] = file.get_tensor(key + SCALE)
+            stored[SCALE] = file.get_tensor(key + SCALE).clone()
         position = broken_position(stored)
         if position is not None:
             found = f"NaN or infinity in {row}, position {position}"
@@ -112,9 +118,15 @@ class FeatureFiles:
 
     def _open(self, name: str) -> Any:
         # Per process: a forked reader must not share its parent's file, and a spawned one gets none.
-        process_file = (os.getpid(), name)
+        process_file, path = (os.getpid(), name), self._directory / name
+        # A file that was deleted or replaced stays readable for those who have it open.
+        now = _stamp(path)
+        known = self._stamps.setdefault(name, now) if now else None
+        replaced = now and known and now[0] != known[0] and process_file in self._files
+        if now != known and not replaced:
+            remedy = "Make it again if it is damaged, and give this command again."
+            raise InputError(str(path), "another content than at the beginning", "a file at rest", remedy)
         if process_file not in self._files:
-            path = self._directory / name
             try:
                 self._files[process_file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -124,6 +136,14 @@ class FeatureFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return a file's number on its disk, size and time of change; None if there is none."""
+    with suppress(OSError):
+        stat = path.stat()
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return None
 
 
 def token_bytes(hidden_size: int, dtype: FeatureDtype) -> int:

@@ -31,7 +31,7 @@ MANIFEST_SHAPE: dict[str, Any] = {
     "config": dict,
     "inputs": {"*": str},
     "identity": dict,
-    "sampling": (dict, None),
+    "sampling": ({"temperature": (float, [float]), "top_k": int, "top_p": float}, None),
     "fields": [{"name": str, "dtype": str, "shape": [str]}],
     "counts": {"*": int},
     "files": [FILE_SHAPE],
@@ -72,6 +72,7 @@ class Manifest:
         nothing was drawn.
     counts: rows, tokens and whatever else the stage counts. command: the command line that makes it again.
     teacher: how states were proved against the target's own logits (`targets.proof.Proof.as_json`); None if not.
+    directory: from which it was read, without links: one that changes does not change what is read. Not stored.
     """
 
     kind: str
@@ -88,11 +89,12 @@ class Manifest:
     git_commit: str | None = None
     teacher: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
+    directory: Path = field(default=Path(), compare=False)
 
     @property
     def digest(self) -> str:
         """Hash of the content and the inputs, but not of the place, commit or release that made it."""
-        content = dataclasses.asdict(self)
+        content = self._stored()
         for incidental in ("config", "command", "packages", "git_commit", "teacher"):
             del content[incidental]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -108,7 +110,10 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json`, which completes the artifact."""
-        write_json(Path(directory) / MANIFEST, dataclasses.asdict(self))
+        write_json(Path(directory) / MANIFEST, self._stored())
+
+    def _stored(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "directory"}
 
     @staticmethod
     def read(directory: Path) -> Manifest:
@@ -118,7 +123,8 @@ class Manifest:
             InputError: no such directory, an unfinished stage (with the command that continues it), a damaged manifest.
         """
         directory = Path(directory)
-        path, started = directory / MANIFEST, directory / STARTED
+        opened = directory.resolve()
+        path, started = opened / MANIFEST, opened / STARTED
         if not path.exists():
             found, expected, remedy = f"no {MANIFEST}", "an artifact's directory", "Check the path."
             if directory.is_file():
@@ -137,7 +143,7 @@ class Manifest:
         raw = {name: raw[name] for name in MANIFEST_SHAPE}
         raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
         raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
-        return Manifest(**raw)
+        return Manifest(**raw, directory=opened)
 
 
 def open_artifact(
@@ -169,17 +175,17 @@ def open_artifact(
         remedy = f"Make it again: {manifest.command} (with the models given here, and another output)"
         raise InputError(str(directory), found, "the same identity", remedy)
 
-    check_files(directory, manifest, lambda name: check == "sha256")
+    check_files(manifest, lambda name: check == "sha256")
     return manifest
 
 
-def check_files(directory: Path, manifest: Manifest, hashed: Callable[[str], bool]) -> None:
+def check_files(manifest: Manifest, hashed: Callable[[str], bool]) -> None:
     """Raise InputError for the first file that is missing or of another size, or whose hash differs, if it is hashed.
 
     hashed: whether to read the file of this name, which takes minutes for terabytes.
     """
     for entry in manifest.files:
-        path, damage = directory / entry.name, None
+        path, damage = manifest.directory / entry.name, None
         if not path.exists():
             damage = "no file"
         elif (size := path.stat().st_size) != entry.bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules.types import InputError
 
 ARROW = {
@@ -25,6 +25,7 @@ ARROW = {
     "list<bool>": pa.list_(pa.bool_()),
 }
 IDS = ("input_ids", "prompt_ids", "draft_ids")
+REMEDY = "Delete it and run its stage again, which rebuilds just this shard."
 
 
 class Rows:
@@ -41,11 +42,15 @@ class Rows:
         """columns: to read; None reads all. limit: only the first so many rows; 0 takes all. vocab_size: of the model
         that reads the token ids, to check them."""
         files = [entry for entry in manifest.files if entry.name.endswith(".parquet")]
+        if not files:
+            raise InputError(str(Path(directory) / MANIFEST), "no tables", "at least one", "Run its stage again.")
         self._paths, self._columns = [Path(directory) / entry.name for entry in files], columns
         self._vocab_size = vocab_size
+        for path, entry in zip(self._paths, files, strict=True):
+            if (num_rows := _reading(path, pq.read_metadata).num_rows) != entry.rows:
+                raise InputError(str(path), f"{num_rows:,} rows", f"{entry.rows:,}, as its manifest says", REMEDY)
         self._ends = list(itertools.accumulate(entry.rows for entry in files))
-        total = self._ends[-1] if files else 0
-        self._num_rows = min(limit, total) if limit else total
+        self._num_rows = min(limit, self._ends[-1]) if limit else self._ends[-1]
         self._shard: tuple[int, pa.Table] | None = None
 
     def __len__(self) -> int:
@@ -72,12 +77,8 @@ class Rows:
         return pa.concat_tables(map(self._read, self._paths))
 
     def _read(self, path: Path) -> pa.Table:
-        try:
-            columns = None if self._columns is None else list(self._columns)
-            table = pq.read_table(path, columns=columns, partitioning=None)
-        except (pa.ArrowException, OSError) as error:
-            remedy = "Delete it and run its stage again, which rebuilds just this shard."
-            raise InputError(str(path), f"unreadable ({error})", "a Parquet shard", remedy) from error
+        columns = None if self._columns is None else list(self._columns)
+        table = _reading(path, pq.read_table, columns=columns, partitioning=None)
 
         # A tokenizer may have more tokens than the model has embeddings; a GPU reports such an id as an assertion.
         for name in IDS if self._vocab_size is not None else ():
@@ -87,3 +88,11 @@ class Rows:
                     expected = f"token ids below {self._vocab_size}, the model's vocabulary"
                     raise InputError(f"{path}, {name}", largest, expected, "Use the model that they were made for.")
         return table
+
+
+def _reading(path: Path, read: Callable[..., Any], **options: Any) -> Any:
+    """Return what a function of pyarrow reads of a shard."""
+    try:
+        return read(path, **options)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(str(path), f"unreadable ({error})", "a Parquet shard", REMEDY) from error

@@ -209,9 +209,6 @@ def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
 def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
     """Write a shard's files and, last, the record that they are whole."""
     directory = plan.directory
-    # Left by a killed run.
-    for leftover in directory.glob(f"{shard.name}.*.tmp-*"):
-        leftover.unlink(missing_ok=True)
     # Fields with other dtypes describe tensors.
     schema = pa.schema([(f.name, ARROW[f.dtype]) for f in plan.fields if f.dtype in ARROW])
     names = [f"{shard.name}.parquet"]
@@ -257,6 +254,7 @@ def _finish(plan: StagePlan) -> Manifest:
         packages=package_versions(),
         git_commit=git_commit(),
         teacher=plan.teacher,
+        directory=plan.directory.resolve(),
     )
     manifest.write(plan.directory)
 

@@ -21,15 +21,15 @@ from draftsmith.modules.types import InputError
 class StoredLM(OuterLM):
     """Embeddings of a target, and its states of the rows of a features artifact."""
 
-    def __init__(self, outer: OuterLM, directory: Path, manifest: Manifest):
+    def __init__(self, outer: OuterLM, manifest: Manifest):
         """manifest: of the artifact, with the target's identity."""
         super().__init__(outer.weights, outer.info, manifest.readout or outer.readout)
-        self.directory = directory
+        self.directory = manifest.directory
         layers = manifest.identity["target"]["layers"]
         # () stands for the state behind the final norm.
         self.layers = () if layers == "final-norm" else tuple(int(layer) for layer in layers.split(","))
-        self._files = FeatureFiles(directory)
-        rows = Rows(directory, manifest, ["input_ids", "row", "shard"])
+        self._files = FeatureFiles(self.directory)
+        rows = Rows(self.directory, manifest, ["input_ids", "row", "shard"])
         self._place = {row_name(row["input_ids"]): (row["shard"], row["row"]) for row in rows.iterate()}
 
     def features(
@@ -71,5 +71,5 @@ def load_stored(path: str, directory: Path, dtype: str, device: str) -> StoredLM
     manifest = open_artifact(directory, "features", check="size")
     layers = manifest.identity.get("target", {}).get("layers", "final-norm")
     numbers = () if layers == "final-norm" else tuple(int(layer) for layer in layers.split(","))
-    open_artifact(directory, "features", {"target": captured(outer.info.identity, numbers)}, check="size")
-    return StoredLM(outer, directory, manifest)
+    identity = {"target": captured(outer.info.identity, numbers)}
+    return StoredLM(outer, open_artifact(manifest.directory, "features", identity, check="size"))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from draftsmith.modules.pretrained.files import make_directory, writing
+from draftsmith.modules.pretrained.files import clear_files, make_directory, writing
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.types import InputError
 
@@ -67,6 +67,7 @@ def writing_alone(directory: Path, shared: bool = False) -> Iterator[None]:
             raise InputError("output", found, "a directory that no other process writes to", remedy) from error
     _held.add(key)
     try:
+        clear_files(directory)
         yield
     finally:
         _held.remove(key)

@@ -289,8 +289,10 @@ def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSour
     """Open a file, or JSON lines at an address."""
     import datasets
 
-    file, suffix = Path(path), Path(path).suffix.lower()
+    # A link may change: what is read, and its hash, are of one file.
+    file, suffix = Path(path).resolve(), Path(path).suffix.lower()
     is_table, is_local = suffix == ".parquet", file.is_file()
+    content = file_sha256(file) if is_local and not streaming else None
     with loading(path):
         if is_local and not file.stat().st_size:
             rows = datasets.Dataset.from_dict({"text": []})
@@ -298,16 +300,16 @@ def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSour
             rows = datasets.Dataset.from_dict({"text": [json.dumps(row) for row in listed]})
         else:
             # The content's hash names the copy in the cache: a file may change and keep its time.
-            content = file_sha256(file) if is_local and not streaming else None
             # Bytes pass through latin-1 unchanged, so that a line that is not UTF-8 is its row's fault.
             kind, options = ("parquet", {}) if is_table else ("text", {"encoding": "latin-1"})
             # A path is no pattern of names.
-            files = glob.escape(path) if is_local else path
+            files = glob.escape(str(file)) if is_local else path
             rows = datasets.load_dataset(kind, content, data_files=files, split="train", streaming=streaming, **options)
             rows = rows if is_table else _number_lines(rows)
     source = _of_table(path, rows, split)
     source.parse = table_row if is_table else parse_line
-    source.hash_content = functools.partial(file_sha256, file) if is_local else source.hash_content
+    if is_local:
+        source.hash_content = functools.partial(str, content) if content else functools.partial(file_sha256, file)
     return source
 
 
@@ -351,7 +353,7 @@ def _open_data_set(
     path = Path(name)
     with loading(name):
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
-            splits = datasets.load_from_disk(name)
+            splits = datasets.load_from_disk(str(path.resolve()))
         else:
             splits = datasets.load_dataset(name, subset, revision=revision, streaming=streaming)
     return (_of_table if isinstance(splits, datasets.Dataset) else _of_splits)(name, splits, split)

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from draftsmith.data.settings import Turns
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import open_turns, read_chat, row_label
 from draftsmith.data.text.sources import BENCHMARKS, SUFFIXES, named_split, open_source
 from draftsmith.data.text.template import (
@@ -140,13 +139,12 @@ def artifact_prompts(directory: Path, target: str, turns: Turns, keep: Keep) -> 
         if ours != theirs:
             found = f"{directory} made with chat template {theirs}"
             raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
-    for entry in (entry for entry in manifest.files if entry.name.endswith(".parquet")):
-        for row in pq.read_table(directory / entry.name).to_pylist():
-            task = row.get("task") or ""
-            if keep(task, row.get("split") or ""):
-                later = user_texts(json.loads(row["later"])) if turns == "all" else ()
-                opening, inputs = json.loads(row["messages"]), json.loads(row.get("template_inputs") or "{}")
-                yield BenchPrompt.of(str(row["id"]), list(row["prompt_ids"]), task, opening, later, inputs)
+    for row in Rows(manifest.directory, manifest).iterate():
+        task = row.get("task") or ""
+        if keep(task, row.get("split") or ""):
+            later = user_texts(json.loads(row["later"])) if turns == "all" else ()
+            opening, inputs = json.loads(row["messages"]), json.loads(row.get("template_inputs") or "{}")
+            yield BenchPrompt.of(str(row["id"]), list(row["prompt_ids"]), task, opening, later, inputs)
 
 
 def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingPara
             params, ends = SamplingParams(**(manifest.sampling or {})), () if manifest.config["ignore_eos"] else ends
             room = manifest.config["max_new_tokens"]
         columns = ["id", "task", "turn", "input_ids", "loss_mask"]
-        rows = list(Rows(path, manifest, columns, config.limit, vocabulary_size(config.target)).iterate())
+        rows = list(Rows(manifest.directory, manifest, columns, config.limit, vocabulary_size(config.target)).iterate())
     else:
         opened, chat_tokenizer = open_source(str(path)), load_chat_tokenizer(config.target)
         for number in range(min(len(opened), config.limit or len(opened))):

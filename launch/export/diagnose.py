@@ -66,7 +66,7 @@ def run(config: DiagnoseConfig) -> int:
     # Its errors come before the target is loaded.
     head_config(config.draft)
     target = load_target(config.target, **config.loading)
-    print_text(diagnose(head_directory(config.draft), target, config.target, rows, manifest))
+    print_text(diagnose(head_directory(config.draft).resolve(), target, config.target, rows, manifest))
     return 0
 
 
@@ -75,7 +75,7 @@ def read_rows(
 ) -> tuple[list[dict[str, Any]], Manifest]:
     """Read the first rows of the data, and its manifest."""
     manifest = open_artifact(config.data, kinds, text_identity(config.target), check)
-    rows = Rows(config.data, manifest, limit=config.limit or limit, vocab_size=vocabulary_size(config.target))
+    rows = Rows(manifest.directory, manifest, limit=config.limit or limit, vocab_size=vocabulary_size(config.target))
     return list(rows.iterate()), manifest
 
 
@@ -83,7 +83,8 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
     """Print what is wrong and write the corrected head; return 0 if nothing is, or all was corrected, else 1."""
     if occupied(output):
         raise InputError("write", f"{output}, which exists", "a new directory", "Choose another, or remove it.")
-    directory, ours = head_directory(config.draft), kind_at(config.draft) is not None
+    directory = head_directory(config.draft).resolve()
+    ours = kind_at(directory) is not None
     if not ours:
         served: Any = {"engine": config.engine, "target_server": config.target_server}
         directory = import_head(ImportConfig(config.draft, output / DECLARED, config.target, **served))

@@ -93,7 +93,7 @@ def run(config: ExportConfig) -> int:
 
 def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
     """Write and check a head. Returns the report and the command that serves it, with notes."""
-    path = head_directory(_given(config, "head", "the head's directory"))
+    path = head_directory(_given(config, "head", "the head's directory")).resolve()
     # What can be refused is refused before the models are read.
     format, settings = format_for(path, config.format)
     if format.float32 and config.weights not in ("auto", "float32"):

@@ -58,7 +58,7 @@ def read_package(path: str) -> Package:
     for file in weight_files(directory):
         if file.suffix == ".safetensors":
             with open_tensors(file, FETCH) as opened:
-                tensors |= {name: opened.get_tensor(name) for name in list(opened.keys())}
+                tensors |= {name: opened.get_tensor(name).clone() for name in list(opened.keys())}
                 metadata |= opened.metadata() or {}
         else:
             tensors |= read_torch(file)

@@ -54,7 +54,10 @@ def whole(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}")
     try:
         with writing(path):
-            yield temporary
+            temporary.touch()
+            # Else `clear_files` would take it for a leftover.
+            with _locked(temporary):
+                yield temporary
             _sync(temporary)
             publish(temporary, path)
     finally:
@@ -145,7 +148,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write a safetensors file."""
     with whole(path) as temporary:
         # safetensors keeps others from reading its files; a server often runs as somebody else.
-        temporary.touch()
         mode = temporary.stat().st_mode
         save_file(dict(tensors), temporary, dict(metadata) if metadata is not None else None)
         temporary.chmod(mode)
@@ -244,12 +246,20 @@ def _clear_leftovers(directory: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def clear_files(directory: Path) -> None:
+    """Remove the temporary files in a directory that no process holds: those of killed ones."""
+    for path in directory.glob("*.tmp-[0-9]*-" + 6 * "[0-9a-f]"):
+        with _locked(path) as ours, suppress(OSError):
+            if ours:
+                path.unlink()
+
+
 @contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Lock a directory, if it exists, for the block; yield whether no other process holds it."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Lock a file or directory, if it exists, for the block; yield whether no other process holds it."""
     descriptor, held = None, False
     with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held = True
     try:

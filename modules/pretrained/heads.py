@@ -240,6 +240,8 @@ def load_head(
     kind: the expected kind.
     identity: of what the head reads, if that is not the model alone (`drafter_identity`).
     """
+    # Once: a link may change.
+    directory = head_directory(directory).resolve()
     config = head_config(directory, kind)
     # Compare sizes and identity before the weights are read.
     settings = head_settings(directory, config)
@@ -270,6 +272,7 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
     Raises:
         InputError: no head, one that does not draft, or one for another target.
     """
+    directory = head_directory(directory).resolve()
     kind = head_config(directory)["kind"]
     if kind not in drafters.learned():
         raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
@@ -332,6 +335,7 @@ def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int 
 
     Raises as `starting_settings`.
     """
+    directory = head_directory(directory).resolve()
     settings = starting_settings(directory, kind, width, vocab_size)
     state = read_tensors(weights_file(directory), REMEDY)
     head: nn.Module = build_head(kind, settings, state).float().train().requires_grad_(True)
@@ -402,5 +406,5 @@ def load_drafter(draft: str | Path, target: Callable[[], CausalLM], load: Callab
     if kind_at(draft) is None:
         lm = load(str(draft))
         return FrozenDrafter(lm, lm.info.identity)
-    lm = target()
+    lm, draft = target(), head_directory(draft).resolve()
     return FrozenDrafter(lm, drafter_identity(draft, lm), load_draft_head(draft, lm))

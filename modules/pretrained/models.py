@@ -110,7 +110,8 @@ def load_lm(
     if engine not in ("auto", "lean", "hf"):
         raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
     check_device(device)
-    directory = model_directory(path)
+    # Once: a link may change.
+    directory = model_directory(path).resolve()
     config = read_model_json(directory / "config.json", CONFIG)
     weights = weight_type(dtype, config)
     # Low precision exists on the lean engine only, spreading over devices on the hf engine only.
@@ -151,7 +152,9 @@ def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterL
         InputError: unknown path or dtype, or weights that are missing or quantized.
     """
     check_device(device)
-    directory, config, info = model_directory(path), read_config(path), load_info(path)
+    directory = model_directory(path).resolve()
+    path = str(directory)
+    config, info = read_config(path), load_info(path)
     weights = read_outer(directory, (info.vocab_size, info.hidden_size), device, weight_type(dtype, config))
     return OuterLM(weights, info, next(candidates(text_settings(path), ("none",))))
 
@@ -182,7 +185,7 @@ def _load_lean(
     check_lean(config)
     state: dict[str, torch.Tensor] = {}
     for file in checkpoint_files(directory):
-        state |= read_tensors(file, REMEDY)
+        state |= read_tensors(file, REMEDY, mapped=True)
     model = model_from_state(shape, state, dtype)
     info = _model_info(directory, config, shape)
     return LlamaLM(model.to(device), info, packed, precision)

@@ -122,7 +122,7 @@ def read_tensors_of(directory: Path, found: OuterNames, fields: tuple[str, ...])
     for field, name in found.names.items():
         if field in fields:
             with open_tensors(found.files[name], REMEDY) as opened:
-                tensors[field] = opened.get_tensor(name)
+                tensors[field] = opened.get_tensor(name).clone()
             if tensors[field].dtype not in FLOATS:
                 raise quantized(directory, f"{name} in {tensors[field].dtype}")
     return tensors

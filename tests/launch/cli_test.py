@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+import draftsmith
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.launch import cli
@@ -426,3 +427,9 @@ def test_openmp_threads_soon_sleep():
         [sys.executable, "-m", "draftsmith", "doctor"], env=environment, capture_output=True, text=True, check=True
     ).stderr
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown and "GOMP_SPINCOUNT = '5000'" in shown
+
+
+@pytest.mark.parametrize(("values", "words"), [({"dta": "x"}, "dta"), ({"data": "nope"}, "found no --target")])
+def test_wrong_options_from_python_are_an_input_error(values, words):
+    with pytest.raises(draftsmith.InputError, match=words):
+        draftsmith.run("train eagle3", output="unused", **values)

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from draftsmith.data.store.datasets import collate_features, open_dataset, pack_
 from draftsmith.modules.drafters.eagle import EagleHead, eagle_loss, eagle_training, noise_like, shift
 from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.types import InputError
-from draftsmith.train.checkpoints import FOLDER, all_in
+from draftsmith.train.checkpoints import FOLDER, STATE, all_in
 from draftsmith.train.command import run
 from draftsmith.train.data import MicroBatch, held_out
 from draftsmith.train.module import LitDrafter
@@ -185,7 +186,14 @@ def test_a_training_that_a_callback_stops_is_finished(monitor, target, rows, tmp
 
 
 @pytest.mark.parametrize(
-    ("flag", "option"), [({"precision": "bf16-mixed"}, "precision"), ({"max_epochs": 2}, "epochs")]
+    ("flag", "option"),
+    [
+        ({"precision": "bf16-mixed"}, "precision"),
+        ({"max_epochs": 2}, "epochs"),
+        ({"overfit_batches": 1}, "max_steps"),
+        ({"fast_dev_run": True}, "max_steps"),
+        ({"limit_train_batches": 2}, "max_steps"),
+    ],
 )
 def test_a_flag_that_an_option_decides_is_refused_in_a_line(flag, option, target, rows, tmp_path):
     with pytest.raises(InputError, match=f"pass {option} to draftsmith"):
@@ -225,6 +233,94 @@ def test_a_run_needs_a_directory_and_samples(target, rows, tmp_path):
         trained(module_of(target, Path("given in Python")), rows)
     with pytest.raises(InputError, match="train: found no samples"):
         draftsmith.HeadDataModule([], rows, module_of(target, tmp_path).config)
+
+
+AS_GIVEN = {
+    "lists": lambda rows: [{name: own.tolist() for name, own in row.items()} for row in rows],
+    "arrays": lambda rows: [{name: own.numpy() for name, own in row.items()} for row in rows],
+    "numbers": lambda rows: [{"input_ids": r["input_ids"].int(), "loss_mask": r["loss_mask"].float()} for r in rows],
+    "datasets": lambda rows: datasets.Dataset.from_list(AS_GIVEN["lists"](rows)),
+}
+
+
+@pytest.mark.parametrize("kind", AS_GIVEN)
+def test_rows_of_other_types_are_the_same_rows(kind, target, rows, tmp_path):
+    config = module_of(target, tmp_path).config
+    ours, theirs = (draftsmith.HeadDataModule(own, rows, config).train for own in (AS_GIVEN[kind](rows), rows))
+    assert ours.dataset.digest == theirs.dataset.digest
+    for number in range(len(rows)):
+        assert all(torch.equal(rows[number][name], own) for name, own in ours.item(number, 0).items())
+
+
+ODD = {
+    "another shape": (lambda row: {name: own[None] for name, own in row.items()}, r"row 7: found input_ids \[1, 6\]"),
+    "labels": (lambda row: {"input_ids": row["input_ids"], "labels": row["input_ids"]}, r"row 7: .*labels != -100"),
+    "a short mask": (lambda row: {**row, "loss_mask": row["loss_mask"][:-1]}, r"row 7: .*loss_mask \[5\]"),
+    "labels for a mask": (lambda row: {**row, "loss_mask": row["input_ids"]}, r"row 7: .*0 and 1"),
+    "no token": (lambda row: {name: own[:0] for name, own in row.items()}, r"row 7: .*T at least 1"),
+    "words": (lambda row: {**row, "input_ids": ["a"] * 6}, "row 7: "),
+    "no dictionary": (lambda row: 7, "row 7: "),
+    "beyond the vocabulary": (lambda row: {**row, "input_ids": row["input_ids"] + 10**5}, "the vocabulary"),
+    "below it": (lambda row: {**row, "input_ids": row["input_ids"] - 10**5}, "the vocabulary"),
+    "beyond the context": (
+        lambda row: {name: own.repeat(99) for name, own in row.items()},
+        "594 tokens, .*at most 256",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_rows_that_are_none_are_one_line(kind, target, rows, tmp_path):
+    change, words = ODD[kind]
+    with pytest.raises(InputError, match=words) as caught:
+        trained(module_of(target, tmp_path), [*rows[:7], change(rows[7])])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_sequence_of_rows_is_one_line(target, rows, tmp_path):
+    for given in (iter(rows), datasets.Dataset.from_list(AS_GIVEN["lists"](rows)).to_iterable_dataset()):
+        with pytest.raises(InputError, match=r"expected a sequence of rows\. Pass list\(rows\)"):
+            draftsmith.HeadDataModule(given, None, module_of(target, tmp_path).config)
+    twice = [{name: own.repeat(2) for name, own in row.items()} for row in rows]
+    with pytest.raises(InputError, match="max_length: found rows of 24 tokens, expected at most 16"):
+        draftsmith.HeadDataModule(twice, None, module_of(target, tmp_path, max_length=16, val_share=0.2).config)
+
+
+def test_rows_in_memory_resume_and_finish_as_the_same_rows_only(target, rows, tmp_path):
+    trained(module_of(target, tmp_path), rows)
+    other = [*rows[:7], {**rows[7], "input_ids": rows[7]["input_ids"].flip(0)}]
+    before = (tmp_path / "last" / "model.safetensors").read_bytes()
+    for finished in (True, False):
+        if not finished:
+            (tmp_path / "training.json").unlink()
+        with pytest.raises(InputError, match=r"another inputs\.data: "):
+            trained(module_of(target, tmp_path), other)
+        trained(module_of(target, tmp_path), rows)
+    assert (tmp_path / "last" / "model.safetensors").read_bytes() == before
+
+
+def test_a_callbacks_state_is_saved_behind_its_own_step(target, rows, tmp_path):
+    class Count(pl.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, trainer, *_):
+            self.steps += 1
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+    trained(module_of(target, tmp_path, max_steps=3, val_every=2, save_every=1, keep=9), rows, Count())
+    for path in all_in(tmp_path / FOLDER):
+        state = torch.load(path / STATE, weights_only=True)
+        (counted,) = (own["steps"] for name, own in state["callbacks"].items() if "Count" in name)
+        assert counted == state["global_step"]
+
+
+def test_without_a_validation_the_last_head_is_the_best(target, rows, tmp_path):
+    trained(module_of(target, tmp_path), rows, limit_val_batches=0)
+    best, last = (load_file(tmp_path / name / "model.safetensors") for name in ("best", "last"))
+    assert all(torch.equal(own, last[name]) for name, own in best.items())
+    trained(module_of(target, tmp_path), rows)
 
 
 def test_what_is_not_finite_is_named_by_its_row(target, rows, tmp_path):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 
 import pytest
 import torch
+from forked import forked
 from torch.utils.data import DataLoader
 
 from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset, pack_features
@@ -131,3 +133,30 @@ def test_an_id_beyond_the_readers_vocabulary_is_refused(chain, stage, column):
     assert len(Rows(directory, manifest, [column], vocab_size=largest + 1).read(0, 99)) == 11
     with pytest.raises(InputError, match=f"{column}: found {largest}, expected token ids below {largest}"):
         Rows(directory, manifest, [column], vocab_size=largest).read(0, 99)
+
+
+@pytest.mark.parametrize("change", ["cut", "rewritten"])
+def test_states_that_change_while_they_are_read_are_one_line(chain, tmp_path, change):
+    """Of a mapped file that is cut, the system ends the process that reads on."""
+    directory = shutil.copytree(chain.directory("features"), tmp_path / "features")
+    data, shard = open_dataset(directory), directory / "shard-00000.safetensors"
+
+    def read_on() -> None:
+        kept = data[0]["features"]
+        content = shard.read_bytes()
+        shard.write_bytes(content[:-100] if change == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+        assert kept.isfinite().all()
+        with pytest.raises(InputError, match=r"shard-00000\.safetensors: found another content"):
+            data.item(1, 0)
+
+    process = forked(read_on)
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_shard_that_is_replaced_before_it_is_opened_is_one_line(chain, tmp_path):
+    directory = shutil.copytree(chain.directory("features"), tmp_path / "features")
+    data = open_dataset(directory)
+    (directory / "shard-00001.safetensors").write_bytes((directory / "shard-00000.safetensors").read_bytes())
+    with pytest.raises(InputError, match=r"shard-00001\.safetensors: found another content"):
+        data.item(3, 0)

@@ -11,6 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.store import manifest
+from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, decisive, open_artifact
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained.files import write_json
@@ -182,3 +184,44 @@ def test_data_of_a_fine_tuned_target_is_refused_everywhere(chain, tmp_path, caps
         assert main([*words.split(), "--output", str(out)]) == 2, words
         error = capsys.readouterr().err.splitlines()[-1]
         assert ".weights: " in error and "Make it again: draftsmith data" in error, error
+
+
+@pytest.mark.parametrize(("stage", "field"), [("responses", "prompts"), ("features", "responses")])
+def test_an_input_is_read_from_where_it_was_opened_whatever_its_link_does(
+    chain, remake, tmp_path, monkeypatch, stage, field
+):
+    """The link leads nowhere once the artifact is open: whoever follows it again fails."""
+    link, check = tmp_path / "link", manifest.check_files
+    link.symlink_to(chain.directory(field))
+
+    def check_and_move(*args) -> None:
+        check(*args)
+        if link.is_symlink():
+            link.unlink()
+
+    monkeypatch.setattr(manifest, "check_files", check_and_move)
+    made = remake(stage, **{field: link})
+    for name in (path.name for path in chain.directory(stage).glob("shard-*") if path.suffix != ".json"):
+        assert (made / name).read_bytes() == (chain.directory(stage) / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw["files"].clear(),
+        lambda raw: raw["files"][0].update(rows=-1),
+        lambda raw: raw["files"][1].update(rows=10**12),
+        lambda raw: raw["files"][1].update(rows=raw["files"][1]["rows"] + 1),
+        lambda raw: raw.update(sampling={"temperature": "hot", "top_k": 0, "top_p": 1.0}),
+        lambda raw: raw.update(sampling={"top_k": 0}),
+    ],
+    ids=["no files", "-1 rows", "1e12 rows", "a row more", "a text", "no temperature"],
+)
+def test_an_odd_manifest_is_one_line(copy, change):
+    directory = copy("responses")
+    raw = json.loads((directory / MANIFEST).read_text())
+    change(raw)
+    write_json(directory / MANIFEST, raw)
+    with pytest.raises(InputError) as caught:
+        open_dataset(directory, check="size")
+    assert "\n" not in str(caught.value)

@@ -15,10 +15,13 @@ import types
 
 import pytest
 from filelock import FileLock
+from forked import forked
 
 from draftsmith.data.store import writer
-from draftsmith.data.store.writer import occupied, sole_writer, writing_alone
+from draftsmith.data.store.writer import LOCK, occupied, sole_writer, writing_alone
 from draftsmith.launch.commands import COMMANDS
+from draftsmith.modules.pretrained import files
+from draftsmith.modules.pretrained.files import write_text
 from draftsmith.modules.types import InputError
 from draftsmith.train import command as train_command
 
@@ -104,3 +107,23 @@ def test_a_process_may_hold_a_directory_twice_and_leaves_nothing(tmp_path):
     with writing_alone(tmp_path / "out"), writing_alone(tmp_path / "out"):
         assert not occupied(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "prompts.parquet", "stages.json"])
+def test_what_a_killed_writer_left_is_gone_with_the_next_one_and_what_another_writes_stays(tmp_path, monkeypatch, name):
+    def write() -> None:
+        monkeypatch.setattr(files, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        with writing_alone(tmp_path / "out"):
+            write_text(tmp_path / "out" / name, "half")
+
+    process = forked(write)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and list((tmp_path / "out").glob(f"{name}.tmp-*"))
+    # A rank that writes beside the one that cleans; and the user's own.
+    (tmp_path / "out" / f"{name}.tmp-mine").touch()
+    with files.whole(tmp_path / "out" / "shard") as written, writing_alone(tmp_path / "out"):
+        written.write_text("whole")
+        assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.name != LOCK) == sorted(
+            [written.name, f"{name}.tmp-mine"]
+        )
+    assert (tmp_path / "out" / "shard").read_text() == "whole"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import forked
+from safetensors.torch import load_file
 from worlds import tiny_llama_dir
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
@@ -244,3 +246,29 @@ def test_another_mode_than_the_labels_is_a_warning_with_a_command(tmp_path, samp
     manifest = {"sampling": {"top_k": 0, "top_p": 1.0, **sampling}, "labels": "mix"}
     warning = another_mode(save_head(tmp_path / "head", acceptance_head(), manifest, "card"), params)
     assert warning is None if expected is None else re.search(expected, str(warning))
+
+
+def test_a_head_is_read_from_where_it_was_opened(tmp_path, saved, target, monkeypatch):
+    """Its link leads to another head once the files are checked."""
+    save_head(tmp_path / "other", eagle_head(target, seed=1), manifest_of(target), CARD)
+    link, check = tmp_path / "link", heads.head_settings
+    link.symlink_to(saved)
+
+    def check_and_move(*args):
+        link.unlink()
+        link.symlink_to(tmp_path / "other")
+        return check(*args)
+
+    monkeypatch.setattr(heads, "head_settings", check_and_move)
+    assert torch.equal(load_head(link, target).fc.weight, load_file(saved / "model.safetensors")["fc.weight"])
+
+
+def test_a_file_that_is_cut_later_leaves_a_loaded_head_whole(saved, target):
+    def cut() -> None:
+        head = load_head(saved, target)
+        (saved / "model.safetensors").write_bytes(b"")
+        assert all(weight.isfinite().all() for weight in head.parameters())
+
+    process = forked(cut)
+    process.join()
+    assert process.exitcode == 0
