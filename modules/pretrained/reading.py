@@ -47,8 +47,9 @@ def read_object(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) ->
     Raises:
         OSError: there is no such file. InputError: its content is not JSON, or has another shape.
     """
+    file = regular(Path(path))
     try:
-        content = json.loads(regular(Path(path)).read_text("utf-8"))
+        content = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         # No JSON, no UTF-8, or nested without end.
         raise unreadable(path, f"damaged ({error})", "JSON", remedy) from error
