@@ -50,12 +50,10 @@ from draftsmith.data.text.template import (
     shows_date,
     supervised_ids,
 )
-from draftsmith.modules.pretrained.checkpoint import end_tokens
-from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.pretrained.tokenizers import text_identity
+from draftsmith.modules.pretrained.tokenizers import end_tokens, text_identity
 from draftsmith.modules.targets.base import check_ids
 from draftsmith.modules.types import InputError
 
@@ -132,7 +130,7 @@ def run(config: PromptsConfig) -> Path:
             advance(1)
         return ShardContent(rows, dict(counts))
 
-    ends = end_tokens(model_directory(config.target), read_config(config.target)) if config.supervised else ()
+    ends = end_tokens(config.target) if config.supervised else ()
     encoder = RowEncoder(sources, mapping, tokenizer, config, context, dated, ends)
     with in_processes(encoder, config.num_proc) as encode:
         run_stage(plan, make_shard)

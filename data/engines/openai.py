@@ -22,12 +22,11 @@ from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, check_context, context_length
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
-from draftsmith.modules.pretrained.checkpoint import end_tokens
-from draftsmith.modules.pretrained.hub import model_directory, read_config
+from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.identity import config_hash, template_hash
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.pretrained.tokenizers import end_tokens, load_tokenizer
 from draftsmith.modules.types import InputError
 
 TOKEN_CHARS = 512  # more than any token of a vocabulary has, runs of blanks included
@@ -59,7 +58,7 @@ class ServerEngine:
         self.model = server.model or settings.target
         self.tokenizer = load_tokenizer(settings.target)
         config = read_config(settings.target)
-        self.eos_ids = end_tokens(model_directory(settings.target), config)
+        self.eos_ids = end_tokens(settings.target)
         self.context = context_length(settings.target)
         self.vocab_size: int = (config.get("text_config") or config).get("vocab_size") or len(self.tokenizer)
         # The weights are at the server: only their configuration is known here.
@@ -89,6 +88,8 @@ class ServerEngine:
         body |= {"prompt": row["prompt_ids"], "top_k": params.top_k or -1, "return_token_ids": True}
         # The model's generation config may set another penalty.
         body |= {"repetition_penalty": 1.0, "ignore_eos": self.settings.ignore_eos}
+        # Of a server that has another generation config, or that does not know what the template ends a turn with.
+        body |= {} if self.settings.ignore_eos else {"stop_token_ids": list(self.eos_ids)}
         return "completions", body
 
     def read(self, number: int, row: dict[str, Any], reply: Any) -> TargetTurn:

@@ -16,11 +16,11 @@ import torch
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.process import leave
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
-from draftsmith.modules.pretrained.checkpoint import end_tokens
 from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_object
+from draftsmith.modules.pretrained.tokenizers import end_tokens
 from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
 
@@ -114,13 +114,12 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
     """
 
     def __init__(self, settings: AnswerSettings, dtype: str, args: Path | None, trust_remote_code: bool):
-        directory = model_directory(settings.target)
         self._llm, arguments = open_llm(settings.target, dtype, args, trust_remote_code)
         from vllm import SamplingParams
 
         answered_by = {"vllm": importlib.metadata.version("vllm"), **arguments}
         self.identity = {"target": saved_identity(settings.target), "answered_by": answered_by}
-        self._eos_ids = () if settings.ignore_eos else end_tokens(directory, read_config(settings.target))
+        self._eos_ids = () if settings.ignore_eos else end_tokens(settings.target)
         self.settings, self._params = settings, SamplingParams
         self.context = int(self._llm.llm_engine.model_config.max_model_len)
 

@@ -23,10 +23,9 @@ from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.branches import pieces
 from draftsmith.modules.finite import checked
 from draftsmith.modules.layers import MOST_POSITIONS
-from draftsmith.modules.pretrained.checkpoint import end_tokens
-from draftsmith.modules.pretrained.hub import model_directory, read_config, resolve_model
+from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.models import vocabulary_size
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer, text_identity
+from draftsmith.modules.pretrained.tokenizers import end_tokens, load_tokenizer, text_identity
 from draftsmith.modules.sampling import best_tokens, entropies, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -80,10 +79,7 @@ def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingPara
     """
     path, params, rows = Path(resolve_model(str(config.replay))), config.sampling, list[Mapping[str, Any]]()
     room = MOST_POSITIONS  # of chats it is not known
-    ends, tokenizer = (
-        end_tokens(model_directory(config.target), read_config(config.target)),
-        load_tokenizer(config.target),
-    )
+    ends, tokenizer = end_tokens(config.target), load_tokenizer(config.target)
     if (path / MANIFEST).exists() or (path / STARTED).exists():
         manifest = open_artifact(path, ("responses", "prompts"), text_identity(config.target))
         if "loss_mask" not in manifest.field_names:

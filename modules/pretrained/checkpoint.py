@@ -137,8 +137,8 @@ def model_shape(directory: Path, config: Mapping[str, Any]) -> LlamaConfig:
     return dataclasses.replace(shape, tie_embeddings=False) if differs else shape
 
 
-def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the end tokens from generation_config.json or else config.json, in the order of `generate`.
+def listed_ends(directory: Path, config: Mapping[str, Any]) -> tuple[list[int], Path]:
+    """Return the end tokens in generation_config.json or else config.json, in their order, and the file that has them.
 
     config: config.json, or its part about text.
     """
@@ -155,7 +155,7 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
         if not valid or (isinstance(vocab_size, int) and token >= vocab_size):
             expected = "token ids" if vocab_size is None else f"token ids below {vocab_size}, the vocabulary's size"
             raise InputError(f"eos_token_id of {file}", repr(token)[:80], expected, "Correct the file.")
-    return tuple(tokens)
+    return tokens, file
 
 
 def describe_error(error: BaseException) -> str:

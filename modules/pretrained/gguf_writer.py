@@ -12,12 +12,12 @@ from torch import Tensor
 
 from draftsmith.modules.formats.gguf import gguf_name, llama_metadata, reordered, rope_divisors
 from draftsmith.modules.formats.llama import to_adjacent
-from draftsmith.modules.pretrained.checkpoint import check_unquantized, checkpoint_files, end_tokens, model_shape
+from draftsmith.modules.pretrained.checkpoint import check_unquantized, checkpoint_files, model_shape
 from draftsmith.modules.pretrained.files import whole
 from draftsmith.modules.pretrained.gguf import copied_metadata, gguf_package, open_gguf, read_tensor
 from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.reading import read_tensors
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.pretrained.tokenizers import end_tokens, load_tokenizer
 from draftsmith.modules.types import InputError
 
 # Type of weights -> GGUF's, and its number in general.file_type.
@@ -153,7 +153,7 @@ def tokenizer_metadata(model: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": False,
     }
-    ends = end_tokens(directory, raw)
+    ends = end_tokens(str(directory))
     ids = {"bos": tokenizer.bos_token_id, "eos": ends[0] if ends else None, "padding": tokenizer.pad_token_id}
     fields |= {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items() if number is not None}
     if tokenizer.chat_template:

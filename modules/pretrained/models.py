@@ -25,7 +25,6 @@ from draftsmith.modules.pretrained.checkpoint import (
     check_unquantized,
     checkpoint_files,
     describe_error,
-    end_tokens,
     model_shape,
     quantized,
     read_model_json,
@@ -37,7 +36,7 @@ from draftsmith.modules.pretrained.outer import outer_names, read_outer
 from draftsmith.modules.pretrained.parity import check_lean
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import open_tensors, read_tensors
-from draftsmith.modules.pretrained.tokenizers import has_tokenizer, tokenizer_identity
+from draftsmith.modules.pretrained.tokenizers import end_tokens, has_tokenizer, tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, model_from_state
 from draftsmith.modules.targets.outer import OuterLM
@@ -171,7 +170,7 @@ def _model_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> 
         vocab_size=shape.vocab_size,
         num_layers=shape.num_layers,
         max_position=shape.max_position,
-        eos_ids=end_tokens(directory, text_config(config)),
+        eos_ids=end_tokens(str(directory)),
         identity=_identity(directory, config, shape.hidden_size),
         path=str(directory),
     )
@@ -217,7 +216,7 @@ def _load_hf(
         vocab_size=text.vocab_size,
         num_layers=text.num_hidden_layers,
         max_position=max_position(text.to_dict()),
-        eos_ids=end_tokens(directory, text_config(config)),
+        eos_ids=end_tokens(str(directory)),
         identity=identity,
         path=str(directory),
     )

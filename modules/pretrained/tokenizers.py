@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import json
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from draftsmith.modules.pretrained.checkpoint import TRUST, describe_error, read_model_json
+from draftsmith.modules.pretrained.checkpoint import TRUST, describe_error, listed_ends, read_model_json
 from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.identity import encoding_hash, template_hash
+from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
 
+logger = logging.getLogger("draftsmith")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -57,6 +62,15 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
+class Facts(NamedTuple):
+    """What is kept of a tokenizer. identity: as `tokenizer_identity`. eos: its end token. closing: special tokens that
+    the chat template writes directly behind an answer."""
+
+    identity: dict[str, str]
+    eos: int | None
+    closing: tuple[int, ...]
+
+
 def tokenizer_identity(path: str) -> dict[str, str]:
     """Return content hashes: `tokenizer` (vocabulary with special tokens), `encoding` (everything that turns text into
     ids) and `chat_template`."""
@@ -64,22 +78,71 @@ def tokenizer_identity(path: str) -> dict[str, str]:
     if not has_tokenizer(directory):
         # Raises the error that names the missing files.
         load_tokenizer(path)
-    # Hashing reads the whole vocabulary: the result is kept until a file of the directory changes.
+    return dict(_facts(str(directory), _stamps(directory)).identity)
+
+
+def _stamps(directory: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return what changes with the small files of a model: loading a tokenizer and hashing its vocabulary take long."""
     files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
-    stamps = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    return dict(_tokenizer_identity(str(directory), stamps))
+    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
 @functools.lru_cache(maxsize=16)
-def _tokenizer_identity(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
+def _facts(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> Facts:
     tokenizer = load_tokenizer(directory)
     # Two models must share this map of texts to ids, special tokens included, to compare token ids.
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return {
+    identity = {
         "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
         "encoding": encoding_hash(Path(directory)),
         "chat_template": template_hash(tokenizer),
     }
+    return Facts(identity, tokenizer.eos_token_id, closing_tokens(tokenizer))
+
+
+def closing_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """Return the special tokens that the chat template writes directly behind an answer, if it writes any there."""
+    said = {"content": "draftsmith answer", "reasoning_content": "draftsmith thought", "thinking": "draftsmith thought"}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    with contextlib.suppress(Exception):  # each template refuses in its own way
+        turns = [{"role": "user", "content": "draftsmith question"}, {"role": "assistant", **said}]
+        before, _, behind = tokenizer.apply_chat_template(turns, tokenize=False).partition(said["content"])
+        first, inside = (
+            tokenizer(part, add_special_tokens=False)["input_ids"]
+            for part in ("".join(behind.split()[:1]), before.partition(said["thinking"])[2])
+        )
+        closing = tuple(itertools.takewhile({*special, *tokenizer.all_special_ids}.__contains__, first))
+        # One that ends a thought too does not end an answer (<|end|> in some templates of gpt-oss).
+        return () if set(closing) & set(inside) else closing
+    return ()
+
+
+def end_tokens(path: str) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those that the model's files list, and, as in vLLM and SGLang, the
+    tokenizer's own; and the first one with which the chat template closes an answer, if all of these lack it.
+
+    What the sources have is logged, once, if they disagree.
+    """
+    directory = model_directory(path)
+    return _end_tokens(str(directory), _stamps(directory))
+
+
+@functools.lru_cache(maxsize=16)
+def _end_tokens(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+    folder, config = Path(directory), text_config(read_config(directory))
+    listed, file = listed_ends(folder, config)
+    if not has_tokenizer(folder):
+        return tuple(listed)
+    _, eos, closing = _facts(directory, stamps)
+    ends = dict.fromkeys([*listed, *([] if eos is None or eos >= config.get("vocab_size", eos + 1) else [eos])])
+    if closing and ends.keys().isdisjoint(closing):
+        ends[closing[0]] = None
+    known = config.get("eos_token_id")
+    if not ends.keys() <= set(listed) or not set(known if isinstance(known, list) else [known]) <= {*ends, None}:
+        sources = {file.name: listed, "config.json": known, "the tokenizer": eos, "its chat template": list(closing)}
+        found = ", ".join(f"{name} {ids}" for name, ids in sources.items())
+        logger.info("end tokens of %s disagree: %s. Answers end at each of %s", directory, found, list(ends))
+    return tuple(ends)
 
 
 def text_identity(path: str) -> dict[str, str]:

@@ -117,17 +117,18 @@ def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
 
 
 def test_an_answer_ends_at_the_end_token_unless_told_otherwise(config, per_prompt, tmp_path):
-    """A random model seldom ends by itself, so its end token is set to one that it does emit."""
-    first = per_prompt[0]
+    """A random model seldom ends by itself, so one that it does emit is made an end token, beside the tokenizer's."""
+    first, tokenizer = per_prompt[0], transformers.AutoTokenizer.from_pretrained(config.target)
+    ends = [first["token_ids"][7], tokenizer.eos_token_id]
     target = tmp_path / "target"
     model = transformers.AutoModelForCausalLM.from_pretrained(config.target)
-    model.generation_config.eos_token_id = first["token_ids"][7]
+    model.generation_config.eos_token_id = ends
     model.save_pretrained(target)
-    transformers.AutoTokenizer.from_pretrained(config.target).save_pretrained(str(target))
+    tokenizer.save_pretrained(str(target))
     methods, output = "spec:k=3,hf-assisted:k=3", tmp_path / "out"
     ending = dataclasses.replace(config, target=str(target), methods=methods, ignore_eos=False, limit=1, output=output)
     found = bench.bench(ending)
-    end = first["token_ids"].index(first["token_ids"][7])
+    end = next(place for place, token in enumerate(first["token_ids"]) if token in ends)
     for row in found["methods"]:
         assert (row["tokens"], row["ended"], row["matches_ar"]) == (end + 1, 1, True)
         assert row["num_draft_tokens"] + row["num_target_calls"] == row["tokens"] + row["num_discarded"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from chats import CHATML, HARMONY, chat_model
 from safetensors.torch import load_file, save_file
 from tiny_configs import random_model, tiny_config
 from transformers import AutoTokenizer
@@ -24,8 +25,13 @@ from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.layerwise import layer_states
-from draftsmith.modules.pretrained.models import load_lm, load_outer
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer, tokenizer_identity
+from draftsmith.modules.pretrained.models import load_info, load_lm, load_outer
+from draftsmith.modules.pretrained.tokenizers import (
+    check_same_tokenizer,
+    end_tokens,
+    load_tokenizer,
+    tokenizer_identity,
+)
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
 from draftsmith.modules.types import InputError, SamplingParams
@@ -149,12 +155,53 @@ def test_identity_is_the_weights_and_the_config_not_how_they_were_loaded(pristin
 
 
 @pytest.mark.parametrize("engine", ["lean", "hf"])
-def test_end_tokens_are_those_of_the_generation_config_first(directory, engine):
+def test_end_tokens_are_those_of_the_files_and_of_the_tokenizer_as_in_vllm(directory, engine):
+    # vLLM: the tokenizer's own (4 here), and those of generation_config.json, or without the file of config.json.
     change_config(directory, eos_token_id=[1, 2])
+    generation = directory / "generation_config.json"
+    generation.unlink(missing_ok=True)
+    assert load_lm(str(directory), engine=engine).info.eos_ids == (1, 2, 4)
+    for listed, ends in ((7, (7, 4)), ([4, 7], (4, 7)), (None, (4,))):
+        generation.write_text(json.dumps({"eos_token_id": listed}))
+        assert load_lm(str(directory), engine=engine).info.eos_ids == ends
+
+
+END, RETURN, USER = "<|im_end|>", "<|return|>", "<|User|>"
+# The next message's token ends an answer (GLM).
+OPEN = "{%- for m in messages %}{{ '<|User|>' if m.role == 'user' else '<|Assistant|>' }}{{ m.content }}{%- endfor %}"
+# A template that closes the last answer as all other messages.
+CLOSED = HARMONY.replace("'<|return|>' if loop.last and not add_generation_prompt else '<|end|>'", "'<|end|>'")
+
+
+@pytest.mark.parametrize(
+    ("template", "own", "listed", "expected"),
+    [
+        (CHATML, END, [END], [END]),
+        (CHATML, "<s>", ["<s>"], ["<s>", END]),  # a base model's files
+        (CHATML, "<s>", [END], [END, "<s>"]),
+        (HARMONY, "<s>", [RETURN], [RETURN, "<s>"]),  # <|end|> ends a thought
+        (HARMONY, RETURN, [], [RETURN]),
+        (HARMONY, "<s>", [], ["<s>", RETURN]),
+        (CLOSED, RETURN, [RETURN], [RETURN]),
+        (OPEN, "<s>", ["<s>", USER], ["<s>", USER]),
+    ],
+)
+def test_what_ends_a_turn_in_the_template_ends_an_answer_and_disagreement_is_said_once(
+    template, own, listed, expected, tmp_path, capsys
+):
+    directory = chat_model(tmp_path / "model", template, own)
+    tokenizer = load_tokenizer(str(directory))
     (directory / "generation_config.json").unlink(missing_ok=True)
-    assert load_lm(str(directory), engine=engine).info.eos_ids == (1, 2)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert load_lm(str(directory), engine=engine).info.eos_ids == (7,)
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in listed]
+    change_config(directory, eos_token_id=ids)
+    ends = tuple(map(tokenizer.convert_tokens_to_ids, expected))
+    for _ in range(2):
+        assert load_info(str(directory)).eos_ids == end_tokens(str(directory)) == ends
+    notes = [line for line in capsys.readouterr().err.splitlines() if "end tokens of" in line]
+    assert len(notes) == (set(listed) != set(expected))
+    for note in notes:
+        said = f"config.json {ids}, the tokenizer {tokenizer.eos_token_id}, its chat template"
+        assert said in note and note.endswith(f"end at each of {list(ends)}")
 
 
 def test_dtypes(directory):
