@@ -32,7 +32,7 @@ from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_do
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import drafters
 from draftsmith.modules.attention import Documents, group_by_length
-from draftsmith.modules.finite import NonFinite, broken_row, name_nonfinite
+from draftsmith.modules.finite import NonFinite, broken_row, first_broken, name_nonfinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
@@ -238,7 +238,10 @@ class OwnStates:
             for batch in group_by_length(lengths, self.config.tokens_per_batch):
                 final = self._compute([texts[i].tolist() for i in batch])[:, -self.lm.info.hidden_size :]  # [N, H]
                 read |= zip(batch, final.split([lengths[i] for i in batch]), strict=True)
-            return [read[i] for i in range(len(texts))]
+            for own in (ordered := [read[i] for i in range(len(texts))]):
+                if (broken := first_broken(own)) is not None:
+                    raise NonFinite("hidden states", "target", broken)
+            return ordered
 
         proof = prove_reading(self.lm, torch.tensor(row), states, "stored features")
         self.teacher = proof.as_json()
