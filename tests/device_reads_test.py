@@ -43,6 +43,7 @@ ALLOWED = {
     "modules/drafters/unrolled.py:loss_count": (1, HOST),
     "train/metrics.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
     "train/module.py:agree": (1, "between ranks only, at the step's begin: what they count together"),
+    "train/module.py:agree_on_signal": (1, "between ranks only, before a batch of a validation and behind a step"),
     "train/features.py:feature_std": (1, "before the first step"),
     "train/features.py:item": (1, "of a feature server only, on the host"),
     "train/features.py:ahead": (1, HOST),

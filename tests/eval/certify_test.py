@@ -55,7 +55,8 @@ def rows(output: Path) -> dict[str, dict]:
     return {row["of"]: row for row in json.loads((output / "results.json").read_text())["answers"]}
 
 
-def test_lossless_methods_pass_in_both_loops(models, tmp_path, capsys):
+def test_lossless_methods_pass_in_both_loops(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     methods = "spec:k=3,eagle-tree:nodes=6:depth=2:topk=3,pearl:k=2,online:c=0.1:max=4"
     assert run(config(models, tmp_path, methods=methods)) == 0
     found = rows(tmp_path)

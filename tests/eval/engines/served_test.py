@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,7 +110,11 @@ def test_the_load_stays_until_the_last_measured_answer():
     assert len(ask(alone, prompts, 1)[0]) == 3 and set(alone.seen) == {1}
 
 
-def test_an_interrupt_does_not_wait_for_a_stalled_server():
+def test_an_interrupt_does_not_wait_for_a_stalled_server(request):
+    # A job in the background of a shell ignores it.
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
     begun, stalled = threading.Event(), threading.Event()
 
     class Stalled(SlowClient):

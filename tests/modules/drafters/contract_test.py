@@ -39,6 +39,7 @@ from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.sampling import Sampler, TorchSource, pick
 from draftsmith.modules.targets.base import ModelInfo
+from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
@@ -76,7 +77,7 @@ class Linear:
     """A target whose embedding and lm_head are all that is asked for."""
 
     dtype, device, packed = torch.float32, torch.device("cpu"), False
-    info = ModelInfo(H, V, LAYERS, CAPACITY, (), {})
+    info, readout = ModelInfo(H, V, LAYERS, CAPACITY, (), {}), Readout()
 
     def __init__(self) -> None:
         self._embedding, self._output = torch.randn(2, V, H, generator=torch.Generator().manual_seed(7))
