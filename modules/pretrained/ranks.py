@@ -12,6 +12,7 @@ from draftsmith.modules.types import InputError
 # Set by `draftsmith launch` for its processes: the command that takes theirs behind it.
 LAUNCHER = "DRAFTSMITH_LAUNCHER"
 
+
 @dataclass(frozen=True)
 class ProcessPlace:
     """Rank of a process in its job and on its machine. launched: a launcher started all of the job's processes."""
