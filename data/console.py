@@ -119,12 +119,10 @@ def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> li
 
 @dataclass
 class _Output:
-    """Output options of this process, the values collected for --json (document is None without it), and a copy of
-    the results for a report."""
+    """Output options of this process, and the values collected for --json (document is None without it)."""
 
     quiet: bool = False
     document: dict[str, Any] | None = None
-    copy: io.StringIO | None = None
 
 
 _output = _Output()
@@ -161,16 +159,6 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
         logging.setLogRecordFactory(make_record)
 
 
-@contextmanager
-def copied_results() -> Iterator[io.StringIO]:
-    """Yield a buffer that also receives the texts and tables that are printed on stdout in the block."""
-    before, _output.copy = _output.copy, io.StringIO()
-    try:
-        yield _output.copy
-    finally:
-        _output.copy = before
-
-
 class SafeConsole(Console):
     """Console that prints control characters in what it is given as escapes; its own, of colors and bars, remain."""
 
@@ -181,8 +169,6 @@ class SafeConsole(Console):
 
 def print_text(text: str | Text) -> None:
     """Print result text on stdout."""
-    if _output.copy is not None:
-        SafeConsole(file=_output.copy, soft_wrap=True, highlight=False, markup=False).print(text)
     if _output.document is not None:
         _output.document.setdefault("text", []).append(str(text).strip("\n"))
         return
@@ -224,8 +210,6 @@ def add_result(**values: Any) -> bool:
 
 def print_table(table: Table, bold: str = "") -> None:
     """Print a result table on stdout. bold: key that is true in rows to highlight."""
-    if _output.copy is not None:
-        draw_table(SafeConsole(file=_output.copy, width=UNLIMITED, highlight=False), table)
     if _output.document is None:
         draw_table(_stdout(), table, bold)
         return

@@ -409,7 +409,6 @@ class CheckConfig(ServedLoading):
         num_drafted: Drafted tokens per round; 0 means 5, of a block drafter all of a block, or what a vLLM server
             drafts.
         p_min: Confidence below which llama.cpp ends a draft of a DSpark head (--spec-draft-p-min).
-        report: Markdown file that receives versions, identities, the command and the results, for an issue.
     """
 
     directory: Path
@@ -429,7 +428,6 @@ class CheckConfig(ServedLoading):
     max_new_tokens: int = 96
     num_drafted: int = 0
     p_min: float = 0.0
-    report: Path | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "limit", "max_new_tokens")
@@ -469,7 +467,6 @@ class DiagnoseConfig(ServedLoading):
         write: Directory that receives the head as declared (where it is another system's), repaired, and, as `files`,
             in the format that it came in, if that is one that `export` writes.
         max_new_tokens: Length of the answers that are made for --write.
-        report: Markdown file that receives versions, identities, the command and the results, for an issue.
     """
 
     draft: str
@@ -478,7 +475,6 @@ class DiagnoseConfig(ServedLoading):
     limit: int | None = None
     write: Path | None = None
     max_new_tokens: int = 96
-    report: Path | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", *(["limit"] if self.limit is not None else []))

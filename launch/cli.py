@@ -175,11 +175,7 @@ def dispatch(args: list[str]) -> int:
         from draftsmith.data.console import add_result
 
         try:
-            if getattr(config, "report", None) is None:
-                return run_config(run, config)
-            from draftsmith.launch.issue import reported
-
-            return reported(lambda config: run_config(run, config), config, args)
+            return run_config(run, config)
         finally:
             # A command may run others: the last one to end is the one that was called.
             add_result(command=name)

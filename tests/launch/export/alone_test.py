@@ -7,9 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-
-from draftsmith.modules.pretrained.provenance import file_sha256
 
 # A module that is None cannot be imported, as one that is not installed.
 SCRIPT = """
@@ -24,14 +21,14 @@ print(json.dumps([main(line.split()) for line in sys.argv[1:]]))
 @pytest.mark.slow
 def test_heads_are_read_checked_corrected_and_written_without_the_packages_of_training(exchange, tmp_path):
     directory, target = exchange.export("sglang", "eagle3"), "--target embedded:target"
-    report, prompts = tmp_path / "report.md", tmp_path / "prompts"
+    prompts = tmp_path / "prompts"
     lines = [
         f"import {directory} {target} --output {tmp_path}/head",
         f"export --format vllm --head {tmp_path}/head {target} --output {tmp_path}/vllm",
-        f"check {directory} {target} --report {report}",
+        f"check {directory} {target}",
         f"data prompts --source embedded:prompts --split train --limit 4 {target} --output {prompts}",
         f"diagnose {directory} {target} --data {prompts} --max-new-tokens 16 --write {tmp_path}/repaired",
-        f"check {directory} --report {tmp_path}/refused.md",
+        f"check {directory}",
         f"train eagle3 --data {prompts} {target} --output {tmp_path}/trained",
     ]
     done = subprocess.run([sys.executable, "-c", SCRIPT, *lines], capture_output=True, text=True, cwd=tmp_path)
@@ -40,10 +37,4 @@ def test_heads_are_read_checked_corrected_and_written_without_the_packages_of_tr
     # Four answers may be too few to be sure of a head; there is no target; nothing trains.
     assert codes[:4] == [0, 0, 0, 0] and codes[4] in (0, 1) and codes[5:] == [2, 2], done.stderr
     assert "pip install 'draftsmith[train]'" in done.stderr
-
-    text = report.read_text("utf-8")
-    weights = file_sha256(directory / "model.safetensors")[:12]
-    assert f"`draftsmith {lines[2]}`" in text and f"torch {torch.__version__.partition('+')[0]}" in text
-    assert f"model.safetensors {weights}" in text and "config.json" in text.partition("| target |")[2]
-    assert "read with" in text and "exit code 0" in text and text.count("```") == 2
-    assert "error: target: found none" in (tmp_path / "refused.md").read_text("utf-8")
+    assert "error: target: found none" in done.stderr
