@@ -383,6 +383,11 @@ def _of_splits(name: str, splits: Mapping[str, Any], split: str | None) -> RowSo
     except (ValueError, AssertionError) as error:
         remedy = "Pass --split NAME, or a slice such as train[:1%]."
         raise InputError("split", split, expected, remedy) from error
+    for part in parts:
+        # Of a split without rows, the file is at fault.
+        if part.from_ >= part.to and (size := len(splits[part.splitname])):
+            found, remedy = f"{split}, which takes none of {part.splitname}'s {size:,} rows", "Correct the slice."
+            raise InputError("split", found, "slices with at least one row each", remedy)
     slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
     rows = slices[0] if len(slices) == 1 else datasets.concatenate_datasets(slices)
     return RowSource(name, rows, table_row, functools.partial(_hash_rows, rows), split_taken=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -103,6 +104,9 @@ def test_the_same_rows_from_every_kind_of_source(tmp_path, name):
         assert [stream.row(i) for i in stream.numbers()] == ROWS
     for split in ("train[:x]", "test[:1]"):
         with pytest.raises(InputError, match=r"expected one of train\. Pass --split NAME, or a slice such as train\["):
+            open_source(path, split)
+    for split in ("train[40:]", "train[6:]", "train[6:9]", "train[:1%]", "train[50%:50%]", "train[40:]+train[:2]"):
+        with pytest.raises(InputError, match=rf"^split: found {re.escape(split)}, which takes none of train's 6 rows"):
             open_source(path, split)
 
 
