@@ -24,6 +24,7 @@ from draftsmith.data.text.template import RowError, check_context, context_lengt
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.identity import config_hash, template_hash
+from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.pretrained.tokenizers import end_tokens, load_tokenizer
@@ -60,7 +61,7 @@ class ServerEngine:
         config = read_config(settings.target)
         self.eos_ids = end_tokens(settings.target)
         self.context = context_length(settings.target)
-        self.vocab_size: int = (config.get("text_config") or config).get("vocab_size") or len(self.tokenizer)
+        self.vocab_size = vocabulary_size(settings.target) or len(self.tokenizer)
         # The weights are at the server: only their configuration is known here.
         self.identity: dict[str, dict[str, str]] = {"target": {"config": config_hash(config)}}
         if server.dialect == "openai":

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.modules.pretrained.hub import read_config
+from draftsmith.modules.pretrained.models import text_settings
 from draftsmith.modules.pretrained.reading import read_text
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.targets.shape import max_position
 from draftsmith.modules.types import InputError, without_controls
 
 # Each has a role and a content, and may have tool_calls, tool_call_id, name and reasoning_content.
@@ -83,10 +84,9 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
     return tokenizer
 
 
-def context_length(target: str) -> int | None:
-    """Return the most positions that the target can read; None if its config does not say."""
-    raw = read_config(target)
-    return (raw.get("text_config") or raw).get("max_position_embeddings")
+def context_length(target: str) -> int:
+    """Return the most positions that the target can read, as its loader decides."""
+    return max_position(text_settings(target))
 
 
 def check_context(row: int, length: int, max_position: int | None) -> None:
