@@ -14,6 +14,8 @@ CALL_ROLES = ("function_call", "tool_call")
 ANSWER_ROLES = ("assistant", "gpt")
 # SWE-agent's system turns have a system_prompt.
 CONTENT = ("content", "value", "text", "system_prompt")
+# Names of a call's arguments: OpenAI's, LangChain's, Llama 3's, Anthropic's.
+ARGUMENTS = ("arguments", "args", "parameters", "input")
 # Parts of a turn, and the keys of each that are read.
 PARTS = {
     "text": {"type", "text"},
@@ -125,12 +127,14 @@ def openai_call(call: Any) -> Any:
         raise RowError(f"a call of a tool is {call!r:.60}, expected an object")
     function = call.get("function")
     if function is None and "name" in call:
-        function = {key: call[key] for key in ("name", "arguments") if key in call}
+        function = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
         call = {"type": "function", **{key: value for key, value in call.items() if key not in function}}
     if not isinstance(function, Mapping):
         return call
     # Servers read no arguments as an object without any.
-    return {**call, "function": {**function, "arguments": parse_json(function.get("arguments")) or {}}}
+    arguments = next((value for key in ARGUMENTS if (value := parse_json(function.get(key))) not in EMPTY), {})
+    others = {key: value for key, value in function.items() if key not in ARGUMENTS}
+    return {**call, "function": {**others, "arguments": arguments}}
 
 
 def openai_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -199,7 +199,7 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
 
     not_learned = [i for i, turn in enumerate(spoken) if _role(turn) == "assistant" and _weight(turn) == 0]
     ignored |= {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
-    ignored |= {key for turn in spoken for key in REASONING if turn.get(key) not in EMPTY and not _is_text(turn[key])}
+    ignored |= {key for turn in spoken for key in REASONING if not isinstance(turn.get(key), str | None) and turn[key]}
     # A weight is all or nothing.
     ignored |= {key for turn in spoken for key in WEIGHTS if turn.get(key) not in (None, 0, 1)}
     ignored |= beside.keys() | ({"history"} & readable.keys())
@@ -359,8 +359,9 @@ def _weight(turn: Mapping[str, Any]) -> Any:
 
 
 def _first(turn: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return the first of several fields that is filled: a table has null where a row has another shape."""
-    return next((turn[key] for key in keys if turn.get(key) is not None), None)
+    """Return the first of several fields that is filled: tables and servers leave the others null or blank."""
+    values = [turn[key] for key in keys if turn.get(key) not in EMPTY]
+    return next((value for value in values if not isinstance(value, str) or value.strip()), None)
 
 
 def _role(turn: Any) -> str:

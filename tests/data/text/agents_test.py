@@ -13,6 +13,7 @@ from chats import chat_model, chat_tokenizer, rows_of
 
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.text.agents import openai_turns
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.conversations import read_chat
 from draftsmith.data.text.template import RowError
@@ -389,3 +390,19 @@ def test_the_bench_asks_the_turns_of_a_session_and_knows_their_numbers(targets, 
             (row["turn"], row["prompt_ids"]) for row in rows
         ]
         assert len({prompt.id for prompt in asked}) == 4 and asked[0].template_inputs["tools"] == TOOLS
+
+
+@pytest.mark.parametrize("name", ["arguments", "args", "parameters", "input"])
+@pytest.mark.parametrize("values", [{"path": "src"}, '{"path": "src"}'])
+def test_arguments_are_read_under_any_name(name, values):
+    bare = {"name": "ls", name: values}
+    spoken = [
+        {"role": "assistant", "content": "", "tool_calls": [bare]},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": bare}]},
+        {"role": "assistant", "content": "", "function_call": bare},
+        {"from": "function_call", "value": json.dumps(bare)},
+    ]
+    for turn in spoken:
+        (said,), _ = openai_turns([turn])
+        (call,) = said["tool_calls"]
+        assert call["function"] == {"name": "ls", "arguments": {"path": "src"}}, turn

@@ -209,3 +209,11 @@ def test_a_server_that_applies_its_template_gets_what_the_prompt_shows(make):
     assert (body["tools"], body["chat_template_kwargs"]) == ([TOOL], {"mood": "calm"})
     assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
     assert [message["content"] for message in body["messages"]] == [message["content"] for message in said]
+
+
+@pytest.mark.parametrize("blank", [None, "", " ", []])
+def test_a_blank_thought_hides_no_filled_one(blank):
+    for filled in ("reasoning", "thinking"):
+        said = [ANSWER[0], {**ANSWER[1], "reasoning_content": blank, filled: "hm"}]
+        found = read_chat({"messages": said}, {})
+        assert found.messages[1]["reasoning_content"] == "hm" and not found.ignored
