@@ -171,7 +171,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set[str]:
-    """Return the fields beside role and content, tools included, without which the text would be the same."""
+    """Return what could be left out, and the text be the same: fields beside role and content, tools, messages."""
     template = tokenizer.get_chat_template(tools=inputs.get("tools"))
     names = {"chat_template_kwargs"} if any(name not in template for name in inputs.get("variables", ())) else set()
     text = render(tokenizer, messages, inputs)
@@ -204,6 +204,14 @@ def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set
                 break
     if "tools" in inputs and is_same(messages, {**inputs, "tools": None}):
         names.add("tools")
+    # A message whose text can be another without a trace is not printed; a mark in each tells which may be.
+    quiet = [i for i, said in enumerate(messages) if said["role"] in ("system", "tool") and said["content"].strip()]
+    marked, shown = [{**said, "content": f"mark{i:05d}"} if i in quiet else said for i, said in enumerate(messages)], ""
+    with contextlib.suppress(RowError):
+        shown = render(tokenizer, marked, inputs)
+    for i in quiet:
+        if f"mark{i:05d}" not in shown and is_same([*messages[:i], marked[i], *messages[i + 1 :]], inputs):
+            names.add(f"{messages[i]['role']}_message")
     return names
 
 

@@ -217,3 +217,21 @@ def test_a_blank_thought_hides_no_filled_one(blank):
         said = [ANSWER[0], {**ANSWER[1], "reasoning_content": blank, filled: "hm"}]
         found = read_chat({"messages": said}, {})
         assert found.messages[1]["reasoning_content"] == "hm" and not found.ignored
+
+
+def test_messages_that_the_template_drops_are_counted(make, targets):
+    """A template that reads a system message at the first place only, and no results of tools."""
+    begin = "{% for m in messages %}{% if m.role in ('user', 'assistant') or (loop.first and m.role == 'system') %}"
+    text = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    (path := targets[CHATML].parent / "first.jinja").write_text(begin + text)
+    shown = {"messages": NAMED}
+    developer = {"messages": [{"role": "developer", "content": "Also."}, *NAMED]}
+    middle = {"messages": [*ANSWER, *NAMED]}
+    result = {"messages": [ANSWER[0], {"role": "tool", "content": "2"}, ANSWER[1]]}
+    for turns in ("all", "each"):
+        counted = [
+            {name: n for name, n in make([row], chat_template=path, supervised=True, turns=turns)[1].items()
+             if name.endswith("_message_not_shown")}
+            for row in (shown, developer, middle, result)
+        ]  # fmt: skip
+        assert counted == [{}, *[{"system_message_not_shown": 1}] * 2, {"tool_message_not_shown": 1}], turns
