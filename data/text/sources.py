@@ -34,6 +34,8 @@ BLOCK = 64  # rows that are read together
 # The value of --split that turns its filter off.
 NO_FILTER = "none"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+# First bytes of files that `datasets` would unpack into its cache, whatever their names.
+PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
 
 
@@ -292,6 +294,12 @@ def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSour
     # A link may change: what is read, and its hash, are of one file.
     file, suffix = Path(path).resolve(), Path(path).suffix.lower()
     is_table, is_local = suffix == ".parquet", file.is_file()
+    begin = b""
+    if is_local:
+        with file.open("rb") as stream:
+            begin = stream.read(8)
+    if packed := next((kind for magic, kind in PACKED.items() if begin.startswith(magic)), None):
+        raise InputError("source", f"{path}, a {packed} file by its first bytes", A_SOURCE, "Unpack it.")
     content = file_sha256(file) if is_local and not streaming else None
     with loading(path):
         if is_local and not file.stat().st_size:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
+import gzip
 import json
+import lzma
 import re
 from pathlib import Path
 
@@ -157,6 +160,13 @@ def test_a_missing_source_is_an_input_error(tmp_path):
     (tmp_path / "x.csv").write_text("a,b")
     with pytest.raises(InputError, match=r"expected a \.jsonl"):
         open_source(str(tmp_path / "x.csv"))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_packed_file_is_refused_by_its_first_bytes(tmp_path, pack):
+    (path := tmp_path / "x.jsonl").write_bytes(pack(b'{"prompt": "Hi"}\n'))
+    with pytest.raises(InputError, match=r"x\.jsonl, a (gzip|bzip2|xz) file by its first bytes, expected .* Unpack it"):
+        open_source(str(path))
 
 
 def test_several_sources_are_read_one_after_the_other(pair, tmp_path):
