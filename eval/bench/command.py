@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from draftsmith.data.text.template import NO_TEMPLATE, context_length, load_chat
 from draftsmith.eval.bench.contexts import check_contexts, context_prompts
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.kinds import add_kinds
-from draftsmith.eval.bench.measuring import Journal, PromptRunner
+from draftsmith.eval.bench.measuring import REMEDY, Journal, PromptRunner
 from draftsmith.eval.bench.prompts import LONG_TEXT, BenchPrompt, kept_prompts, read_questions, task_sources
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.bench.results import (
@@ -48,6 +49,7 @@ from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, pa
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
 from draftsmith.modules.types import InputError, without_controls
 
@@ -99,9 +101,6 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     for kind, head in {**models.heads, **models.others}.items():
         if config.lengths and isinstance(head, DraftHead):
             check_contexts(config.lengths, config.max_new_tokens, f"the {kind} head", head.config.max_position)
-    models.times.load_state_dict(journal.times)
-    # Building runners measures costs, which meta holds.
-    runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
     drafts = {key: model for key, model in models.others.items() if key.startswith(f"{MODEL}@")}
     smaller = {MODEL: models.draft, "mid": models.mid, **drafts}
     meta = describe(
@@ -117,17 +116,21 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         heads={kind: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for kind, path in heads.items()},
         temperatures=[params.temperature for params in config.modes],
         eos_ids=list(models.ends),
-        **models.times.state_dict(),
+        names=[[prompt.id, prompt.task] for prompt in prompts],
     )
+    done = finished(config, meta, journal)
+    if done is not None:
+        log_note(f"eval bench: already complete in {config.output}; another --output measures again")
+        if config.card:
+            write_cards(done, named, heads, config.paths)
+        return done
 
     # Measure.
-    depends_on = {
-        "settings": {name: value for name, value in meta["settings"].items() if name not in INCIDENTAL},
-        **{name: meta[name] for name in ("target", "models", "heads", "prompts", "versions")},
-        "names": [[prompt.id, prompt.task] for prompt in prompts],
-        "hardware": {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")},
-    }
-    journal.start(depends_on, models.times.state_dict())
+    models.times.load_state_dict(journal.times)
+    # Building runners measures costs, which meta holds.
+    runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
+    meta |= models.times.state_dict()
+    journal.start(depends_on(meta), models.times.state_dict())
     context, room = target.info.max_position, models.capacity - DRAFT_ROOM
     prompt_runner = PromptRunner(runners, tokenizer, context, room, config.max_new_tokens, config.repeats, config.seed)
     rows = prompt_runner.run_all(files, config.batch_size, journal)
@@ -155,6 +158,27 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if config.card:
         write_cards(results, named, heads, config.paths)
     return results
+
+
+def depends_on(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the numbers of a run depend on, of its `meta`."""
+    names = ("cpu", "gpu", "torch_threads")
+    return {
+        "settings": {name: value for name, value in meta["settings"].items() if name not in INCIDENTAL},
+        **{name: meta.get(name) for name in ("target", "models", "heads", "prompts", "versions", "names")},
+        "hardware": {name: meta["hardware"].get(name) for name in names},
+    }
+
+
+def finished(config: BenchConfig, meta: Mapping[str, Any], journal: Journal) -> dict[str, Any] | None:
+    """Return the results that `output` holds of this very run; None if there is something to measure."""
+    files = [RESULTS, PER_PROMPT, NUMBERS, *(["trace.jsonl"] if config.traces else [])]
+    if journal.path.exists() or not all((config.output / name).exists() for name in files):
+        return None
+    there = read_object(config.output / RESULTS, {"meta": {"settings": dict, "hardware": dict}}, REMEDY)
+    same = [json.loads(json.dumps(depends_on(one))) for one in (there["meta"], meta)]
+    traced = not config.traces or there["meta"]["settings"].get("traces") == config.traces
+    return there if same[0] == same[1] and traced and there["meta"].get("kind") == "bench" else None
 
 
 def read_files(config: BenchConfig) -> list[list[BenchPrompt]]:

@@ -261,3 +261,15 @@ def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, mo
         assert measured["methods"][0]["by_task"]["b"]["tau"] == wanted[label]["by_task"]["b"]["tau"]
         assert measured["prompts"] == found["meta"]["prompts"] and measured["settings"]["max_new_tokens"] == NEW_TOKENS
         assert load_head(heads[flag]).config == load_head(models[flag]).config
+
+
+def test_a_finished_run_is_not_measured_again_but_one_of_other_settings_is(config, results, monkeypatch, capsys):
+    before = (config.output / "results.json").read_bytes()
+    measured = []
+    monkeypatch.setattr(bench.PromptRunner, "run_all", lambda *args: measured.append(args) or [][0])
+    assert bench.run(config) == 0
+    assert "already complete" in capsys.readouterr().err and (config.output / "results.json").read_bytes() == before
+    with pytest.raises(IndexError):  # what the stand-in raises: it was called
+        bench.run(dataclasses.replace(config, repeats=3))
+    (config.output / "journal.jsonl").unlink()
+    assert len(measured) == 1
