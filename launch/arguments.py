@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -31,6 +31,7 @@ from draftsmith.launch.yaml_files import PlainLoader, as_yaml, config_file, read
 NAME_WIDTH = 30  # of an option's name in help; longer ones are folded
 REQUIRED, SETTINGS = "Required", "Settings"
 
+Fallback = Callable[[Mapping[str, str]], dict[str, Any]]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 Hidden = Annotated[bool, Parameter(negative=(), show=False)]
 
@@ -55,8 +56,16 @@ class Always:
     debug: Hidden = False
 
 
-def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[str, ...] = ()) -> Any | None:
+def parse(
+    prog: str,
+    config_class: type,
+    args: Sequence[str],
+    positional: tuple[str, ...] = (),
+    fallback: Fallback | None = None,
+) -> Any | None:
     """Build a config from command-line words; return None if help or the config was printed instead.
+
+    fallback: from the options that are given without --config, as texts, to values of others.
 
     Raises:
         UsageError: the words are wrong.
@@ -69,6 +78,8 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
 
         app.help_print([], console=Console(width=min(Console().width, MAX_WIDTH)))
         return None
+    if "--print-config" not in before:
+        app.fallback = fallback
     try:
         return app(app.plain_words(args))
     except CycloptsError as error:
@@ -110,6 +121,7 @@ class CommandApp(App):
         values: Mapping[str, Any] | None = None,
     ) -> None:
         self.prog, self.positional, self.everything, self.values = prog, positional, everything, values or {}
+        self.fallback: Fallback | None = None
         fields, bases = get_field_infos(config_class), config_class.__mro__
         self.rare = {name for base in bases for name in vars(base).get("help_rarely", ())}
         # The command's own options come before those it inherits, which stand in groups of their own: `help_group` of
@@ -207,6 +219,9 @@ class CommandApp(App):
         for token in reversed(arguments["--config"].tokens):  # cyclopts keeps what is set first
             file = config_file(self.prog, token.value)
             Dict(read_yaml(file), source=str(file))(app, commands, settings)
+        if self.fallback and not arguments["--config"].tokens:
+            given = {argument.keys[0]: argument.tokens[-1].value for argument in settings if argument.tokens}
+            Dict(self.fallback(given), source=self.prog)(app, commands, settings)
         for argument in settings:
             argument.tokens[:] = plain_tokens(argument)
 

@@ -6,6 +6,7 @@ command is called.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -202,7 +203,12 @@ def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any
     from draftsmith.launch.arguments import parse
 
     command = COMMANDS[name]
-    return command.run, parse(f"draftsmith {name}", command.config_class(), args, command.positional)
+    fallback = None
+    if command.drafter is not None:
+        from draftsmith.launch.training import cpu_settings
+
+        fallback = functools.partial(cpu_settings, command.drafter)
+    return command.run, parse(f"draftsmith {name}", command.config_class(), args, command.positional, fallback)
 
 
 def install_completion() -> Path:

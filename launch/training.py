@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.modules.types import InputError
 
@@ -19,6 +20,59 @@ if TYPE_CHECKING:
 DIAGNOSED = 64
 # Of a training whose head is diagnosed; shorter ones only try whether it runs.
 LEAST_STEPS = 20
+
+
+# Of each recipe's settings those that a CPU changes; whoever gives one of a line chooses the whole line.
+FOLLOWED = (
+    ("ttt_steps", "ttt_steps_after"),
+    ("normalizer",),
+    ("optimizer", "lr", "schedule"),
+    ("epochs", "max_steps", "minutes"),
+    ("tokens_per_batch", "max_length", "batch_size"),
+    ("draft_vocab", "unknown"),
+)
+SMALL = 1024  # largest hidden size of a target that the recipe is for
+
+
+def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the shipped CPU recipe's settings beside those that are given, if a small target's head is trained on a
+    CPU; the defaults are for GPUs. A run that has begun keeps its own."""
+    from draftsmith.launch.yaml_files import read_yaml, shipped_configs
+
+    recipe = shipped_configs(f"draftsmith train {kind}").get(f"smollm2-135m-{kind}")
+    if kind != "eagle3" or recipe is None or "target" not in given or given.get("accelerator", "auto") == "gpu":
+        return {}
+    import torch
+
+    from draftsmith.data.console import log_note
+    from draftsmith.modules.pretrained.hub import read_config
+    from draftsmith.modules.pretrained.ranks import place
+    from draftsmith.modules.pretrained.reading import read_object
+
+    if torch.cuda.device_count() and given.get("accelerator") != "cpu":
+        return {}
+    try:
+        target = read_config(given["target"])
+    except (OSError, ValueError):  # the training says what is wrong with it
+        return {}
+    target = target.get("text_config", target)
+    values, size, vocab = read_yaml(recipe), target.get("hidden_size", SMALL + 1), target.get("vocab_size", 0)
+    begun = Path(given.get("output", ""), "started.json")
+    if begun.is_file():
+        old = read_object(begun, {})
+        values = {name: old[f"config.{name}"] for name in values if f"config.{name}" in old}
+    elif size > SMALL or "init" in given:
+        return {}
+    lines = [line for line in FOLLOWED if not given.keys() & set(line)]
+    names = [name for line in lines for name in line if name in values]
+    if not begun.is_file() and vocab <= int(values["draft_vocab"]):
+        names = [name for name in names if name not in FOLLOWED[-1]]
+    taken = {name: values[name] for name in names}
+    if taken and place().rank == 0 and not begun.is_file():
+        listed = ", ".join(f"{name} {value}" for name, value in taken.items())
+        log_note(f"on a CPU, as in {recipe.stem}: {listed}. Options have precedence; --config FILE, even an empty one "
+                 "(`{}`), keeps the defaults, which are for GPUs")  # fmt: skip
+    return taken
 
 
 def run(config: TrainedConfig) -> Path | None:

@@ -433,3 +433,32 @@ def test_openmp_threads_soon_sleep():
 def test_wrong_options_from_python_are_an_input_error(values, words):
     with pytest.raises(draftsmith.InputError, match=words):
         draftsmith.run("train eagle3", output="unused", **values)
+
+
+def test_a_head_of_a_small_target_on_a_cpu_follows_the_recipe_where_nothing_else_is_given(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 576, "vocab_size": 49152}')
+    recipe = yaml.safe_load((ROOT / "configs/recipes/smollm2-135m-eagle3.yaml").read_text())
+    names = ("ttt_steps", "normalizer", "optimizer", "epochs", "tokens_per_batch", "max_length", "draft_vocab")
+
+    def read(*words: str) -> Any:
+        given = ["--data", "d", "--target", str(tmp_path), "--output", str(tmp_path / "out"), "--accelerator"]
+        return configure("train eagle3", [*given, *words])[1]
+
+    config = read("cpu")
+    assert {name: getattr(config, name) for name in names} == {name: recipe[name] for name in names}
+    assert config.lr == float(recipe["lr"]) and config.precision == "auto"
+    assert "smollm2-135m-eagle3" in capsys.readouterr().err
+    (tmp_path / "empty.yaml").write_text("{}")
+    defaults = read("gpu")
+    assert read("cpu", "--config", str(tmp_path / "empty.yaml")).lr == defaults.lr == 1e-4
+    # Who gives a learning rate means the default optimizer's.
+    own = read("cpu", "--lr", "2e-4", "--batch-size", "4")
+    assert (own.lr, own.optimizer, own.batch_size, own.tokens_per_batch) == (2e-4, "adamw", 4, 0)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "started.json").write_text(
+        '{"config.lr": 0.25, "config.epochs": 9, "config.draft_vocab": null}'
+    )
+    assert (read("cpu").lr, read("cpu").epochs, read("cpu").draft_vocab) == (0.25, 9, None)
+    (tmp_path / "out" / "started.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256}')
+    assert read("cpu").lr == 1e-4
