@@ -205,9 +205,9 @@ def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any
     command = COMMANDS[name]
     fallback = None
     if command.drafter is not None:
-        from draftsmith.launch.training import cpu_settings
+        from draftsmith.launch.training import settings_not_given
 
-        fallback = functools.partial(cpu_settings, command.drafter)
+        fallback = functools.partial(settings_not_given, command.drafter)
     return command.run, parse(f"draftsmith {name}", command.config_class(), args, command.positional, fallback)
 
 

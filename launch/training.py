@@ -34,6 +34,12 @@ FOLLOWED = (
 SMALL = 1024  # largest hidden size of a target that the recipe is for
 
 
+def settings_not_given(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return values of options beside those that are given: of a CPU's recipe, and data that is to be planned for."""
+    planned = {"plan", "plan_samples"} <= given.keys() and "data" not in given
+    return cpu_settings(kind, given) | ({"data": "none"} if planned else {})
+
+
 def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     """Return the shipped CPU recipe's settings beside those that are given, if a small target's head is trained on a
     CPU; the defaults are for GPUs. A run that has begun keeps its own."""

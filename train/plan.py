@@ -389,6 +389,10 @@ def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
     return f"Does not fit: a rank needs {short(plan.peak)}B of {short(budget)}B. {remedy}"
 
 
+def hours_text(hours: float) -> str:
+    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"
+
+
 def training_hours(plan: TrainingPlan, config: TrainDrafterConfig) -> tuple[float | None, str]:
     """Return the hours of the steps, validation not counted, and a sentence about them; None if no speed is known."""
     on_gpu = device_kind(config) == "gpu"
@@ -403,7 +407,7 @@ def training_hours(plan: TrainingPlan, config: TrainDrafterConfig) -> tuple[floa
         speed = REACHED * measured_peak(torch.device("cuda" if on_gpu else "cpu"), dtype)
         source = "half its peak here"
     hours = plan.step_flops * plan.steps / plan.world / speed / 3600
-    span = f"{hours:.3g} h" if hours >= 1.5 else f"{max(1, 60 * hours):.0f} min"
+    span = hours_text(hours) if hours >= 1.5 else f"{max(1, 60 * hours):.0f} min"
     return hours, f"Takes about {span} without validation, at {short(speed)}FLOP/s a rank ({source})."
 
 
@@ -444,14 +448,15 @@ def cost_sentences(plan: TrainingPlan, config: TrainDrafterConfig, costs: Costs)
         (costs.states, plan.served_tokens, "states that the server makes meanwhile", "--plan-state-speed"),
     )
     said = [
-        f"{short(tokens).strip()} tokens of {what}: " + (f"pass {option}." if hours is None else f"{hours:.3g} h.")
+        f"{short(tokens).strip()} tokens of {what}: "
+        + (f"pass {option}." if hours is None else hours_text(hours) + ".")
         for hours, tokens, what, option in stages
         if tokens
     ]
     if costs.hours is not None and (said or costs.euros is not None):
         cards = config.plan_cards or plan.world
         euros = "" if costs.euros is None else f", {costs.euros:.3g} EUR at {config.plan_price:g} an hour"
-        said.append(f"In all {costs.hours:.3g} h of {cards} card{'s' * (cards > 1)}{euros}.")
+        said.append(f"In all {hours_text(costs.hours)} of {cards} card{'s' * (cards > 1)}{euros}.")
     return said
 
 

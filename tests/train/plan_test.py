@@ -245,3 +245,14 @@ def test_hours_and_euros_by_hand(artifacts, tmp_path):
     # What exists costs nothing, and states that the target makes in the step are part of it.
     costs = costs_of(plan_of(eagle_config(artifacts, tmp_path / "run")), dataclasses.replace(config, features="online"))
     assert (costs.answers, costs.states) == (0, 0) and costs.hours == costs.training
+
+
+def test_data_that_does_not_exist_yet_needs_no_path_and_hours_are_digits(tmp_path, capsys):
+    shape = {"hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "intermediate_size": 4096}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--plan", "--target", str(tmp_path), "--output", str(tmp_path / "x"), "--plan-tflops", "0.0001"]
+    assert main(["train", "eagle3", *words]) == 2  # neither data nor a number of samples
+    assert main(["train", "eagle3", *words, "--plan-samples", "20000", "--plan-length", "600"]) == 0
+    printed = capsys.readouterr().out
+    assert "20,000 samples of 600 tokens" in printed and "e+" not in printed
