@@ -91,7 +91,7 @@ class FeatureBatch:
 
 @dataclass(frozen=True)
 class AcceptanceBatch:
-    """Inputs and labels of the acceptance head, aligned: row t describes drafted token y_t (DESIGN: e_t, P_t)."""
+    """Inputs and labels of the acceptance head, aligned: row t describes drafted token y_t."""
 
     hidden: Tensor  # [B, T, H] the drafter's last hidden state once it has read z_t, or the one that predicted it
     accept_prob: Tensor  # [B, T] float32 in [0, 1]

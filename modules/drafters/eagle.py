@@ -186,7 +186,6 @@ class EagleHead(FeatureHead):
     kind = "eagle"
     drafts = ("chain", "tree", "static")
     Config, Settings = EagleConfig, EagleSettings
-    # The paper's, for 7B targets.
     num_lost_rows = LOOKAHEAD
     ttt_steps = "unroll"
 
@@ -235,7 +234,8 @@ class EagleHead(FeatureHead):
         layers: list[Any] = list(self.layers)
         entries: list[list[Any]] = [[] for _ in layers]
         ttt_steps: list[Tensor] = []
-        hidden, embeds = features, F.pad(embeds, (0, 0, 0, num_ttt_steps - 1))  # [B, T, H], [B, T + num_passes - 1, H]
+        hidden = features  # [B, T, H]
+        embeds = F.pad(embeds, (0, 0, 0, num_ttt_steps - 1))  # [B, T + num_ttt_steps - 1, H]
         for j in range(num_ttt_steps):
             # Here row t is the draft that began there; it reads the token of row t + j, at that row's position.
             at = (position_ids + j).clamp_max(len(self.cos) - 1)

@@ -177,7 +177,7 @@ class Eagle3Head(UnrolledHead):
         hidden, rows, layer = self.read(states), states.shape[1], self.layer  # [B, T, H]
         if position_ids is None:
             position_ids = torch.arange(rows, device=hidden.device)[None]
-        normed = layer.input_layernorm(embeds)  # [B, T + num_passes - 1, H]
+        normed = layer.input_layernorm(embeds)  # [B, T + num_ttt_steps - 1, H]
         ttt_steps: list[Tensor] = []
         entries: list[Any] = []
         window = self.config.llama.sliding_window

@@ -80,7 +80,6 @@ class HydraHead(MedusaHead):
     kind = "hydra"
     drafts = ("chain", "static")
     Config, Settings = HydraConfig, HydraSettings
-    # The recipe of the published repository.
     lm_head_bias = True
 
     cos: Tensor

@@ -64,7 +64,6 @@ class MedusaHead(DraftHead):
     default_k = 0  # a token of each head
     Config: ClassVar[type] = MedusaConfig
     Settings: ClassVar[type] = MedusaSettings
-    # Section 3.3 of the paper.
     num_lost_rows = AHEAD
     # Whether lm_heads of their own have a bias.
     lm_head_bias: ClassVar[bool] = False

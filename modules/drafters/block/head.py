@@ -132,7 +132,6 @@ class BlockHead(BlockNet):
     default_k = 7
     Config: ClassVar[type] = BlockConfig
     Settings: ClassVar[type] = BlockSettings
-    # deepseek-ai/DeepSpec config/dspark.
     ttt_steps = "block"
     takes_spans = True
     monitor = "chain_length"
