@@ -48,13 +48,14 @@ def weight_map(index: Path, remedy: str = REMEDY) -> dict[str, str]:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Return a model's safetensors files, chosen as transformers does: one file, or the shards of an index."""
+    """Return a model's safetensors files: one file, or the shards of an index."""
     whole, index = directory / "model.safetensors", directory / INDEX
-    # A whole file counts before an index, even if both are there.
-    if whole.exists():
+    named = sorted(set(weight_map(index).values())) if index.exists() else []
+    # As transformers does, but where the index names the file too, and a module that was added beside it, as vLLM does.
+    if whole.exists() and whole.name not in named:
         return [whole]
-    if index.exists():
-        files = [directory / name for name in sorted(set(weight_map(index).values()))]
+    if named:
+        files = [directory / name for name in named]
         if outside := [file.name for file in files if file.parent != directory or file.name in ("", "..")]:
             raise InputError(str(index), f"a shard in another place ({outside[0]})", "files of the directory", REMEDY)
         if absent := [file.name for file in files if not file.is_file()]:

@@ -57,11 +57,15 @@ def layer_settings(text: Mapping[str, Any], kind: Mapping[str, Any]) -> dict[str
     from transformers import AutoConfig
 
     try:
-        known = AutoConfig.for_model(text["model_type"]).to_dict()
-    except (KeyError, ValueError) as error:
-        expected = "an architecture that transformers has"
-        raise InputError("target", text.get("model_type"), expected, "Update transformers.") from error
-    own = {name: value for name, value in text.items() if name in known and name not in UNRELATED}
+        known = AutoConfig.for_model(text["model_type"])
+        # Published files spell a rotation in other fields than transformers 5 (rope_theta, rope_scaling).
+        read = type(known).from_dict(dict(text)).to_dict()
+    except Exception as error:  # each family refuses in its own way
+        found, expected = f"{text.get('model_type')} ({error})", "an architecture and settings that transformers has"
+        raise InputError("target", found, expected, "Correct config.json, or update transformers.") from error
+    # GLM-4.5's class reads head_dim and does not list it.
+    kept = ({*text, "rope_parameters"} & (known.to_dict().keys() | {"head_dim"})) - {*UNRELATED}
+    own = {name: read[name] for name in sorted(kept)}
     return {**own, "model_type": text["model_type"], **NO_VOCABULARY, "num_hidden_layers": 1, **kind}
 
 

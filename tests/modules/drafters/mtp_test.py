@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 from oracles.native import EXPERTS, MTP_FAMILIES, mtp_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.mtp import LAYERS, MtpHead, active_weights
 from draftsmith.modules.drafters.net import RowState
 from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.targets.native import native_layer
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import FeatureBatch, InputError
@@ -80,6 +82,28 @@ def test_unrolled_rows_are_drafts_by_transformers(family: str) -> None:
         wanted = by_transformers(head, embeds[: t + STEPS], states[: t + 1])
         for found, one in zip(passes, wanted, strict=True):
             assert (found[0, t] - one).abs().max() < 1e-5 * one.abs().max()
+
+
+# Rotary settings as Qwen3-Next, GLM-4.5 and DeepSeek-V3 were published, before transformers had `rope_parameters`.
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4}
+PUBLISHED = {
+    "qwen3_next": {"rope_theta": 1e7, "rope_scaling": None, "partial_rotary_factor": 0.25, "head_dim": 16},
+    "glm4_moe": {"rope_theta": 1e6, "rope_scaling": None, "partial_rotary_factor": 0.5, "head_dim": 16},
+    "deepseek_v3": {"rope_theta": 1e4, "rope_scaling": YARN, "qk_rope_head_dim": 8, **LATENT},
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_module_rotates_as_its_target_by_published_spellings_too(family: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+    raw = {**sizes, "model_type": family, **PUBLISHED[family]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    cos, sin = target.model.rotary_emb(torch.zeros(1, 128, 32), torch.arange(128)[None])
+    layer, _ = native_layer(MtpHead.new_config(MtpSettings(), plain_shape(raw)).layer, 128)
+    assert torch.equal(layer.cos, cos[0]) and torch.equal(layer.sin, sin[0])
 
 
 @pytest.mark.parametrize("family", LAYERS)

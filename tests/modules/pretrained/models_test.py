@@ -21,7 +21,7 @@ from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import models, parity
-from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
+from draftsmith.modules.pretrained.checkpoint import checkpoint_files, checkpoint_tensors
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.layerwise import layer_states
@@ -202,6 +202,16 @@ def test_what_ends_a_turn_in_the_template_ends_an_answer_and_disagreement_is_sai
     for note in notes:
         said = f"config.json {ids}, the tokenizer {tokenizer.eos_token_id}, its chat template"
         assert said in note and note.endswith(f"end at each of {list(ends)}")
+
+
+def test_an_index_that_names_the_whole_file_counts_and_a_leftover_one_does_not(directory):
+    """Unsloth adds an MTP module to a model of one file as a second file and an index; transformers sees one."""
+    save_file({"mtp.fc.weight": torch.zeros(1)}, directory / "model-mtp.safetensors")
+    names = {name: "model.safetensors" for name in load_file(directory / "model.safetensors")}
+    for more, files in (("model-mtp.safetensors", ["model-mtp.safetensors", "model.safetensors"]), ("", [])):
+        shards = {**names, "mtp.fc.weight": more} if more else {"a": "model-00001-of-00002.safetensors"}
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+        assert [file.name for file in checkpoint_files(directory)] == (files or ["model.safetensors"])
 
 
 def test_dtypes(directory):
