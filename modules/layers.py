@@ -63,10 +63,6 @@ class RopeScaling:
             mscale=(0, 1e6),
             mscale_all_dim=(0, 1e6),
         )
-        # The formula divides by their difference.
-        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
-            expected = f"another number than low_freq_factor, {self.low_freq_factor}"
-            raise InputError("high_freq_factor", self.high_freq_factor, expected, "Correct it.")
 
 
 @dataclass(frozen=True)
@@ -356,6 +352,7 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
         smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
             scaling.high_freq_factor - scaling.low_freq_factor
         )
+        # Infinite where both factors are equal (Llama 4 Scout): then nothing lies between, and no blend is taken.
         blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
         blended = torch.where(wavelength < high, inv_freq, blended)
         return torch.where(wavelength > low, inv_freq / scaling.factor, blended)

@@ -160,9 +160,21 @@ class MtpHead(UnrolledHead):
         return MtpConfig(layers_of(target, num_layers=1, **changes), layer)
 
     def start(self, weights: TargetWeights) -> None:
-        """Begin as the module that the target's files hold, if they hold one."""
-        if state := weights.mtp():
+        """Begin as the module that the target's files hold, if they hold one.
+
+        Raises:
+            InputError: it is another module than the target's settings describe.
+        """
+        if not (state := weights.mtp()):
+            return
+        try:
             self.load_state_dict(state)
+        except RuntimeError as error:
+            # torch says in many lines which parts are missing, unknown or of another shape.
+            found = " ".join(str(error).partition(":")[2].split())[:300]
+            remedy = "Correct the checkpoint, or train from a head with --init."
+            found = f"an MTP module with {found}"
+            raise InputError("target", found, "the one that config.json describes", remedy) from error
 
     # -- loss
 

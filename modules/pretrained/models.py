@@ -77,8 +77,9 @@ def check_device(name: str) -> None:
 
 
 def weight_type(dtype: str, config: Mapping[str, Any]) -> torch.dtype:
-    """Return the type of this name; of `auto`, the one that config.json names."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32") if dtype == "auto" else dtype
+    """Return the type of this name; of `auto`, the one that config.json names, of wrappers often for the text alone."""
+    named = (part.get(name) for part in (config, text_config(config)) for name in ("dtype", "torch_dtype"))
+    name = str(next(filter(None, named), "float32")) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InputError("dtype", name, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
     return DTYPES[name]

@@ -25,6 +25,7 @@ from draftsmith.modules.pretrained.checkpoint import (
 from draftsmith.modules.pretrained.directory import KINDS, foreign_package
 from draftsmith.modules.pretrained.files import check_disk, link_file, write_json, write_tensors
 from draftsmith.modules.pretrained.reading import open_tensors
+from draftsmith.modules.types import InputError
 
 SHARD = "mtp.safetensors"
 # transformers reads a file called model.safetensors alone, without the index.
@@ -54,13 +55,18 @@ def mtp_state(directory: Path) -> dict[str, Tensor]:
     """Read a checkpoint's own MTP module, by the names of `MtpFamily.from_file`; empty if it has none.
 
     Raises:
-        InputError: the target's family has none that is known here, or the checkpoint is quantized.
+        InputError: the target's family has none that is known here, the checkpoint is quantized, or the module has
+            other names.
     """
     facts = read_facts(directory)[1]
-    family, tensors = mtp_family(facts.family), dict[str, Tensor]()
+    family, tensors, others = mtp_family(facts.family), dict[str, Tensor](), list[str]()
     for file in checkpoint_files(directory):
         with open_tensors(file, REMEDY) as opened:
             tensors |= {name: opened.get_tensor(name) for name in family.own(opened.keys(), facts.num_layers or 0)}
+            others += [name for name in opened.keys() if ".mtp." in f".{name}"]  # noqa: SIM118 (it is no mapping)
+    if others and not tensors:
+        expected = f"the names {family.prefix.format(n=facts.num_layers or 0)}*"
+        raise InputError("target", f"an MTP module named {min(others)}", expected, "Rename its tensors.")
     return family.from_file(tensors, facts.num_layers or 0)
 
 

@@ -64,7 +64,6 @@ def test_a_field_refuses_what_it_cannot_be(config):
     [
         (lambda: dataclasses.replace(LLAMA, rope_theta=0), "rope_theta: found 0, expected a finite number from 1"),
         (lambda: dataclasses.replace(LLAMA, head_dim=3), "even"),
-        (lambda: RopeScaling("llama3", 8.0, 4.0, 4.0), "another number than low_freq_factor"),
         (lambda: EagleConfig(dataclasses.replace(LLAMA, rope_scaling=RopeScaling("longrope"))), "longrope"),
         (lambda: EagleConfig(dataclasses.replace(PLAIN, num_layers=0)), "num_layers: found 0"),
         (lambda: Eagle3Config(dataclasses.replace(PLAIN, num_layers=2), (0,), 60), "num_layers: found 2"),

@@ -157,6 +157,27 @@ def test_a_head_begins_as_the_module_that_the_target_ships() -> None:
     head.start(weights)  # none is shipped
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("eh_proj.weight"), 'Missing key(s) in state_dict: "eh_proj.weight"'),
+        (
+            lambda state: state.update({"lm_head.weight": torch.zeros(V, H)}),
+            'Unexpected key(s) in state_dict: "lm',
+        ),
+        (lambda state: state.update({"eh_proj.weight": torch.zeros(H, H)}), "size mismatch for eh_proj.weight"),
+    ],
+)
+def test_a_shipped_module_that_does_not_fit_is_one_line(change, words) -> None:
+    head = head_of("glm4_moe")
+    state = dict(head.state_dict())
+    change(state)
+    weights: Any = SimpleNamespace(mtp=lambda: state)
+    with pytest.raises(InputError) as error:
+        head.start(weights)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("readout", [Readout(scale=0.5), Readout(softcap=2.0)])
 def test_a_target_whose_logits_its_loss_would_not_have_is_refused(readout: Readout) -> None:
     """No family with MTP modules has one."""

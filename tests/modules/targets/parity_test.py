@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-3},
     "llama-rope-linear": {"rope_parameters": LINEAR},
     "llama-rope-llama3": {"rope_parameters": LLAMA3},
+    "llama-rope-scout": {"rope_parameters": {**LLAMA3, "factor": 16.0, "high_freq_factor": 1.0}},
     "llama-rope-yarn": {"rope_parameters": YARN},
     "llama-old-rope-llama3": {"rope_parameters": LLAMA3},
     "mistral-window": {"sliding_window": 7},
