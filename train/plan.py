@@ -31,7 +31,7 @@ from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.hub import read_config
-from draftsmith.modules.pretrained.models import DTYPES, meta_target, target_shape
+from draftsmith.modules.pretrained.models import meta_target, target_shape, weight_type
 from draftsmith.train.config import MOST, TrainDrafterConfig
 from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
@@ -252,9 +252,7 @@ def process_bytes(
     by the target.
     """
     on_gpu, dtype = device_kind(config) == "gpu", model_dtype(config)
-    raw = read_config(config.target)
-    checkpoint_dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    width = (DTYPES.get(checkpoint_dtype, torch.float32) if dtype == "auto" else DTYPES[dtype]).itemsize
+    width = weight_type(dtype, read_config(config.target)).itemsize
     weights, checkpoint, _ = saved_bytes(config, head)
 
     # The head learns span by span, and makes and frees logits in chunks; an lm_head of its own counts as chunks.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.targets.shape import text_config
+from draftsmith.modules.targets.shape import is_hybrid, layer_kinds, num_layers, text_config
 from draftsmith.modules.types import InputError
 
 # Types of weights that layers compute with; integers and float8 are quantized weights, whose scales are elsewhere.
@@ -69,10 +69,7 @@ class TargetFacts:
     @property
     def hybrid(self) -> bool:
         """True if some layers have a recurrent or convolution state in the place of keys and values."""
-        kinds = self.text.get("layer_types")
-        if isinstance(kinds, list):
-            return not all(str(kind).endswith("attention") and kind != "linear_attention" for kind in kinds)
-        return any(name.startswith("mamba") for name in self.text)
+        return is_hybrid(layer_kinds(self.text))
 
     @property
     def windowed(self) -> bool:
@@ -91,7 +88,7 @@ class TargetFacts:
 
     @property
     def num_layers(self) -> int | None:
-        return self.text.get("num_hidden_layers")
+        return num_layers(self.text)
 
 
 @dataclass(frozen=True)

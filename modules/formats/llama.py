@@ -41,6 +41,7 @@ from draftsmith.modules.layers import (
     rope_frequencies,
     rope_number,
 )
+from draftsmith.modules.targets.shape import stated_positions
 from draftsmith.modules.types import InputError
 
 Raw = Mapping[str, Any]  # a `config.json`
@@ -569,5 +570,5 @@ def check_layer(llama: LlamaConfig, refused: Mapping[str, tuple[Any, str]]) -> N
 
 
 def max_positions(target: TargetFacts | None) -> int:
-    """Return the target's context length, 0 if it is unknown."""
-    return 0 if target is None else int(target.text.get("max_position_embeddings") or 0)
+    """Return the target's context length as servers take it, 0 if it is unknown."""
+    return 0 if target is None else stated_positions(target.text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import re
@@ -43,7 +42,7 @@ from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.targets.self_test import REMEDY as OTHER_MODEL
 from draftsmith.modules.targets.self_test import self_test
-from draftsmith.modules.targets.shape import TargetShape, max_position, plain_shape, text_config
+from draftsmith.modules.targets.shape import TargetShape, max_position, num_layers, plain_shape, text_config
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -215,7 +214,7 @@ def _load_hf(
     info = ModelInfo(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        num_layers=text.num_hidden_layers,
+        num_layers=num_layers(text.to_dict()) or text.num_hidden_layers,
         max_position=max_position(text.to_dict()),
         eos_ids=end_tokens(str(directory)),
         identity=identity,
@@ -229,8 +228,11 @@ def _load_hf(
 
 @torch.inference_mode()
 def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
-    """Take the way from states to logits whose logits are nearest to the model's own, and the number of layers that
-    give states; `self_test` refuses other ways."""
+    """Take the way from states to logits whose logits are nearest to the model's own; `self_test` refuses other ways.
+
+    Raises:
+        InputError: the model cannot read a text, or gives states of another number of layers than config.json says.
+    """
     ids = torch.arange(1, NUM_FITTED, device=lm.device)[None] * (lm.info.vocab_size // NUM_FITTED)
     try:
         output = lm.model(input_ids=ids, use_cache=False, output_hidden_states=True)
@@ -246,9 +248,9 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
     for lm.readout in readouts:
         found.setdefault((lm.lm_head(states) - own).float().norm().nan_to_num(math.inf).item(), lm.readout)
     lm.readout = found[min(found)]
-    # LongCat counts the attentions of a layer, and Mllama's layers that read an image give no state of a text.
-    if output.hidden_states is not None:
-        lm.info = dataclasses.replace(lm.info, num_layers=len(output.hidden_states) - 1)
+    if output.hidden_states is not None and len(output.hidden_states) != lm.info.num_layers + 1:
+        found = f"{type(lm.model).__name__}, with states of {len(output.hidden_states) - 1} layers"
+        raise InputError("model", found, f"{lm.info.num_layers}, as its config.json counts them", OTHER_MODEL)
 
 
 def placement() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, RopeScaling, llama_sizes
+from draftsmith.modules.targets.hybrid import is_linear
 from draftsmith.modules.types import InputError
 
 # Our names of sizes, and what families call them.
@@ -29,7 +30,7 @@ NAMES = {
 # Settings of attention that a plain layer does not have.
 LATENT = ("kv_lora_rank", "q_lora_rank")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Layers with keys and values of the whole text, by the names in `layer_types`.
+# Layers with keys and values of the whole text, by the names in `layer_types` of families that transformers lacks.
 FULL = ("full_attention", "attention", "global_attention")
 HEAD_DIM = 128
 
@@ -64,8 +65,7 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
     reasons = [f"a plain Llama layer, which servers draft with for any target (this one: {text.get('model_type')})"]
     sizes: dict[str, Any] = {ours: next((text[name] for name in names if text.get(name) is not None), None)
              for ours, names in NAMES.items()}  # fmt: skip
-    # Nemotron-H lists its layers and does not count them.
-    sizes["num_hidden_layers"] = sizes["num_hidden_layers"] or len(_kinds(text)) or None
+    sizes["num_hidden_layers"] = num_layers(text)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if sizes[name] is None:
             raise InputError(f"config.json, {name}", "nothing", "a size of the target", "Complete config.json.")
@@ -88,8 +88,25 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
         reasons.append(f"rotation of whole heads: the target rotates {rotation.partial_rotary_factor:g} of each")
         whole = dataclasses.replace(llama.rope_scaling, partial_rotary_factor=1.0)
         llama = dataclasses.replace(llama, rope_scaling=whole)
-    full_layers = _full_layers(text, llama.num_layers)
+    kinds = layer_kinds(text)
+    full_layers = tuple(number for number, kind in enumerate(kinds, 1) if kind.full)
+    full_layers = full_layers if is_hybrid(kinds) and len(kinds) == llama.num_layers else ()
     return TargetShape(**vars(llama), full_layers=full_layers, reasons=tuple(reasons), text=text)
+
+
+def num_layers(text: Mapping[str, Any]) -> int | None:
+    """Return how many layers give states of a text: Mllama's that read an image give none. None if it is not said."""
+    count = next((text[name] for name in NAMES["num_hidden_layers"] if text.get(name) is not None), None)
+    # Nemotron-H lists its layers and does not count them.
+    count = count or len(_kinds(text)) or None
+    seeing = text.get("cross_attention_layers")
+    return count - sum(layer < count for layer in seeing) if isinstance(count, int) and seeing else count
+
+
+def stated_positions(text: Mapping[str, Any]) -> int:
+    """Return the context that config.json states, which servers take; 0 if it states none."""
+    names = NAMES["max_position_embeddings"]
+    return next((size for name in names if isinstance(size := text.get(name), int) and size > 0), 0)
 
 
 def max_position(text: Mapping[str, Any]) -> int:
@@ -98,8 +115,7 @@ def max_position(text: Mapping[str, Any]) -> int:
     LongRoPE changes the frequencies of ALL positions once a text is longer than `original_max_position_embeddings`, so
     that cached keys would be wrong.
     """
-    names = NAMES["max_position_embeddings"]
-    longest = next((size for name in names if isinstance(size := text.get(name), int) and size > 0), 2048)
+    longest = stated_positions(text) or 2048
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
@@ -124,12 +140,29 @@ def _attention(text: Mapping[str, Any], sizes: Mapping[str, Any], reasons: list[
     return {"num_attention_heads": count, "num_key_value_heads": groups, "head_dim": size}
 
 
-def _full_layers(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the states after full-attention layers of a target with recurrent or convolution layers; () of others."""
-    kinds = _kinds(text)
-    if len(kinds) != num_layers or all("attention" in kind and "linear" not in kind for kind in kinds):
-        return ()
-    return tuple(number for number, kind in enumerate(kinds, 1) if kind in FULL)
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer keeps of a text. full: keys and values of all of it. linear: a state of fixed size."""
+
+    full: bool
+    linear: bool
+
+
+def layer_kinds(text: Mapping[str, Any]) -> list[LayerKind]:
+    """Return the kind of each layer, as transformers' cache has it; of other families, by the names in config.json."""
+    from transformers import AutoConfig, DynamicCache
+
+    try:
+        layers = DynamicCache(config=AutoConfig.for_model(**text)).layers
+    except Exception:  # each family refuses in its own way
+        kinds = _kinds(text) or ["mamba" for name in text if name.startswith("mamba")][:1]
+        return [LayerKind(kind in FULL, "attention" not in kind or "linear" in kind) for kind in kinds]
+    return [LayerKind(not getattr(layer, "is_sliding", True), is_linear(layer)) for layer in layers]
+
+
+def is_hybrid(kinds: Sequence[LayerKind]) -> bool:
+    """Return whether some layers have a recurrent or convolution state."""
+    return any(kind.linear for kind in kinds)
 
 
 def _kinds(text: Mapping[str, Any]) -> Sequence[str]:

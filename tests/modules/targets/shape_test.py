@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
 from draftsmith.modules.drafters.eagle3 import default_layers
+from draftsmith.modules.formats.base import TargetFacts
+from draftsmith.modules.formats.families import VLLM, unserved
 from draftsmith.modules.layers import captured_layers
 from draftsmith.modules.targets.shape import plain_shape
 
@@ -51,3 +59,38 @@ def test_a_head_of_a_hybrid_reads_behind_full_attention_and_rotates_whole_heads(
     assert captured_layers((2, 32, 61), (), shape) == (2, 32, 61)
     assert (shape.rope_theta, shape.rotary_dim, shape.head_dim) == (1e7, 256, 256)
     assert shape.reasons[-1].startswith("rotation of whole heads")
+
+
+# transformers' default config of a family -> where its own lists have attention over the whole text; None of a family
+# without recurrent layers.
+HYBRIDS: dict[str, Callable[[Any], list[int]] | None] = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), lambda config: []),
+    **dict.fromkeys(("jamba", "zamba"), lambda config: places(config.layers_block_type, "attention", "hybrid")),
+    "zamba2": lambda config: places(config.layers_block_type, "hybrid"),
+    "qwen3_next": lambda config: places(config.layer_types, "full_attention"),
+    **dict.fromkeys(("qwen3", "gemma3_text")),
+}
+
+
+def places(kinds: list[str], *names: str) -> list[int]:
+    return [number for number, kind in enumerate(kinds, 1) if kind in names]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_and_their_full_layers_are_those_of_transformers_lists(family: str):
+    config, wanted = AutoConfig.for_model(family), HYBRIDS[family]
+    facts, shape = TargetFacts(config.to_dict()), plain_shape(config.to_dict())
+    assert facts.hybrid == (wanted is not None)
+    assert list(shape.full_layers) == ([] if wanted is None else wanted(config))
+    assert bool(unserved("vllm", "eagle3", facts)) == (facts.hybrid and family not in VLLM)
+
+
+def test_default_layers_of_a_hybrid_stand_behind_attention():
+    jamba = plain_shape(AutoConfig.for_model("jamba").to_dict())  # in every eighth layer, from the fifth
+    assert captured_layers((), default_layers(jamba.num_layers), jamba) == (5, 13, 29)
+
+
+def test_layers_that_read_an_image_give_no_state():
+    raw = {**QWEN3_5["text_config"], "num_hidden_layers": 12, "layer_types": None, "cross_attention_layers": [3, 8]}
+    shape = plain_shape(raw | {"model_type": "mllama_text_model"})
+    assert shape.num_layers == TargetFacts(raw).num_layers == 10 and default_layers(10) == (2, 5, 7)
