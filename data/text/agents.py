@@ -132,7 +132,7 @@ def openai_call(call: Any) -> Any:
     if not isinstance(function, Mapping):
         return call
     # Servers read no arguments as an object without any.
-    arguments = next((value for key in ARGUMENTS if (value := parse_json(function.get(key))) not in EMPTY), {})
+    arguments: Any = next((value for key in ARGUMENTS if (value := parse_json(function.get(key))) not in EMPTY), {})
     others = {key: value for key, value in function.items() if key not in ARGUMENTS}
     return {**call, "function": {**others, "arguments": arguments}}
 
