@@ -249,8 +249,8 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
         found.setdefault((lm.lm_head(states) - own).float().norm().nan_to_num(math.inf).item(), lm.readout)
     lm.readout = found[min(found)]
     if output.hidden_states is not None and len(output.hidden_states) != lm.info.num_layers + 1:
-        found = f"{type(lm.model).__name__}, with states of {len(output.hidden_states) - 1} layers"
-        raise InputError("model", found, f"{lm.info.num_layers}, as its config.json counts them", OTHER_MODEL)
+        what = f"{type(lm.model).__name__}, with states of {len(output.hidden_states) - 1} layers"
+        raise InputError("model", what, f"{lm.info.num_layers}, as its config.json counts them", OTHER_MODEL)
 
 
 def placement() -> dict[str, Any]:
