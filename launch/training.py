@@ -54,14 +54,14 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     from draftsmith.modules.pretrained.hub import read_config
     from draftsmith.modules.pretrained.ranks import place
     from draftsmith.modules.pretrained.reading import read_object
+    from draftsmith.modules.targets.shape import text_config
 
     if torch.cuda.device_count() and given.get("accelerator") != "cpu":
         return {}
     try:
-        target = read_config(given["target"])
+        target = text_config(read_config(given["target"]))
     except (OSError, ValueError):  # the training says what is wrong with it
         return {}
-    target = target.get("text_config", target)
     values, size, vocab = read_yaml(recipe), target.get("hidden_size", SMALL + 1), target.get("vocab_size", 0)
     begun = Path(given.get("output", ""), "started.json")
     if begun.is_file():

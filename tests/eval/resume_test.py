@@ -72,12 +72,12 @@ def test_the_same_command_goes_on_behind_what_was_measured(config, unbroken, tmp
     assert "5 of 12 prompts are measured" in capsys.readouterr().err
     assert len(seen) == 12 - 5
     assert counts(broken) == unbroken and not journal.exists()
-    # A finished directory is measured again, and its old results stand until the new ones are complete.
+    # A finished run is not measured again.
     before = (tmp_path / "results.json").read_text()
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 1)
-        with pytest.raises(KeyboardInterrupt):
-            bench.run(broken)
+        assert interrupt_after(patch, 0) == []
+        assert bench.run(broken) == 0
+    assert "already complete" in capsys.readouterr().err
     assert (tmp_path / "results.json").read_text() == before and counts(broken) == unbroken
 
 
