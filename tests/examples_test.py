@@ -112,8 +112,8 @@ BIGRAM = (EXAMPLES / "drafters" / "bigram.py").read_text()
     [
         ({}, "a folder of Python files"),
         (
-            {"pearl.py": "raise AssertionError('never imported')"},
-            "drafters: found pearl in .*, expected names that",
+            {"prompt_lookup.py": "raise AssertionError('never imported')"},
+            "drafters: found prompt_lookup in .*, expected names that",
         ),
         ({"medusa.py": "", "mine.py": ""}, "drafters: found medusa in"),
         ({"stops.py": "METHODS = {'pld': None}"}, "METHODS: found pld in stops.py"),

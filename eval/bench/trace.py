@@ -65,8 +65,6 @@ class TracedRound:
         }
         if tree.tokens:
             line["accept_prob"] = node_accept_probs(tree, done.verdict, done.logits, params)
-        if tree.last_unread:
-            line["beside"] = "the drafter's calls of this round could run beside the target's"
         if tree.draft_prob is not None:
             line["q"] = [float(own[token]) for own, token in zip(tree.draft_prob, tree.tokens, strict=True)]
         if tree.values is not None:
@@ -165,7 +163,6 @@ class _Replay:
             self.probs |= dict.fromkeys(children, 0.0) | {node: float(probs[token]) for token, node in first.items()}
         node = next((node for node in children if node in self._verdict.path), None)
         if node is None:
-            assert self._verdict.next_token is not None
             return self._verdict.next_token
         self._parent = node
         return self._tree.tokens[node]

@@ -111,8 +111,7 @@ def _round(line: Mapping[str, Any]) -> dict[str, Any]:
     found |= {"draft_ms": _short(line.get("draft_s"), 1000), "draft_calls": line.get("draft_calls")}
     if list(line["parents"]) != list(range(-1, len(line["drafted"]) - 1)):
         found["parents"] = line["parents"]
-    found |= {key: [_short(value) for value in line[key]] for key in PER_NODE if line.get(key)}
-    return {**found, "beside": True} if line.get("beside") else found
+    return found | {key: [_short(value) for value in line[key]] for key in PER_NODE if line.get(key)}
 
 
 def _short(value: float | None, scale: float = 1) -> float | None:

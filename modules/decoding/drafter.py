@@ -17,9 +17,9 @@ from draftsmith.modules.sampling import Sampler
 class Outcome:
     """Result of a round, for the row's drafter.
 
-    emitted: accepted tokens, then the target's own token if there is one.
-    features: [len(emitted), F] of the root and of the accepted tokens that were read; row i predicts emitted[i].
-    logits: [N + 1, V] of the root and of all N nodes that the target read, rejected ones too.
+    emitted: accepted tokens, then the target's own token.
+    features: [len(emitted), F] of the root and of the accepted tokens; row i predicts emitted[i].
+    logits: [N + 1, V] of the root and of all N nodes, rejected ones too.
     """
 
     emitted: tuple[int, ...]

@@ -289,9 +289,8 @@ class RowPool:
         # Score every row's root and the nodes of its tree, in one call of the target.
         fed, parents, chains = list[list[int]](), list[list[int]](), True
         for row, tree in zip(rows, trees, strict=True):
-            read = None if tree is None else tree.num_read
-            fed.append([] if tree is None else [row.tokens[-1], *tree.tokens[:read]])
-            parents.append([] if tree is None else [-1, *[parent + 1 for parent in tree.parents[:read]]])
+            fed.append([] if tree is None else [row.tokens[-1], *tree.tokens])
+            parents.append([] if tree is None else [-1, *[parent + 1 for parent in tree.parents]])
             chains = chains and (tree is None or tree.is_chain)
         scores = session.extend(fed, None if chains else parents, logits_to_keep=max(map(len, fed)))
         verdicts = verify(trees, scores.logits, sampler)
@@ -305,15 +304,12 @@ class RowPool:
             if tree is None or verdict is None:
                 continue
             # The slots from here on hold the nodes.
-            first = lengths[place] = lengths[place] - tree.num_read
-            read_path = [node for node in verdict.path if node < tree.num_read]
-            slots[place] = [first + node for node in read_path]
+            first = lengths[place] = lengths[place] - len(tree.tokens)
+            slots[place] = [first + node for node in verdict.path]
 
-            emitted = list(map(tree.tokens.__getitem__, verdict.path))
-            emitted += () if verdict.next_token is None else (verdict.next_token,)
+            emitted = [*map(tree.tokens.__getitem__, verdict.path), verdict.next_token]
             appended, num_accepted = row.emit(emitted), len(verdict.path)
-            num_drafted = len(tree.tokens) if tree.num_drafted is None else tree.num_drafted
-            step = DecodeStep(num_drafted, num_accepted, len(appended), tree.draft_calls if tree.tokens else 0)
+            step = DecodeStep(len(tree.tokens), num_accepted, len(appended), tree.draft_calls if tree.tokens else 0)
             row.trace.steps.append(step)
 
             if row.done:
@@ -321,13 +317,13 @@ class RowPool:
             if self._on_round is None and (drafter is None or row.done):
                 continue  # what follows is for the drafter and on_round
             # Of the root and the nodes; what lies behind them is undefined.
-            logits, features = scores.logits[place, : tree.num_read + 1], scores.features[place]
+            logits, features = scores.logits[place, : len(tree.tokens) + 1], scores.features[place]
             if self._on_round is not None:
                 accepted = min(num_accepted, len(appended))
                 self._on_round(Round(appended, accepted, tree, verdict, step, logits, row.number))
             if row.done or drafter is None:
                 continue
-            outcomes[place] = Outcome(tuple(emitted), num_accepted, _of_path(features, read_path), logits)
+            outcomes[place] = Outcome(tuple(emitted), num_accepted, _of_path(features, verdict.path), logits)
         session.keep(lengths, slots)
         if drafter is not None and any(outcomes):
             drafter.advance(outcomes)

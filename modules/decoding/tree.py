@@ -47,12 +47,8 @@ class DraftTree:
         children, lookups).
     drawn: of a drawn tree: node -> [V], the distribution from which its children were drawn one after the other,
         without replacement.
-    last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
-        round that accepts everything has no bonus token: its last drafted token becomes the next root (PEARL).
     values: scores by which nodes were chosen, if any (EAGLE-2: log-probability of the path).
     typical: accept by this rule instead of the exact one, which changes the output; only for chosen nodes.
-    num_drafted: tokens drafted in this round, if these are not the nodes: PEARL drafts ahead, and counts tokens in the
-        round that drafts them. None: the number of nodes.
     draft_calls: forward passes of the drafter.
     """
 
@@ -60,16 +56,9 @@ class DraftTree:
     parents: tuple[int, ...]
     draft_prob: Tensor | Sequence[Tensor] | None = None
     drawn: Mapping[int, Tensor] | None = None
-    last_unread: bool = False
     values: tuple[float, ...] | None = None
     typical: Typical | None = None
-    num_drafted: int | None = None
     draft_calls: int = 0
-
-    @property
-    def num_read(self) -> int:
-        """Number of nodes that the target reads."""
-        return len(self.tokens) - self.last_unread
 
     @property
     def is_chain(self) -> bool:

@@ -33,13 +33,10 @@ from draftsmith.modules.transfer import to_device
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of the target: indices of the accepted nodes from the root down, then its own token.
-
-    next_token is None only if a chain with `last_unread` was accepted to its end.
-    """
+    """Decision of the target: indices of the accepted nodes from the root down, then its own token."""
 
     path: tuple[int, ...]
-    next_token: int | None
+    next_token: int
 
 
 def verify(
@@ -50,8 +47,7 @@ def verify(
 ) -> list[Verdict | None]:
     """Accept a path of every tree such that the emitted tokens follow the target exactly; None for a row without one.
 
-    logits: [B, n, V] of the target for the nodes it read, n > N: row 0 scores the root's children, row i + 1 what
-        follows node i; what follows the last node of a chain with `last_unread` is not read.
+    logits: [B, n, V] of the target, n > N: row 0 scores the root's children, row i + 1 what follows node i.
     ahead: compute beforehand all numbers that any walk may need; None: on CUDA only.
 
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
@@ -78,11 +74,7 @@ def verify(
         elif tree.drawn is not None:
             corrections.append((row, *_descend_drawn(tree, numbers, row)))
         else:
-            accepted, distribution = _accept_drawn(tree, numbers, row)
-            if distribution is None:
-                verdicts[row] = Verdict(tuple(range(accepted)), None)
-            else:
-                corrections.append((row, tuple(range(accepted)), distribution))
+            corrections.append((row, *_accept_drawn(tree, numbers, row)))
     if corrections:
         rows, paths, distributions = zip(*corrections, strict=True)
         drawn = draw_each(distributions, [sampler.sources[row] for row in rows])
@@ -100,8 +92,8 @@ def _walk(tree: DraftTree, numbers: _LazyNumbers, row: int) -> Verdict:
     for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
         children.setdefault((parent, token), node)
     path: list[int] = []
-    node, num_read = -1, tree.num_read
-    while node < num_read:
+    node = -1
+    while True:
         token = numbers.choice(row, node + 1)
         if token == NO_TOKEN:
             raise NonFinite(numbers.what, position=len(path), row=row)
@@ -110,14 +102,10 @@ def _walk(tree: DraftTree, numbers: _LazyNumbers, row: int) -> Verdict:
             return Verdict(tuple(path), token)
         path.append(child)
         node = child
-    return Verdict(tuple(path), None)
 
 
-def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[int, Tensor | None]:
-    """Return how many tokens of a drawn chain are accepted, and the distribution of the target's own next token.
-
-    The distribution is None if the target did not read the last token and all are accepted.
-    """
+def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[tuple[int, ...], Tensor]:
+    """Return which tokens of a drawn chain are accepted, and the distribution of the target's own next token."""
     assert tree.draft_prob is not None
     for place, token in enumerate(tree.tokens):
         target_prob, draft_prob = numbers.distribution(row, place), tree.draft_prob[place]  # [V]
@@ -126,9 +114,8 @@ def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[int
         if ratio != ratio:
             raise NonFinite("probabilities", position=place, row=row)
         if not numbers.sources[row].accept(min(1.0, ratio)):
-            return place, residual(target_prob, draft_prob)
-    accepted = len(tree.tokens)
-    return accepted, None if tree.last_unread else numbers.distribution(row, accepted)
+            return tuple(range(place)), residual(target_prob, draft_prob)
+    return tuple(range(len(tree.tokens))), numbers.distribution(row, len(tree.tokens))
 
 
 def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[tuple[int, ...], Tensor]:
@@ -248,7 +235,7 @@ class _AheadNumbers(_LazyNumbers):
         for tree, source in zip(trees, self.sources, strict=True):
             depths = [0]
             is_drawn = tree is not None and (tree.draft_prob is not None or tree.drawn is not None)
-            for parent in () if tree is None or is_drawn else tree.parents[: tree.num_read]:
+            for parent in () if tree is None or is_drawn else tree.parents:
                 depths.append(depths[parent + 1] + 1)
             coming = source.peek(max(depths) + 1) if isinstance(source, TorchSource) else [0.0] * len(depths)
             rows.append(torch.tensor([coming[depth] for depth in depths], dtype=torch.float64))

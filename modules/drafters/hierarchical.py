@@ -87,7 +87,7 @@ class HierarchicalDrafter:
         self._calls += 1
         self._read += len(unread)
         (verdict,) = verify([tree], scores.logits, sampler)
-        assert verdict is not None and verdict.next_token is not None
+        assert verdict is not None
         emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         self._keep(len(self._tokens) + len(verdict.path))
         logits = scores.logits[0]

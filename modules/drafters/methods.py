@@ -37,7 +37,7 @@ from draftsmith.modules.decoding.stop import (
 )
 from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, Typical, num_candidates
 from draftsmith.modules.decoding.tree_rule import TreeRule
-from draftsmith.modules.drafters import MODEL, hierarchical, lookahead, pearl, prompt_lookup
+from draftsmith.modules.drafters import MODEL, hierarchical, lookahead, prompt_lookup
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
@@ -439,7 +439,6 @@ METHODS: dict[str, Method] = {
     **hierarchical.METHODS,
     **prompt_lookup.METHODS,
     **lookahead.METHODS,
-    **pearl.METHODS,
 }
 # What a trained drafter may draft (`DraftHead.drafts`): the end of the method's name behind its kind, and the method.
 OF_HEADS: dict[str, tuple[str, type[DraftingMethod]]] = {

@@ -57,7 +57,7 @@ def rows(output: Path) -> dict[str, dict]:
 
 def test_lossless_methods_pass_in_both_loops(models, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    methods = "spec:k=3,eagle-tree:nodes=6:depth=2:topk=3,pearl:k=2,online:c=0.1:max=4"
+    methods = "spec:k=3,eagle-tree:nodes=6:depth=2:topk=3,pld,online:c=0.1:max=4"
     assert run(config(models, tmp_path, methods=methods)) == 0
     found = rows(tmp_path)
     assert set(found) == {f"{label}, {loop}" for label in methods.split(",") for loop in ("single", "batched")}

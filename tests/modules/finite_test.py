@@ -80,7 +80,6 @@ BROKEN = {
     "hsddw:k=2:max=4": ("draft", "mid"),
     "pld:k=3:ngram=1": (),
     "lookahead:w=3:n=3:g=3": (),
-    "pearl:k=2": ("draft",),
 }
 FEW = [
     "spec:k=3",
@@ -215,7 +214,7 @@ def test_a_masked_vocabulary_is_decoded():
         masked = torch.full((V,), -math.inf)
         masked[[2, 9, 11]] = 0
         lm.lm_head = lambda hidden, plain=plain, masked=masked: plain(hidden) + masked
-    for label in ("spec:k=3", "online:c=0.1:max=4", "pearl:k=2", "self-verify:k=3"):
+    for label in ("spec:k=3", "online:c=0.1:max=4", "self-verify:k=3"):
         for params in MODES:
             made = generate_one(
                 target, parse_method(label).build(Models(target, draft, capacity=CONTEXT)), PROMPT, params, 12,

@@ -32,7 +32,6 @@ from draftsmith.modules.drafters.hydra import HydraConfig, HydraHead
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
-from draftsmith.modules.drafters.pearl import PearlDrafter
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import ModelInfo, Scores
@@ -425,8 +424,6 @@ def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
         return PromptLookupDrafter(3, 2)
     if name.startswith("lookahead"):
         return LookaheadDrafter(3, 3, 4)
-    if name.startswith("pearl"):
-        return PearlDrafter(draft, int(name[-1]), CAPACITY)
     assert name == "tree"
     return TableTrees()
 
@@ -449,7 +446,7 @@ METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++cali
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "medusa-static",
            "medusa:k=2", "medusa-static:own", "medusa-static:drawn",
            "hydra-static", "hydra:k=2", "hydra++", "hydra-static:drawn",
-           "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip
+           "pld", "lookahead"]  # fmt: skip
 
 
 def random_tree(rng: random.Random, size: int) -> list[int]:

@@ -312,7 +312,6 @@ class Viewer {
       const calls = round.draft_calls ? ` in ${round.draft_calls} call${round.draft_calls === 1 ? "" : "s"}` : "";
       fact("drafting", round.draft_ms == null ? null : `${NUMBER.format(round.draft_ms)} ms${calls}`);
     }
-    if (round.beside) fact("beside", "drafting could run beside the target's call");
     const parts = [facts];
     if (!round.drafted) {
       parts.push(make("p", { class: "empty", textContent: "Nothing was drafted." }));

@@ -42,7 +42,7 @@ OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max
           "dflash2:k=3", "dflash2-tree:nodes=5:depth=2:topk=2", "dflash2-static", "dspark:k=3",
           "dspark-tree:nodes=5:depth=2:topk=2", "dspark-static", "dspark-confidence:k=4:t=0.3",
           "medusa-static", "medusa:k=3", "hydra-static", "hydra:k=3",
-          "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
+          "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

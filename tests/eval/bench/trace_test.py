@@ -32,7 +32,7 @@ METHODS = (
     "dflash2:k=3,dflash2-tree:nodes=6:depth=2:topk=3,dflash2-static,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
     "mtp:k=2,mtp-tree:nodes=6:depth=2:topk=3,mtp-static,"
-    "pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
+    "pld:k=4,lookahead:w=4:n=3:g=4,hf"
 )
 
 
@@ -90,10 +90,9 @@ def test_every_line_is_a_round(traced):
             assert line["parents"][child] == node
             node = child
         assert line["num_accepted"] == len(line["accepted"]) and line["num_emitted"] == len(line["emitted"])
-        assert line["num_drafted"] == len(line["drafted"]) or line["method"].startswith("pearl")
+        assert line["num_drafted"] == len(line["drafted"])
         chosen = [line["drafted"][child] for child in line["accepted"]]
-        own = [] if line["next_token"] is None else [line["next_token"]]
-        assert line["emitted"] == (chosen + own)[: line["num_emitted"]]
+        assert line["emitted"] == [*chosen, line["next_token"]][: line["num_emitted"]]
         assert all(0 <= q <= 1 for q in line.get("q", []))
         if line["method"].startswith(("spec", "confidence", "self-verify")) and line["drafted"]:
             assert len(line["q"]) == len(line["entropy"]) == len(line["drafted"]) and line["draft_s"] > 0
@@ -105,7 +104,6 @@ def test_every_line_is_a_round(traced):
         assert all(0 <= prob <= 1 for prob in line.get("head", []))
         if line["method"].startswith("eagle-tree") and line["drafted"]:
             assert len(line["value"]) == len(line["drafted"]) and max(line["value"]) <= 0
-        assert ("beside" in line) == (line["method"].startswith("pearl") and bool(line["drafted"]))
 
 
 # Lookahead has no guess for its first draft.

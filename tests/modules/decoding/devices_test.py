@@ -24,7 +24,7 @@ GREEDY, NEW_TOKENS = SamplingParams(), 24
 PROMPTS = [[7 + i, 11, 13 + 2 * i] * (2 + 3 * i) for i in range(3)]
 METHODS = ["ar", "spec:k=4", "specdec++:h=0.5:max=6", "confidence:t=0.2:max=6", "self-verify:k=3", "eagle:k=3",
            "eagle-static", "eagle-tree:nodes=8:depth=2:topk=3", "eagle3:k=3", "eagle3-tree", "medusa-static",
-           "hydra-static", "hydra:k=3", "pld:k=4", "lookahead:w=3:n=3:g=3", "pearl:k=3"]  # fmt: skip
+           "hydra-static", "hydra:k=3", "pld:k=4", "lookahead:w=3:n=3:g=3"]  # fmt: skip
 # Of logits of order 10, a thousandth of them; in bf16 what 8 bits leave of them after two layers, and what other tokens
 # are above: see the test of the bars.
 GAPS = {"float32": 0.01, "bfloat16": 1.0}

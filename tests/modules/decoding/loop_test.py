@@ -69,9 +69,7 @@ def rounds_of(max_nodes: int = 128, **how: Any) -> tuple[Generation, list[Round]
     return generate_one(**how, options=DecodeOptions(rounds.append, max_nodes=max_nodes)), rounds
 
 
-@pytest.mark.parametrize(
-    "name", ["spec:k=3", "eagle:k=2", "tree", "eagle-tree", "hsddw", "pearl:k=2", "pld", "lookahead"]
-)
+@pytest.mark.parametrize("name", ["spec:k=3", "eagle:k=2", "tree", "eagle-tree", "hsddw", "pld", "lookahead"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
 def test_no_draft_outruns_what_is_wanted(name, params):
     """Each of three limits is the one that counts, and drafts come up to it. A draft's deepest token may be the last
@@ -91,11 +89,11 @@ def test_no_draft_outruns_what_is_wanted(name, params):
             for done in rounds[1:]:
                 most = min(room - emitted - 1, nodes)
                 deepest.append(depth_of(done.tree) - most)
-                if not done.tree.tokens and done.step.num_drafted == 0:
+                if not done.tree.tokens:
                     assert done.step.draft_calls == 0
                 emitted += len(done.tokens)
         assert max(deepest) <= 0
-        assert max(deepest) == 0 or name in ("pld", "pearl:k=2", "lookahead")
+        assert max(deepest) == 0 or name in ("pld", "lookahead")
 
 
 def depth_of(tree: DraftTree) -> int:
@@ -129,7 +127,7 @@ def test_watchers_hear_of_what_was_emitted(name, params):
     assert cut > 0
 
 
-@pytest.mark.parametrize("name", ["spec:k=3", "tree", "eagle-tree", "pearl:k=2"])
+@pytest.mark.parametrize("name", ["spec:k=3", "tree", "eagle-tree"])
 def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
     """Features of the root and of the accepted nodes that the target has read, wherever in the tree they lie."""
     target, apart = TableLM(1), 0
@@ -144,7 +142,7 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
         text = [*PROMPT, *rounds[0].tokens]
         for outcome, done in zip(heard, rounds[1:], strict=False):
             assert list(outcome.emitted) == done.tokens
-            path = [node for node in done.verdict.path if node < done.tree.num_read]
+            path = list(done.verdict.path)
             for number, feature in enumerate(outcome.features):
                 assert feature.equal(target.row((*text, *done.tokens[:number]))[1])
             assert len(outcome.features) == 1 + len(path)
@@ -305,7 +303,6 @@ def world(tmp_path_factory) -> World:
         "eagle:k=4",
         "eagle-tree:nodes=8:depth=2:topk=3",
         "pld:k=4",
-        "pearl:k=3",
     ],
 )
 def test_a_refilled_row_answers_as_transformers_does(world, monkeypatch, name, static):

@@ -71,7 +71,7 @@ def test_the_trace_of_every_method_is_a_true_account(name):
         assert prefill.tokens == done.tokens[:1] and prefill.tree is None
         # Target calls as the target counts them, and in each the root and the nodes that it read.
         assert trace.num_target_calls == len(target.calls) == len(rounds)
-        assert target.calls[1:] == [1 + len(r.tree.tokens) - r.tree.last_unread for r in drafts]
+        assert target.calls[1:] == [1 + len(r.tree.tokens) for r in drafts]
         # Emitted tokens, round by round, and their sum.
         assert [t for r in rounds for t in r.tokens] == done.tokens
         assert [step.num_emitted for step in trace.steps] == [len(r.tokens) for r in drafts]
@@ -80,16 +80,13 @@ def test_the_trace_of_every_method_is_a_true_account(name):
             tree, verdict = shown.tree, shown.verdict
             # Accepted nodes are a path from the root down.
             assert [tree.parents[node] for node in verdict.path] == [-1, *verdict.path][: len(verdict.path)]
-            own = [] if verdict.next_token is None else [verdict.next_token]
-            made = [*(tree.tokens[node] for node in verdict.path), *own]
+            made = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
             assert shown.tokens == made[: step.num_emitted] and step.num_accepted == len(verdict.path)
             # Only the last round is cut.
             assert step is trace.steps[-1] or step.num_emitted == len(made)
-            assert own or (tree.last_unread and len(verdict.path) == len(tree.tokens))
-            if not name.startswith("pearl"):  # which counts what it drafts ahead in the round that drafts it
-                assert step.num_drafted == len(tree.tokens)
+            assert step.num_drafted == len(tree.tokens)
             assert (step.draft_calls > 0) == (step.num_drafted > 0) or name in ("pld", "lookahead")
-        if drafter is not None and all(r.tree.is_chain for r in drafts) and not name.startswith("pearl"):
+        if drafter is not None and all(r.tree.is_chain for r in drafts):
             # A chain's drafted tokens are accepted and emitted, or discarded; so is the call's own token where cut.
             lost = sum(step.num_drafted + 1 - step.num_emitted for step in trace.steps)
             assert trace.num_discarded == lost
@@ -108,7 +105,7 @@ def hierarchy():
     return EachRow([HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)])
 
 
-@pytest.mark.parametrize("name", ["spec:k=3", "self-verify", "pearl:k=2", "eagle-tree", "hierarchy"])
+@pytest.mark.parametrize("name", ["spec:k=3", "self-verify", "eagle-tree", "hierarchy"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "T=1"])
 def test_no_model_reads_the_same_text_twice(monkeypatch, name, temperature):
     """Neither the target nor a drafter's models: what was accepted stays in their caches."""
@@ -126,25 +123,3 @@ def test_no_model_reads_the_same_text_twice(monkeypatch, name, temperature):
         read.clear()
         generate_one(target, drafter, PROMPT, SamplingParams(temperature), 12, TorchSource(seed), ())
         assert len(set(read)) == len(read)
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_pearl_offers_what_waits_and_begins_anew_after_a_rejection(k):
-    """PEARL's pre- and post-verification: k tokens are drafted in a round; offered are those that waited and the first
-    new one, and what was not offered waits on where all that was is accepted."""
-    target, behind = TableLM(1), []
-    for seed in range(20):
-        rounds = []
-        drafter = method(f"pearl:k={k}", target, 7 if seed % 2 else -99)()  # every other draft model is the target
-        generate_one(
-            target, drafter, PROMPT, SamplingParams(1.0), 24, TorchSource(seed), (), DecodeOptions(rounds.append)
-        )
-        waiting, left = 0, 23
-        for done in rounds[1:]:
-            if left > 3 * k + 1:  # else the end of the answer cuts drafts
-                assert (len(done.tree.tokens), done.step.num_drafted) == (waiting + 1, k)
-            rejected = done.step.num_accepted < len(done.tree.tokens)
-            behind.append(waiting if rejected else -1)
-            waiting = 0 if rejected else waiting + k - len(done.tree.tokens)
-            left -= len(done.tokens)
-    assert set(behind) >= ({0, -1} if k == 1 else {0, 1, -1})

@@ -67,8 +67,8 @@ def sparse_logits(*shape: int, rng: torch.Generator) -> Tensor:
 
 
 def drafts(logits: Tensor, params: SamplingParams, seed: int) -> list[DraftTree | None]:
-    """Of each row: a drawn chain of 0 to 4 tokens that is often right, the last of it unread in some; a chosen tree; or
-    nothing, as of a row that idles."""
+    """Of each row: a drawn chain of 0 to 4 tokens that is often right; a chosen tree; or nothing, as of a row that
+    idles."""
     rng, trees = random.Random(seed), list[DraftTree | None]()
     for row in logits:
         kind, size = rng.randrange(5), rng.randrange(5)
@@ -82,7 +82,7 @@ def drafts(logits: Tensor, params: SamplingParams, seed: int) -> list[DraftTree 
             distribution = probabilities(row[:size] + 0.7 * torch.tensor([rng.random() for _ in range(V)]), params)
             drawn = tuple(draw_each(distribution, [TorchSource(rng.randrange(99)) for _ in range(size)]))
             distributions = None if params.greedy or not size else distribution
-            trees.append(DraftTree(drawn, chain_parents(size), distributions, last_unread=kind == 2 and size > 0))
+            trees.append(DraftTree(drawn, chain_parents(size), distributions))
     return trees
 
 
@@ -101,7 +101,7 @@ def test_rows_are_verified_like_each_alone(setting, seed, ahead):
         if tree is None:
             assert verdict is None
         else:
-            assert [verdict] == verify([tree], logits[row : row + 1, : tree.num_read + 1], Sampler(params, [alone]))
+            assert [verdict] == verify([tree], logits[row : row + 1, : len(tree.tokens) + 1], Sampler(params, [alone]))
             seen.add((tree.draft_prob is None, len(tree.tokens), len(verdict.path)))
         assert source.uniform() == alone.uniform(), "it has been asked for as many numbers"
     kinds = {True} if params.greedy else {False, True}
