@@ -197,7 +197,7 @@ def select_method(label: str, draft_kind: str) -> Method:
         found = f"--draft, which is {draft_kind}" if draft_kind else "no --draft"
         expected = f"--draft {missing[0]}" if missing else "no --draft"
         raise InputError("method", f"{label} with {found}", expected, "Change one of the two.")
-    if not method.lossless or method.timed or method.trees or not method.batchable:
-        expected = "a lossless method for several rows, without measured times or a tree file"
+    if method.timed or method.trees or not method.batchable:
+        expected = "a method for several rows, without measured times or a tree file"
         raise InputError("method", label, expected, "Choose another, or set its numbers (online:c=0.1).")
     return method

@@ -1,7 +1,7 @@
 """Time every method on every prompt: group by group, at every temperature, turn by turn, with a journal to resume from.
 
 Turns stay paired: in a later turn every method is asked the conversation with the answers that `ar` gave to the earlier
-ones, in this run and at this temperature. A lossless method answers from the same distribution (greedily with the same
+ones, in this run and at this temperature. Every method answers from the same distribution (greedily with the same
 tokens), so it could have had this conversation itself, and all methods are timed on the same prompts.
 """
 

@@ -122,12 +122,12 @@ def node_accept_probs(
 
     Verified are the children of the root and of accepted nodes; of drawn children those up to the accepted one. A drawn
     token: min(1, p/q), with p and q as recursive rejection leaves them after its rejected siblings. One that was chosen
-    (top-k children, lookups): p, since it is accepted where the target's own draw is it. Greedy and typical acceptance:
-    1 or 0. A chain's list ends with the first rejected token; in a tree's, nodes that were not verified are None.
+    (top-k children, lookups): p, since it is accepted where the target's own draw is it. Greedy: 1 or 0. A chain's
+    list ends with the first rejected token; in a tree's, nodes that were not verified are None.
 
     logits: [N+1, V] of the target.
     """
-    if params.greedy or tree.typical is not None:
+    if params.greedy:
         reached = {-1, *verdict.path}
         probs = {i: float(i in verdict.path) for i, parent in enumerate(tree.parents) if parent in reached}
     else:

@@ -24,7 +24,6 @@ from draftsmith.eval.report.drawing import (
     y_number,
 )
 from draftsmith.eval.report.runs import Run, temperatures, uses_head
-from draftsmith.modules.drafters.methods import LOSSY
 
 Row = dict[str, Any]
 RATES = ("speedup", "tau")
@@ -45,7 +44,6 @@ def verdicts(run: Run) -> list[str]:
     lines = list[str]()
     for temperature in temperatures(run):
         rows = [row for row in run.results["methods"] if row["temperature"] == temperature]
-        rows = [row for row in rows if not row["method"].endswith(LOSSY)]
         others = [row for row in rows if row["method"] != BASELINE]
         best = max(others, key=lambda row: row["speedup"], default=None)
         if best is None:

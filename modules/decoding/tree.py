@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-from draftsmith.modules.types import check_ranges
 
 # Most drafted tokens of a row that the target scores in one call.
 MAX_NODES = 128
-
-
-@dataclass(frozen=True)
-class Typical:
-    """Rule that accepts a token x if p(x) > min(eps, delta exp(-H(p))) (Medusa, Cai et al. 2024, section 2.3.1).
-
-    p is the target's distribution, H its entropy in nats. The output does not follow the target: methods that use it
-    are marked as lossy (`Method.lossless`).
-    """
-
-    eps: float = 0.09
-    delta: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_ranges(self, eps=(0.0, 1.0, "()"), delta=(0.0, math.inf, "()"))
-
-    def accepts(self, prob: Tensor) -> Tensor:
-        """Return which tokens of a distribution [V] are accepted, bool [V]."""
-        wide = prob.double()
-        entropy = torch.special.entr(wide).sum()
-        return wide > torch.clamp(self.delta * torch.exp(-entropy), max=self.eps)
 
 
 @dataclass(frozen=True)
@@ -48,7 +23,6 @@ class DraftTree:
     drawn: of a drawn tree: node -> [V], the distribution from which its children were drawn one after the other,
         without replacement.
     values: scores by which nodes were chosen, if any (EAGLE-2: log-probability of the path).
-    typical: accept by this rule instead of the exact one, which changes the output; only for chosen nodes.
     draft_calls: forward passes of the drafter.
     """
 
@@ -57,7 +31,6 @@ class DraftTree:
     draft_prob: Tensor | Sequence[Tensor] | None = None
     drawn: Mapping[int, Tensor] | None = None
     values: tuple[float, ...] | None = None
-    typical: Typical | None = None
     draft_calls: int = 0
 
     @property

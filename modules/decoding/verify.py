@@ -7,7 +7,6 @@ the same order either way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.modules.decoding.tree import DraftTree, Typical
+from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
     Sampler,
@@ -53,8 +52,7 @@ def verify(
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
     child x if there is one (the distribution of accepting with p(x) and renormalizing). Sampling, a chain drawn from q:
     accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1). Sampling, a tree drawn
-    without replacement: the same for one child after the other (`_descend_drawn`). A tree that asks for typical
-    acceptance gets it, and then does not follow the target; greedily there is no difference.
+    without replacement: the same for one child after the other (`_descend_drawn`).
 
     Raises:
         NonFinite: the target's numbers at a node that the walk visits; the position is the node's depth.
@@ -67,9 +65,7 @@ def verify(
     for row, tree in enumerate(trees):
         if tree is None:
             continue
-        if tree.typical is not None and not sampler.greedy:
-            corrections.append((row, *_accept_typical(tree, tree.typical, numbers, row)))
-        elif sampler.greedy or (tree.draft_prob is None and tree.drawn is None):
+        if sampler.greedy or (tree.draft_prob is None and tree.drawn is None):
             verdicts[row] = _walk(tree, numbers, row)
         elif tree.drawn is not None:
             corrections.append((row, *_descend_drawn(tree, numbers, row)))
@@ -152,30 +148,6 @@ def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[tu
             # All children are rejected, or there are none.
             last = target_prob if token == NO_TOKEN or draft_prob is None else residual(target_prob, draft_prob)
             return tuple(path), last
-
-
-def _accept_typical(tree: DraftTree, rule: Typical, numbers: _LazyNumbers, row: int) -> tuple[tuple[int, ...], Tensor]:
-    """Return the longest path whose tokens are all accepted, of equally long ones the most probable, and the target's
-    distribution behind it (Medusa, Cai et al. 2024, section 2.3.1)."""
-    paths: dict[int, tuple[int, ...]] = {-1: ()}
-    # Node -> length and log-probability of its path.
-    scores = {-1: (0, 0.0)}
-    # Parent -> its distribution, and the tokens that are accepted behind it.
-    behind: dict[int, tuple[Tensor, Tensor]] = {}
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        if parent not in paths:
-            continue
-        if parent not in behind:
-            prob = numbers.distribution(row, parent + 1)
-            if prob.sum().isnan():
-                raise NonFinite("probabilities", position=len(paths[parent]), row=row)
-            behind[parent] = prob, rule.accepts(prob)
-        prob, accepted = behind[parent]
-        if accepted[token]:
-            paths[node] = (*paths[parent], node)
-            scores[node] = len(paths[node]), scores[parent][1] + math.log(float(prob[token]))
-    best = max(scores, key=scores.__getitem__)
-    return paths[best], numbers.distribution(row, best + 1)
 
 
 class _LazyNumbers:

@@ -111,11 +111,6 @@ class Method:
         return self.uses
 
     @property
-    def lossless(self) -> bool:
-        """Return whether its output follows the target. A lossy method is never chosen for the user."""
-        return True
-
-    @property
     def trees(self) -> tuple[str, ...]:
         """Names of draft trees that it reads (`Models.trees`)."""
         return ()

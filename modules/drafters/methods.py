@@ -35,7 +35,7 @@ from draftsmith.modules.decoding.stop import (
     StopPolicy,
     ThresholdRule,
 )
-from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, Typical, num_candidates
+from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, num_candidates
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.drafters import MODEL, hierarchical, lookahead, prompt_lookup
 from draftsmith.modules.drafters.base import DraftHead
@@ -43,8 +43,6 @@ from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.types import InputError, Range, check_range
 
-# Follows the name of a method that does not keep the target's distribution, wherever it is shown.
-LOSSY = " (not lossless)"
 SWITCH = {"on": True, "off": False}
 # Expansions of a dynamic tree with depth=auto.
 MOST_LEVELS = 8
@@ -311,29 +309,10 @@ class StaticTreeMethod(DraftingMethod):
     """The same tree of ranks in every round: 25 nodes of EAGLE-1, or any tree from a YAML list of paths of ranks.
 
     drawn: when sampling, draw a node's children without replacement, in place of the likeliest ones.
-    accept: exact, or typical, which accepts what the target finds probable enough: p(x) > min(eps, delta exp(-H(p))).
-        That changes the output, but for greedy decoding.
     """
 
     tree: str = "eagle-1"
     drawn: bool = False
-    accept: Literal["exact", "typical"] = "exact"
-    eps: float = Typical.eps
-    delta: float = Typical.delta
-
-    def __post_init__(self) -> None:
-        # Typical checks both numbers.
-        assert self.rule.eps
-        if self.drawn and not self.lossless:
-            raise InputError("drawn", "on with accept=typical", "off: it accepts chosen tokens", "Leave one out.")
-
-    @property
-    def rule(self) -> Typical:
-        return Typical(self.eps, self.delta)
-
-    @property
-    def lossless(self) -> bool:
-        return self.accept == "exact"
 
     @property
     def trees(self) -> tuple[str, ...]:
@@ -342,8 +321,7 @@ class StaticTreeMethod(DraftingMethod):
     def build(self, models: Models, rows: int = 1) -> Drafter:
         shape = replace(models.trees[self.tree], drawn=self.drawn)
         check_range(f"tree {self.tree}, ranks", max(shape.ranks) + 1, high=models.target.info.vocab_size)
-        typical = None if self.lossless else self.rule
-        return TreeDrafter(models.net(self.drafter), shape, models.capacity, rows, typical=typical)
+        return TreeDrafter(models.net(self.drafter), shape, models.capacity, rows)
 
 
 @dataclass(frozen=True)
@@ -400,7 +378,7 @@ class DynamicTreeMethod(DraftingMethod):
 
 @dataclass(frozen=True)
 class LabeledMethod:
-    """A method with its name in tables: as the user wrote it, with LOSSY behind it if it is lossy.
+    """A method with its name in tables, as the user wrote it.
 
     `eagle3@a:k=5` is that of the drafter a, of several that were passed (`variant` is `@a`).
     """
@@ -410,7 +388,7 @@ class LabeledMethod:
 
     @property
     def variant(self) -> str:
-        at, name = self.label.removesuffix(LOSSY).partition(":")[0].partition("@")[1:]
+        at, name = self.label.partition(":")[0].partition("@")[1:]
         return at + name
 
     def by(self, variant: str) -> LabeledMethod:
@@ -421,10 +399,6 @@ class LabeledMethod:
     def keys(self, given: Mapping[str, str]) -> list[str]:
         """Return the keys in `given` of the models that it needs: `kind@name` where several of a kind were passed."""
         return [own if (own := f"{need}{self.variant}") in given else need for need in self.method.needs]
-
-    def __post_init__(self) -> None:
-        if not self.method.lossless:
-            object.__setattr__(self, "label", self.label.removesuffix(LOSSY) + LOSSY)
 
 
 # Methods by name, with their default settings.
@@ -524,7 +498,7 @@ def parse_methods(text: str, more: Mapping[str, Method] | None = None) -> list[L
 def parse_method(label: str, more: Mapping[str, Method] | None = None) -> Method:
     """Parse one method with its settings."""
     known = {**known_methods(), **(more or {})}
-    name, *parts = (part.strip() for part in label.removesuffix(LOSSY).split(":"))
+    name, *parts = (part.strip() for part in label.split(":"))
     name, at, variant = name.partition("@")
     if at and not variant:
         raise InputError(

@@ -21,7 +21,7 @@ from draftsmith.modules.decoding.chain import draft_chains
 from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.growth import Level, grow_dynamic, grow_static
 from draftsmith.modules.decoding.stop import DraftView, Learner, StopPolicy
-from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree, Typical
+from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import MOST_POSITIONS
@@ -266,7 +266,7 @@ class ChainDrafter(RowDrafter):
 class TreeDrafter(RowDrafter):
     """Drafts trees of one shape, level by level with one forward each. Nodes are chosen, or drawn if the shape says so.
 
-    rules: size of each row's dynamic tree. typical: acceptance rule of the trees; None verifies exactly.
+    rules: size of each row's dynamic tree.
     """
 
     def __init__(
@@ -276,21 +276,16 @@ class TreeDrafter(RowDrafter):
         capacity: int,
         rows: int = 1,
         rules: Sequence[TreeRule] | None = None,
-        typical: Typical | None = None,
         static: bool | None = None,
     ):
         super().__init__(net, rules or [None] * rows, capacity, shape.levels, shape.slots, static)
-        self.shape, self.typical = shape, typical
+        self.shape = shape
 
     def _draft(self, root: Level, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
         if isinstance(self.shape, StaticTree):
-            trees = grow_static(self.shape, root, self.net.expand, limits, sampler)
-        else:
-            rules = [row.policy for row in self._rows if row.policy]
-            trees = grow_dynamic(self.shape, root, self.net.expand, limits, rules or None)
-        if self.typical is None:
-            return trees
-        return [replace(tree, typical=self.typical) if tree.tokens else tree for tree in trees]
+            return grow_static(self.shape, root, self.net.expand, limits, sampler)
+        rules = [row.policy for row in self._rows if row.policy]
+        return grow_dynamic(self.shape, root, self.net.expand, limits, rules or None)
 
     def _observe(self, row: RowState, num_accepted: int) -> None:
         # At the context's end a round may have no draft, which the rule learns nothing from.

@@ -197,27 +197,6 @@ def test_models_that_only_transformers_runs_have_the_single_loop(models, tmp_pat
     assert set(rows(tmp_path)) == {"spec:k=3, single"}
 
 
-@pytest.mark.parametrize("sampled", [400, 0])
-def test_typical_acceptance_is_announced_found_and_never_called_lossless(
-    models, tmp_path, capsys, monkeypatch, sampled
-):
-    """By its rule, also where no test is made that could find it: greedily nothing is changed."""
-    monkeypatch.setenv("COLUMNS", "200")
-    own = {"target": models["target"], "draft": str(Path(models["eagle"]).with_name("medusa"))}
-    settings = {**own, "prompts": models["prompts"], **FLAGS, "sampled_tokens": sampled, "batch_size": 1}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-    words = ["eval", "certify", *flags, "--methods", "medusa-static:accept=typical", "--output", str(tmp_path)]
-    assert main(words) == 1
-    said = capsys.readouterr()
-    assert (
-        "medusa-static:accept=typical (not lossless): its rule of acceptance changes the output" in said.out + said.err
-    )
-    assert "does NOT follow it, by its rule" in said.out
-    row = rows(tmp_path)["medusa-static:accept=typical (not lossless), single"]
-    assert row["greedy"]["passed"] and not row["passed"]
-    assert row["sampling"] is None if not sampled else not row["sampling"]["passed"]
-
-
 # -- answers of a server
 
 

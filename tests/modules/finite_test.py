@@ -71,7 +71,6 @@ BROKEN = {
     "dspark-confidence:k=3:t=0.01": ("dspark",),
     "dspark-cost:k=3:c=0.01": ("dspark",),
     "medusa-static": ("medusa",),
-    "medusa-static:accept=typical": ("medusa",),
     "medusa:k=3": ("medusa",),
     "hydra-static": ("hydra",),
     "hydra:k=3": ("hydra",),
@@ -85,7 +84,7 @@ FEW = [
     "spec:k=3",
     "online:c=0.1:max=4",
     "eagle-tree:nodes=6:depth=2:topk=3",
-    "medusa-static:accept=typical",
+    "medusa-static",
     "hsddw:k=2:max=4",
 ]
 

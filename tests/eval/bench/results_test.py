@@ -22,12 +22,11 @@ from draftsmith.eval.bench.results import (
     write_numbers,
     write_rows,
 )
-from draftsmith.eval.bench.tables import acceptance_tables, caption, results_tables
+from draftsmith.eval.bench.tables import acceptance_tables, results_tables
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.types import InputError
 
 
@@ -183,17 +182,6 @@ def test_a_journal_is_resumed(tmp_path):
     assert (again.entries, again.times) == ([entry], {"step_costs": {"draft": 0.1}})
     with pytest.raises(InputError, match="seed 0 there, 1 here"):
         again.start({"seed": 1}, {})
-
-
-def test_what_changes_the_output_is_marked_in_every_table_and_never_the_fastest():
-    (lossy,) = parse_methods("medusa-static:accept=typical")
-    assert lossy.label == "medusa-static:accept=typical (not lossless)"
-    results = results_of({"ar": AR, "spec:k=5": AR, lossy.label: SPEC})
-    tables = results_tables(results)
-    assert [row["method"] for row in tables[0].rows if row["fastest"]] == ["ar", "spec:k=5"]  # half as fast
-    assert "(not lossless) answers with another distribution than the target's" in caption(results)
-    assert len(tables) == 3 and all(lossy.label in markdown(table) for table in tables)
-    assert "not lossless" not in caption(results_of({"ar": AR, "spec:k=5": SPEC}))
 
 
 def row(prompt_tokens: int, turn: int, steps: list[tuple[int, int]], number: int = 0, method: str = "spec") -> Row:

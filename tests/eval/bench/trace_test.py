@@ -16,7 +16,7 @@ from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.trace import node_accept_probs
-from draftsmith.modules.decoding.tree import DraftTree, Typical
+from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import Verdict
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.methods import known_methods
@@ -123,7 +123,7 @@ def test_a_verified_node_is_accepted_as_often_as_the_trace_says(name):
     assert said == pytest.approx(happened, abs=1e-12) and any(said.values())
 
 
-def test_the_trace_knows_drawn_equal_and_typical_nodes():
+def test_the_trace_knows_drawn_and_equal_nodes():
     """By hand. p = (.5, .3, .2), q = (.2, .3, .5), and c, b, a drawn in this order: c is accepted with .2/.5; without
     it p' = (1, 0, 0) and q' = (.4, .6, 0), so b is not, and a is, if it comes to that."""
     p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -131,8 +131,6 @@ def test_the_trace_knows_drawn_equal_and_typical_nodes():
     drawn = DraftTree((2, 1, 0), (-1, -1, -1), drawn={-1: q})
     assert node_accept_probs(drawn, Verdict((2,), 0), logits, params) == pytest.approx([0.4, 0, 1])
     assert node_accept_probs(drawn, Verdict((0,), 0), logits, params) == [pytest.approx(0.4), None, None]
-    # The second of equal siblings is never the one that is accepted, and typical acceptance draws nothing.
+    # The second of equal siblings is never the one that is accepted.
     twice = DraftTree((1, 1, 0), (-1, -1, 0))
     assert node_accept_probs(twice, Verdict((0,), 2), logits, params) == pytest.approx([0.3, 0, 0.5])
-    typical = DraftTree((1, 0), (-1, -1), typical=Typical(0.3, 0.1))
-    assert node_accept_probs(typical, Verdict((1,), 2), logits, params) == [0, 1]

@@ -12,7 +12,6 @@ from draftsmith.modules.drafters.methods import (
     FixedLengthMethod,
     OnlineMethod,
     SpecDecPlusPlusMethod,
-    StaticTreeMethod,
     check_needs,
     known_methods,
     parse_method,
@@ -69,8 +68,6 @@ def test_a_cost_is_a_number_or_measured():
         ("specdec++:h=0", ["h: found 0.0", "in (0, 1)"]),
         ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
         ("confidence:drafter=lookup", ["'lookup'", "one of draft, dflash"]),
-        ("medusa-static:accept=often", ["medusa-static, accept", "'often'", "exact or typical"]),
-        ("medusa-static:accept=typical:eps=2", ["eps: found 2.0"]),
         ("eagle-tree:nodes=200", ["nodes: found 200", "1 to 128"]),
         ("eagle-tree:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
         ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
@@ -111,14 +108,7 @@ def test_a_trees_nodes_are_a_number_or_auto():
     assert parse_method("eagle-tree:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
 
 
-def test_a_method_that_changes_the_output_says_so_in_its_label_which_is_read_again():
-    (named,) = parse_methods("medusa-static:accept=typical:eps=0.1:delta=0.5")
-    assert named.label == "medusa-static:accept=typical:eps=0.1:delta=0.5 (not lossless)"
-    assert parse_methods(named.label) == [named] and parse_method(named.label) == named.method
-    assert named.method == StaticTreeMethod(accept="typical", eps=0.1, delta=0.5, drafter="medusa")
-    assert not named.method.lossless
-    # Exact: no setting of the rule matters.
-    assert parse_methods("medusa-static:eps=0.1")[0].label == "medusa-static:eps=0.1"
-    with pytest.raises(InputError, match="expected a lossless method"):
-        select_method("medusa-static:accept=typical", "medusa")
-    assert all(method.lossless for method in known_methods().values())
+def test_responses_are_not_drafted_by_a_method_that_measures_times():
+    with pytest.raises(InputError, match="expected a method for several rows, without measured times"):
+        select_method("online", "draft")
+    assert select_method("online:c=0.1", "draft") == OnlineMethod(c=0.1)
