@@ -1,8 +1,7 @@
 """`python benchmarks/llamacpp.py`: the speed of one call of a GGUF target, ours against llama.cpp's, one thread.
 
-llama.cpp measures itself with `llama-bench`, on files in bf16 and Q4_0 that `llama-quantize` makes of the target; ours
-are bf16 weights, and int4 ones. Both take turns, and a call finds an empty cache. Time is CPU time: of llama-bench, the
-difference between many calls and one.
+llama.cpp measures itself with `llama-bench`, on a file in bf16 that `llama-quantize` makes of the target. Both take
+turns, and a call finds an empty cache. Time is CPU time: of llama-bench, the difference between many calls and one.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ from draftsmith.data.engines.own import set_threads
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.clock import clock_of
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import package_versions
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import check_range
 
-# Our precision of bf16 models, by llama.cpp's type.
-PRECISIONS: dict[str, Precision] = {"BF16": "dtype", "Q4_0": "int4"}
 SECONDS = 0.5  # that the calls of one turn should take
 
 
@@ -83,24 +79,23 @@ def our_seconds(lm: CausalLM, tokens: int, calls: int) -> float:
 
 @sole_writer()
 def run(config: SpeedConfig) -> Path:
-    """Measure, print a row for each precision and number of tokens, write speed.json; return its path."""
+    """Measure, print a row for each number of tokens, write speed.json; return its path."""
     set_threads(1)
     folder = server_binary(config.engine_path).parent
     make_directory(config.output)
+    file = config.output / f"{config.target.stem}.BF16.gguf"
+    words = [folder / "llama-quantize", "--allow-requantize", config.target, file, "BF16", "1"]
+    subprocess.run(list(map(str, words)), check=True, capture_output=True)
+    lm = load_lm(str(config.target), dtype="bfloat16", packed=True)
+    ours, theirs = partial(our_seconds, lm), partial(their_seconds, folder / "llama-bench", file)
     rows = []
-    for kind, precision in PRECISIONS.items():
-        file = config.output / f"{config.target.stem}.{kind}.gguf"
-        words = [folder / "llama-quantize", "--allow-requantize", config.target, file, kind, "1"]
-        subprocess.run(list(map(str, words)), check=True, capture_output=True)
-        lm = load_lm(str(config.target), dtype="bfloat16", packed=True, precision=precision)
-        for tokens in config.tokens:
-            calls = max(3, int(SECONDS / our_seconds(lm, tokens, 3)))
-            ours, theirs = partial(our_seconds, lm), partial(their_seconds, folder / "llama-bench", file)
-            pairs = [(theirs(tokens, calls), ours(tokens, calls)) for _ in range(config.repeats)]
-            ratios = sorted(first / second for first, second in pairs)
-            milliseconds = [1000 * statistics.median(part) for part in zip(*pairs, strict=True)]
-            rows.append({"type": kind, "tokens": tokens, "llamacpp_ms": milliseconds[0], "ours_ms": milliseconds[1],
-                         "speed": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]})  # fmt: skip
+    for tokens in config.tokens:
+        calls = max(3, int(SECONDS / our_seconds(lm, tokens, 3)))
+        pairs = [(theirs(tokens, calls), ours(tokens, calls)) for _ in range(config.repeats)]
+        ratios = sorted(first / second for first, second in pairs)
+        milliseconds = [1000 * statistics.median(part) for part in zip(*pairs, strict=True)]
+        rows.append({"tokens": tokens, "llamacpp_ms": milliseconds[0], "ours_ms": milliseconds[1],
+                     "speed": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]})  # fmt: skip
     cells = [[f"{value:.2f}" if isinstance(value, float) else value for value in row.values()] for row in rows]
     print_table(table_from_cells("speed", list(rows[0]), cells, right=list(rows[0])[1:]))
     path = config.output / "speed.json"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
-from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state
@@ -70,12 +69,12 @@ class Weights:
     def config(self) -> LlamaConfig:
         return llama_config(self.raw)
 
-    def lean(self, packed: bool, precision: Precision = "dtype") -> LlamaLM:
+    def lean(self, packed: bool) -> LlamaLM:
         """Return the model in this project's engine."""
         config = self.config
         info = ModelInfo(config.hidden_size, config.vocab_size, config.num_layers, config.max_position, (), {})
         weight = self.state["lm_head.weight"]
-        return LlamaLM(model_from_state(config, self.state, weight.dtype).to(weight.device), info, packed, precision)
+        return LlamaLM(model_from_state(config, self.state, weight.dtype).to(weight.device), info, packed)
 
     def transformers(self) -> Any:
         """Return the same model in transformers."""

@@ -97,8 +97,7 @@ class ServedLoading(Loading):
         """Arguments of `load_target`."""
         if self.target_server is None:
             return super().loading
-        names = [name for name in ("engine", "target_precision") if hasattr(self, name)]
-        check_left_out(self, names, "with --target-server", "none: the server runs the target")
+        check_left_out(self, ["engine"], "with --target-server", "none: the server runs the target")
         return super().loading | {"server": self.target_server}
 
 

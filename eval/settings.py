@@ -41,25 +41,19 @@ class Running(Loading):
     """Loading of models that decode, with their threads and seed.
 
     Attributes:
-        draft_precision: Precision of the drafts' weights on a CPU, with the head's copy of lm_head; dtype leaves them
-            as --dtype says. Answers stay the target's.
-        target_precision: Precision of the target's weights on a CPU with the lean engine. Fewer bits are another model.
         num_threads: CPU threads. With one, speed is measured in CPU time, which does not see other programs.
         seed: Seed of sampling, and of the bootstrap.
     """
 
     help_group: ClassVar[str] = "Models"
-    help_rarely: ClassVar[tuple[str, ...]] = ("draft_precision", "target_precision")
 
-    draft_precision: Literal["dtype", "int8", "int4"] = "dtype"
-    target_precision: Literal["dtype", "int8", "int4"] = "dtype"
     num_threads: int = 1
     seed: int = 0
 
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_lm` for the target."""
-        return super().loading | {"packed": True, "precision": self.target_precision}
+        return super().loading | {"packed": True}
 
     @property
     def clock(self) -> ClockName:

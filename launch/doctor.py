@@ -85,13 +85,10 @@ def kernels() -> dict[str, Any]:
     import torch
 
     from draftsmith.modules.engine.lean import can_pack
-    from draftsmith.modules.engine.low_precision import can_multiply
 
     facts: dict[str, Any] = {"CPU vectors": torch.backends.cpu.get_cpu_capability()}
     facts["packed float32 weights"] = yes(can_pack(torch.float32))
     facts["packed bfloat16 weights"] = yes(can_pack(torch.bfloat16))
-    facts["int8 products"] = yes(can_multiply("int8"))
-    facts["int4 products"] = yes(can_multiply("int4"))
     if torch.cuda.is_available():
         facts["bfloat16 on the GPU"] = yes(torch.cuda.is_bf16_supported(including_emulation=False))
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))

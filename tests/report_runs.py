@@ -25,7 +25,7 @@ META = {
     "settings": {"target": "embedded:target", "draft": "embedded:draft", "prompts": "p.jsonl",
                  "methods": ",".join(METHODS), "top_k": 0, "top_p": 1.0, "dtype": "float32", "device": "cpu",
                  "engine": "auto", "num_threads": 1, "batch_size": 1, "max_new_tokens": 64, "ignore_eos": False,
-                 "repeats": 1, "limit": 2, "target_precision": "dtype", "draft_precision": "dtype"},
+                 "repeats": 1, "limit": 2},
     "target": {"config": "c0ffee", "tokenizer": "70c3"},
     "models": {"draft": {"config": "d4af7"}},
     "prompts": {"source": "p.jsonl", "count": 2, "sha256": "ab" * 32},

@@ -92,7 +92,7 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
     if longest > (most := target.info.max_position):
         found = f"a text of {longest:,} tokens"
         raise InputError("replay", found, f"at most {most:,}, the target's context", "Leave it out.")
-    models = load_models(named, config.paths, longest, params, target, config.draft_precision, **loading)
+    models = load_models(named, config.paths, longest, params, target, **loading)
     drafters = make_drafters(named, models)
 
     # Replay text by text.

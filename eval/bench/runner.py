@@ -24,7 +24,6 @@ from draftsmith.modules.decoding.stop import Learner, learners_of
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import LabeledMethod, check_needs
-from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer
@@ -136,7 +135,7 @@ def load_run(
     target = load_lm(config.target, **config.loading)
     tokenizer = load_tokenizer(config.target) if later_turns else None
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position, tokenizer)
-    models = load_models(named, config.paths, longest, modes[0], target, config.draft_precision, **config.loading)
+    models = load_models(named, config.paths, longest, modes[0], target, **config.loading)
     if models.acceptance is not None:
         for params in modes[1:]:
             warn_about_sampling(config.paths["acceptance"], params)
@@ -149,7 +148,6 @@ def load_models(
     sequence_length: int,
     params: SamplingParams,
     target: CausalLM,
-    draft_precision: Precision = "dtype",
     **loading: Any,
 ) -> Models:
     """Load the models and heads that the methods need, for a loaded target.
@@ -157,8 +155,7 @@ def load_models(
     Drafts end where the target's answers do; a run that ignores end tokens empties `Models.ends`.
 
     paths: role or kind -> what the user passed (`DraftSettings.paths`). sequence_length: tokens of the longest prompt
-    with its answer. loading: arguments of `load_lm` for the target. draft_precision: of what drafts; `mid` stays as the
-    target.
+    with its answer. loading: arguments of `load_lm` for the target.
 
     Raises:
         InputError: a missing or unfitting model, or a draft whose context is too short.
@@ -169,14 +166,11 @@ def load_models(
     longest = min(sequence_length, target.info.max_position)
     loaded: dict[str, Any] = {}
     for need in (need for need in needs if need.partition("@")[0] in (MODEL, "mid")):
-        changes = {} if need == "mid" else {"precision": draft_precision}
-        loaded[need] = load_smaller_lm(need, paths, target, longest, **loading | changes)
+        loaded[need] = load_smaller_lm(need, paths, target, longest, **loading)
 
     # Heads, which read the target's features.
     for need in (need for need in needs if need not in (*loaded, *ROLES)):
-        check_precision("draft_precision", draft_precision, str(target.device))
         loaded[need] = load_head(paths[need], target, kind=need.partition("@")[0])
-        loaded[need].draft_in(draft_precision, target)
 
     # The acceptance head.
     acceptance: AcceptanceHead | None = None

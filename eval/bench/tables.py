@@ -71,17 +71,13 @@ def caption(results: Mapping[str, Any]) -> str:
     clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
     together = f"{settings['batch_size']} prompts at a time, " if settings["batch_size"] > 1 else ""
     repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
-    precisions = [settings["dtype"]]
-    for part in ("target", "draft"):
-        if settings[f"{part}_precision"] != "dtype":
-            precisions.append(f"{part} in {settings[f'{part}_precision']}")
     # Text that copies is easier to draft.
     repeats_text = Repetition(first["copied_prompt"], first["copied_answer"]).text()
     if first["distinct_4grams"] is not None:
         repeats_text += f"; distinct 4-grams {first['distinct_4grams']:.2f}"
     text = (
         f"{first['prompts']} prompts, {first['tokens']:,} tokens ({repeats_text}), {modes}, "
-        f"{', '.join(precisions)} on {settings['device']}, {settings['num_threads']} thread(s), "
+        f"{settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
         f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
     )
     if meta["step_costs"]:

@@ -15,17 +15,14 @@ import copy
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.net import DraftNet
-from draftsmith.modules.engine.lean import Linear, swap_modules
-from draftsmith.modules.engine.low_precision import Precision, copy_of, linear_of
+from draftsmith.modules.engine.lean import swap_modules
 from draftsmith.modules.layers import MOST_POSITIONS, LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
@@ -124,7 +121,7 @@ class DraftHead(nn.Module, ABC):
     saved_as_model: it is a language model, saved as transformers loads it; commands take its directory as that of any
         draft model.
     monitor: validation metric that picks best/, its largest value.
-    precision, output: type of the weights that it drafts with, and its copy of the target's lm_head in that type.
+    output: lm_head that it drafts with in place of the target's, if any.
     tied_to_target: names of weights that are the target's and never trained; the manifest records them.
     """
 
@@ -143,8 +140,7 @@ class DraftHead(nn.Module, ABC):
 
     config: Any
     tied_to_target: tuple[str, ...] = ()
-    precision: Precision = "dtype"
-    output: Linear | None = None
+    output: Callable[[Tensor], Tensor] | None = None
 
     # -- a new head
 
@@ -269,19 +265,9 @@ class DraftHead(nn.Module, ABC):
         return copy.deepcopy(self, same)
 
     def lean(self, target: CausalLM) -> Self:
-        """Return a copy for decoding, with the linears, norms and layers of the engine, in `precision`."""
-        return swap_modules(self.like(target), partial(linear_of, pack=target.packed, precision=self.precision))
+        """Return a copy for decoding, with the linears, norms and layers of the engine."""
+        return swap_modules(self.like(target), target.packed)
 
     @abstractmethod
     def net(self, target: CausalLM) -> DraftNet:
         """Return the network that drafts, in the target's type and on its device."""
-
-    def draft_in(self, precision: Precision, target: CausalLM) -> None:
-        """Draft with weights of this precision, and with a copy of the target's lm_head in it.
-
-        The target keeps its own: drafts of any precision are verified by the same distribution.
-        """
-        self.precision, self.output = precision, None
-        if precision != "dtype" and not hasattr(self, "lm_head"):
-            like = torch.empty(target.info.hidden_size, dtype=target.dtype, device=target.device)
-            self.output = copy_of(target.lm_head, like, precision)

@@ -22,7 +22,6 @@ from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.branches import BranchedText
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.drafters.settings import DraftModelSettings
-from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel, layers_of
 from draftsmith.modules.losses import Divergence, distances
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
@@ -240,14 +239,10 @@ class DraftModelHead(DraftHead):
         llama = self.config.llama
         model = copy.deepcopy(self.model).to(target.device, target.dtype).eval().requires_grad_(False)
         info = ModelInfo(llama.hidden_size, llama.vocab_size, llama.num_layers, llama.max_position, (), {})
-        return LlamaLM(model, info, target.packed, self.precision)
+        return LlamaLM(model, info, target.packed)
 
     def net(self, target: CausalLM) -> DraftModelNet:
         return DraftModelNet(self.language_model(target))
-
-    def draft_in(self, precision: Precision, target: CausalLM) -> None:
-        # Its lm_head is its own.
-        self.precision = precision
 
 
 # Alignment. Row t has read x_t, as the target's state f_t has, and both predict x_{t+1}. It counts if x_{t+1} is of an

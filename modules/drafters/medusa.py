@@ -17,7 +17,6 @@ from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.drafters.settings import MedusaSettings
-from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, token_loss
 from draftsmith.modules.targets.base import CausalLM
@@ -166,12 +165,6 @@ class MedusaHead(DraftHead):
     @property
     def longest_draft(self) -> int:
         return self.config.num_heads
-
-    def draft_in(self, precision: Precision, target: CausalLM) -> None:
-        if self.config.own_lm_head:
-            self.precision = precision
-        else:
-            super().draft_in(precision, target)
 
     def net(self, target: CausalLM) -> DraftNet:
         return MedusaNet(self, target)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,19 +39,13 @@ PACKED_ROWS = 8
 
 
 class Linear(Protocol):
-    """A linear layer of frozen weights. `packed`: it holds its own copy, so that the caller may free the weight."""
-
-    packed: bool
+    """A linear layer of frozen weights."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual [N, out] + linear(x [N, in])."""
-
-
-# A linear layer from weight [out, in] and bias [out] or None.
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 
 @functools.cache
@@ -133,15 +127,15 @@ def _linear_add(residual: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None
 class LeanLinear:
     """x @ weight.T + bias in the weights' own type: weight [out, in], bias [out] or None."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = False, one_row: bool = True):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = False):
         """pack: lay the weight out for the CPU's kernels where that pays and works. The caller may then free it, or, if
-        `packed` stays false, use `weight`, the same numbers, in its place. one_row: keep bf16 weights in the plain
-        layout too, where that is faster for a single row."""
+        `packed` stays false, use `weight`, the same numbers, in its place."""
         pack = pack and weight.device.type == "cpu"
         small = weight.numel() < MIN_WEIGHTS and weight.dtype != torch.bfloat16
         self.packed = pack and not small and can_pack(weight.dtype)
         self.weight = weight = weight.detach()
-        plain = one_row and weight.dtype == torch.bfloat16 and plain_row_is_faster()
+        # Both layouts, where the plain one is faster for a single row.
+        plain = weight.dtype == torch.bfloat16 and plain_row_is_faster()
         self._plain = weight if self.packed and plain else None
         self._transposed = None if self.packed else weight.t()  # [in, out], a view made once
         self._turned: Tensor | None = None  # [in, out] contiguous in memory
@@ -194,20 +188,20 @@ class LeanNorm:
         return (scaled if self._wide else scaled.to(x.dtype)).mul_(self.weight)
 
 
-def _fuse(linears: Sequence[nn.Linear], share: bool, make_linear: MakeLinear) -> Linear:
+def _fuse(linears: Sequence[nn.Linear], pack: bool, share: bool) -> LeanLinear:
     """Stack linears that read the same input.
 
-    share: keep one copy of the weights. The linears' become views of the stacked tensor, or, if that is packed, empty:
-    calling them is then an error of shape.
+    pack: see `LeanLinear`. share: keep one copy of the weights. The linears' become views of the stacked tensor, or, if
+    that is packed, empty: calling them is then an error of shape.
     """
     weights = [linear.weight.detach() for linear in linears]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     has_bias = any(linear.bias is not None for linear in linears)
-    fused = make_linear(weight, torch.cat([linear.bias.detach() for linear in linears]) if has_bias else None)
+    fused = LeanLinear(weight, torch.cat([linear.bias.detach() for linear in linears]) if has_bias else None, pack)
     if share and fused.packed:
         for linear in linears:
             linear.weight.data = weight.new_empty(0)
-    elif share and isinstance(fused, LeanLinear):
+    elif share:
         for linear, rows in zip(linears, fused.weight.split([len(own) for own in weights]), strict=True):
             linear.weight.data = rows
     return fused
@@ -217,9 +211,14 @@ class LeanLayer:
     """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place."""
 
     unit = 1  # rows that belong together, and pass the MLP together
+    # Others may be put in the place of the fused ones.
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
 
-    def __init__(self, layer: DecoderLayer | PairLayer, make_linear: MakeLinear = LeanLinear, share: bool = False):
-        """share: see `_fuse`."""
+    def __init__(self, layer: DecoderLayer | PairLayer, pack: bool = False, share: bool = False):
+        """pack, share: see `_fuse`."""
         self.hidden_norm: LeanNorm | None = None
         if isinstance(layer, PairLayer):
             self.hidden_norm = LeanNorm(layer.hidden_norm.weight, layer.hidden_norm.eps)
@@ -227,10 +226,10 @@ class LeanLayer:
         attention = layer.self_attn
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
         self.groups, self.head_dim = self.num_heads // self.num_kv_heads, attention.head_dim
-        self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], share, make_linear)
-        self.o = _fuse([attention.o_proj], share, make_linear)
-        self.gate_up = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], share, make_linear)
-        self.down = _fuse([layer.mlp.down_proj], share, make_linear)
+        self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], pack, share)
+        self.o = _fuse([attention.o_proj], pack, share)
+        self.gate_up = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], pack, share)
+        self.down = _fuse([layer.mlp.down_proj], pack, share)
         self.qk_norm = None
         if attention.qk_norm:
             weights: list[Tensor] = [attention.q_norm.weight] * self.num_heads
@@ -335,23 +334,23 @@ class LeanNative:
         return self.layer(x, cos, sin, attend_cached).reshape(rows.shape)
 
 
-def swap_modules(module: nn.Module, make_linear: MakeLinear) -> Any:
+def swap_modules(module: nn.Module, pack: bool) -> Any:
     """Replace linears, norms and decoder layers inside a module by those for inference, and return it.
 
     A module that is one of these itself is returned as its replacement. All others keep their own `forward`.
     """
     if isinstance(module, nn.Linear):
-        return make_linear(module.weight, module.bias)
+        return LeanLinear(module.weight, module.bias, pack)
     if isinstance(module, RMSNorm):
         return LeanNorm(module.weight, module.eps)
     if isinstance(module, DecoderLayer | PairLayer):
-        return LeanLayer(module, make_linear)
+        return LeanLayer(module, pack)
     # Not by `setattr`, which takes modules only; containers call whatever is here. In `__dict__` it is found without
     # `Module.__getattr__`, which takes a microsecond.
     children: dict[str, Any] = module._modules
     for name, child in children.items():
         if child is not None:
-            children[name] = module.__dict__[name] = swap_modules(child, make_linear)
+            children[name] = module.__dict__[name] = swap_modules(child, pack)
     return module
 
 
@@ -364,11 +363,11 @@ class LeanStack:
         config: LlamaConfig,
         dtype: torch.dtype,
         device: torch.device,
-        make_linear: MakeLinear = LeanLinear,
+        pack: bool = False,
         share: bool = False,
     ):
-        """share: the layers are frozen and give their weights away (`_fuse`)."""
-        self.layers = [self._lean(layer, config, make_linear, share) for layer in layers]
+        """pack: see `LeanLinear`. share: the layers are frozen and give their weights away (`_fuse`)."""
+        self.layers = [self._lean(layer, config, pack, share) for layer in layers]
         self.config, self.dtype, self.device = config, dtype, device
         if layers and isinstance(layers[0], NativeLayer):
             cos, sin = layers[0].cos, layers[0].sin
@@ -382,10 +381,10 @@ class LeanStack:
         self._ready: list[tuple[Tensor, Tensor]] = []
 
     @staticmethod
-    def _lean(layer: Any, config: LlamaConfig, make_linear: MakeLinear, share: bool) -> LeanLayer | LeanNative:
+    def _lean(layer: Any, config: LlamaConfig, pack: bool, share: bool) -> LeanLayer | LeanNative:
         if isinstance(layer, NativeLayer):
             return LeanNative(layer, config)
-        return layer if isinstance(layer, LeanLayer) else LeanLayer(layer, make_linear, share)
+        return layer if isinstance(layer, LeanLayer) else LeanLayer(layer, pack, share)
 
     def new_slots(self, batch: int, capacity: int) -> Tensor:
         """Allocate keys and values of a cache: [layers, 2, B, kv_heads, capacity, D]."""

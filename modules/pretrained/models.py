@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, layers_of
 from draftsmith.modules.pretrained.checkpoint import (
     CONFIG,
@@ -92,7 +91,6 @@ def load_lm(
     trust_remote_code: bool = False,
     packed: bool = False,
     device_map: bool = False,
-    precision: Precision = "dtype",
 ) -> CausalLM:
     """Load a frozen language model for decoding and teacher forcing.
 
@@ -101,7 +99,6 @@ def load_lm(
     packed: for decoding on a CPU with the lean engine: keep the weights only in the layout of the CPU's kernels. Such
         a model cannot be differentiated through.
     device_map: spread the layers over the devices of this process, on the hf engine.
-    precision: of the multiplied weights, on the lean engine (`modules.engine.low_precision`).
 
     Raises:
         InputError: unknown path, dtype or engine, or weights that do not fit the config.
@@ -113,14 +110,6 @@ def load_lm(
     directory = model_directory(path).resolve()
     config = read_model_json(directory / "config.json", CONFIG)
     weights = weight_type(dtype, config)
-    # Low precision exists on the lean engine only, spreading over devices on the hf engine only.
-    if precision != "dtype":
-        engine = "lean" if engine == "auto" and not device_map else engine
-        if engine != "lean":
-            found, remedy = f"{precision} on the hf engine", "Leave the precision out, or pass --engine lean."
-            raise InputError("precision", found, "the lean engine", remedy)
-    # Behind options that contradict each other: those a user can change, the CPU not.
-    check_precision("precision", precision, device)
     if device_map:
         if engine == "lean":
             raise InputError("device_map", "the lean engine", "the hf engine", "Pass --engine hf or auto.")
@@ -128,7 +117,7 @@ def load_lm(
     # The lean engine is preferred: it runs trees and rows without transformers' overhead.
     if engine == "lean" or (engine == "auto" and config.get("model_type") in SUPPORTED):
         try:
-            return _load_lean(directory, config, weights, device, packed, precision)
+            return _load_lean(directory, config, weights, device, packed)
         except InputError as error:
             # `auto` falls back to transformers only for what the lean engine does not support, not for damage.
             if engine == "lean" or error.remedy != ON_HF:
@@ -176,9 +165,7 @@ def _model_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> 
     )
 
 
-def _load_lean(
-    directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
-) -> CausalLM:
+def _load_lean(directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool) -> CausalLM:
     check_unquantized(directory, config)
     shape = model_shape(directory, config)
     check_lean(config)
@@ -187,7 +174,7 @@ def _load_lean(
         state |= read_tensors(file, REMEDY, mapped=True)
     model = model_from_state(shape, state, dtype)
     info = _model_info(directory, config, shape)
-    return LlamaLM(model.to(device), info, packed, precision)
+    return LlamaLM(model.to(device), info, packed)
 
 
 def _load_hf(

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.engine.cache import KVCache, NoCache, any_shape
-from draftsmith.modules.engine.lean import Captured, LeanNorm, LeanStack
-from draftsmith.modules.engine.low_precision import Precision, linear_of
+from draftsmith.modules.engine.lean import Captured, LeanLinear, LeanNorm, LeanStack
 from draftsmith.modules.engine.rows import OneRow, cached_rows, select_outputs
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, llama_sizes, rope_table
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
@@ -92,23 +91,19 @@ class LlamaLM:
     """A `CausalLM` over frozen `LlamaModel` weights: fused layers over preallocated caches.
 
     packed: large weights are only held in the layout of the CPU's kernels (`engine.lean`), so `model` itself cannot be
-    called any more. precision: of all products with weights; other ones than dtype hold only copies too,
-    and int4 leaves lm_head in the dtype.
+    called any more.
     """
 
-    def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False, precision: Precision = "dtype"):
+    def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False):
         self.model, self.info, self.config, self.packed = model, info, model.config, packed
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         layers: list[Any] = list(model.layers)
-        make_linear = partial(linear_of, pack=packed, precision=precision)
-        self.stack = LeanStack(layers, model.config, self.dtype, self.device, make_linear, share=True)
+        self.stack = LeanStack(layers, model.config, self.dtype, self.device, packed, share=True)
         self.embeddings = weight.detach()  # [V, H]
         self.norm = LeanNorm(model.norm.weight, model.norm.eps)
-        # As in GGUF files of 4 bits, lm_head keeps more: in int4 it alone changed 7 % of SmolLM2's first choices.
-        bits: Precision = "dtype" if precision == "int4" else precision
         # A tied embedding is held twice: products from the plain layout, which lookups need, take 2 to 4 times as long.
-        self._head = linear_of(model.lm_head.weight, None, packed, bits)
+        self._head = LeanLinear(model.lm_head.weight, None, packed)
         self.readout, self._missing = Readout(), 0  # missing: tokens of the target's vocabulary
         if self._head.packed and not model.config.tie_embeddings:
             model.lm_head.weight.data = weight.new_empty(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from draftsmith.modules.decoding.stop import SlotConfidenceStop
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks, GroupedConv
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, RowsCache, any_shape, as_bias
-from draftsmith.modules.engine.lean import LeanLayer, LeanNorm, LeanStack, Linear, swap_modules
-from draftsmith.modules.engine.low_precision import linear_of
+from draftsmith.modules.engine.lean import LeanLayer, LeanLinear, LeanNorm, LeanStack, Linear, swap_modules
 from draftsmith.modules.finite import located
 from draftsmith.modules.targets.base import CausalLM
 
@@ -27,8 +25,6 @@ class Convolved:
 
     The deltas of the second convolution are kept between the two calls. layer: its `unit` is the slots of a block.
     """
-
-    packed = False
 
     def __init__(self, conv: GroupedConv, layer: LeanLayer, first: Linear, last: Linear):
         self._conv, self._layer, self._first, self._last = conv, layer, first, last
@@ -58,7 +54,6 @@ class SlotNet(DraftNet):
     def __init__(self, head: BlockNet, target: CausalLM):
         super().__init__(head.kind, target.device, target.embed)
         plain, config, llama = head.like(target), head.config, head.config.llama
-        make_linear = partial(linear_of, pack=target.packed, precision=head.precision)
         self.config, self.aux_layers, self.longest_draft = config, head.aux_layers, config.drafts
         self._lm_head: Callable[[Tensor], Tensor] = head.output or target.lm_head
 
@@ -67,7 +62,7 @@ class SlotNet(DraftNet):
         attentions = [layer.self_attn for layer in layers]
         projections = [own for a in attentions for own in (a.k_proj, a.v_proj)]
         bias = None if projections[0].bias is None else torch.cat([own.bias for own in projections])
-        self._keys_values = make_linear(torch.cat([own.weight for own in projections]), bias)
+        self._keys_values = LeanLinear(torch.cat([own.weight for own in projections]), bias, target.packed)
         norms = [a.k_norm.weight.expand(llama.num_kv_heads, -1) for a in attentions if a.qk_norm]
         self._key_norm = LeanNorm(torch.stack(norms), llama.rms_eps) if norms else None  # [layers, kv_heads, D]
 
@@ -80,10 +75,10 @@ class SlotNet(DraftNet):
             self._of_token = table.expand(config.vocab_size).tolist()
 
         convolutions = [(layer.attention_conv, layer.mlp_conv) for layer in layers if layer.mlp_conv is not None]
-        self.head: BlockNet = swap_modules(plain, make_linear)
+        self.head: BlockNet = swap_modules(plain, target.packed)
         lean_layers: Any = self.head.layers
         for lean, convs in zip(lean_layers, convolutions, strict=bool(convolutions)):
-            attention, mlp = (swap_modules(conv, make_linear) for conv in convs)
+            attention, mlp = (swap_modules(conv, target.packed) for conv in convs)
             lean.qkv = lean.o = Convolved(attention, lean, lean.qkv, lean.o)
             lean.gate_up = lean.down = Convolved(mlp, lean, lean.gate_up, lean.down)
         # The slots of a block may stand behind the context's end.

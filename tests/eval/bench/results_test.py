@@ -111,8 +111,7 @@ def test_medians_over_repeats_are_taken_for_each_clock():
     assert (row["wall_s"], row["cpu_s"]) == (2.0, 2.0)
 
 
-SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3, "batch_size": 1,
-            "target_precision": "dtype", "draft_precision": "dtype"}  # fmt: skip
+SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3, "batch_size": 1}
 
 
 def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:

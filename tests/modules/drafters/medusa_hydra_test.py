@@ -227,18 +227,6 @@ def test_states_of_drafts_are_read_by_the_lm_head_of_their_level(own: bool) -> N
     assert torch.allclose(branches.lm_head(hidden[3], 2), wanted[3])
 
 
-def test_lm_heads_of_their_own_draft_in_fewer_bits() -> None:
-    """The target's lm_head is then nobody's, and is not copied."""
-    target = TableLM(1)
-    torch.manual_seed(0)
-    head = MedusaHead(MedusaConfig(H, V, 32, own_lm_head=True))
-    head.draft_in("int8", target)
-    assert head.output is None and head.precision == "int8"
-    hidden = torch.randn(4, H, dtype=torch.float64)
-    found, exact = BranchDrafter(head.net(target), 1).lm_head(hidden), hidden @ head.lm_heads[0].weight.double().T
-    assert not torch.equal(found, exact) and torch.allclose(found, exact, atol=0.05)  # 8 bits of 1 and less
-
-
 def test_the_published_tree_is_shipped() -> None:
     """Its counts of nodes by depth, and its most children, as published."""
     tree = read_tree("medusa-63")
