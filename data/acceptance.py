@@ -8,19 +8,17 @@ Labels hold only for the sampling settings that they were made with, which the m
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.data.engines.own import set_threads
-from draftsmith.data.labels import MIXED_FIELDS, ROLLOUT_FIELDS, MixedTextLabels, Rollouts, StoredRollouts
+from draftsmith.data.labels import MIXED_FIELDS, ROLLOUT_FIELDS, MixedTextLabels, Rollouts
 from draftsmith.data.settings import AcceptanceConfig
 from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import StagePlan, run_stage
-from draftsmith.data.store.stored_target import load_stored
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules.pretrained.heads import FrozenDrafter, kind_at, load_drafter
-from draftsmith.modules.pretrained.models import load_lm, pick_device
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, text_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -37,11 +35,7 @@ def run(config: AcceptanceConfig) -> Path:
 
     if kind_at(config.draft) is None:
         check_same_tokenizer(config.target, config.draft)
-    target: CausalLM
-    if config.target_features is None:
-        target = load(config.target)
-    else:
-        target = load_stored(config.target, config.target_features, config.dtype, pick_device(config.device))
+    target = load(config.target)
     drafter = load_drafter(config.draft, lambda: target, load)
     identity = {**text_identity(config.target), "target": target.info.identity}
     manifest = open_artifact(config.responses, "responses", identity)
@@ -50,10 +44,6 @@ def run(config: AcceptanceConfig) -> Path:
     # Label with the settings of the responses, unless others are given.
     sampling = config.sampling(manifest.sampling or {})
     temperatures = [params.temperature for params in sampling]
-    own = replace(config, temperature=(), top_k=None, top_p=None).sampling(manifest.sampling or {})
-    if config.target_features is not None and sampling != own:
-        remedy = "Leave --temperature, --top-k and --top-p out, or --target-features."
-        raise InputError("target_features", "another sampling than that of the responses", "the same", remedy)
     labels = labels_of(config, sampling, target, drafter)
     plan = StagePlan(
         kind="rollouts" if config.labels == "rollout" else "acceptance",
@@ -94,5 +84,4 @@ def labels_of(
     context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
-    kind = Rollouts if config.target_features is None else StoredRollouts
-    return kind(target, drafter, config.depth, config.stride, sampling, config.chunk, config.seed, context)
+    return Rollouts(target, drafter, config.depth, config.stride, sampling, config.chunk, config.seed, context)

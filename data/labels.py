@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +24,13 @@ from draftsmith.data.store.datasets import DRAFT_COLUMNS
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
-from draftsmith.data.store.stored_target import StoredLM
 from draftsmith.data.text.answers import spans
 from draftsmith.modules.acceptance.repeats import repeat_scores
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.drafters.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.finite import NO_TOKEN, NonFinite, first_broken, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
-from draftsmith.modules.sampling import draw_coupled, draw_rows, probabilities, row_probabilities
+from draftsmith.modules.sampling import draw_rows, probabilities, row_probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -106,12 +105,7 @@ class MixedTextLabels:
         places = [torch.tensor(mask).nonzero()[:, 0] - 1 for mask in masks]
         positions = torch.cat(places).to(target.device)  # [N]
         owners = torch.cat([torch.full_like(place, i) for i, place in enumerate(places)]).to(target.device)  # [N]
-        if isinstance(target, StoredLM):
-            # Whole rows, by which their states are found.
-            read = [target.features(torch.tensor([row], device=target.device))[0] for row in input_ids]
-            target_hidden = torch.cat([row[place] for row, place in zip(read, places, strict=True)])  # [N, H]
-        else:
-            target_hidden = target.features(padded)[owners, positions]  # [N, H]
+        target_hidden = target.features(padded)[owners, positions]  # [N, H]
         draft_hidden = draft.features(padded.to(draft.device))[owners.to(draft.device), positions.to(draft.device)]
         # Distributions [chunk, V] exist for a chunk of positions at a time.
         parts = []
@@ -164,9 +158,6 @@ class Rollouts:
     chunk: int
     seed: int
     context: int
-    # Name of the random numbers, and how many each drafted token takes.
-    stream: ClassVar[str] = "rollouts"
-    draws: ClassVar[int] = 1
 
     @functools.cached_property
     def text(self) -> BranchedText:
@@ -212,7 +203,7 @@ class Rollouts:
         ids, depth = row["input_ids"], self.depth
         # The first uniform places the drafts, the others draw their tokens.
         most = -(-len(ids) // self.stride)
-        uniforms = torch.from_numpy(row_uniforms(self.stream, self.seed, number, 1 + self.draws * most * depth))
+        uniforms = torch.from_numpy(row_uniforms("rollouts", self.seed, number, 1 + most * depth))
         starts = self.starts(row["loss_mask"], branches.min_start, float(uniforms[0]))
         if not starts:
             return None
@@ -221,8 +212,8 @@ class Rollouts:
         # first.
         count = len(starts)
         params = [self.sampling[(number + i) % len(self.sampling)] for i in range(count)]
-        draws = uniforms[1 : 1 + self.draws * count * depth].view(count, depth, self.draws)
-        tokens, labels = self.label(branches, row, starts, params, draws)
+        draws = uniforms[1 : 1 + count * depth].view(count, depth)
+        tokens, labels = self.label(branches, ids, starts, params, draws)
         broken = labels["log_p"].isnan().nonzero()
         if len(broken):
             draft, level = broken[0].tolist()
@@ -230,7 +221,7 @@ class Rollouts:
 
         # Labels that depend on the whole text or draft.
         labels["repeat"] = repeat_scores(ids, starts, tokens)
-        labels.setdefault("reached", reached(labels["accept_prob"], tokens, self.target.info.eos_ids))
+        labels["reached"] = reached(labels["accept_prob"], tokens, self.target.info.eos_ids)
         labels["draft_ids"] = tokens
         drafts = {"starts": starts, "temperature": [setting.temperature for setting in params]}
         return text_columns(row) | drafts | {name: values.flatten().numpy() for name, values in labels.items()}
@@ -238,23 +229,23 @@ class Rollouts:
     def label(
         self,
         branches: BranchDrafter,
-        row: dict[str, Any],
+        ids: list[int],
         starts: list[int],
         params: list[SamplingParams],
         draws: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Draft from S starts; return the tokens [S, K] and what `label_drafts` says of them, [S, K] each, on the CPU.
 
-        params: of each draft. draws: [S, K, draws] uniforms.
+        params: of each draft. draws: [S, K] uniforms.
         """
-        ids, count, depth, target = row["input_ids"], len(starts), self.depth, self.target
+        count, depth, target = len(starts), self.depth, self.target
         greedy = all(setting.greedy for setting in self.sampling)
         opening = ids[: starts[-1]]
         self.text.open(opening)
         features = self.drafter.features(ids, len(opening)) if self.drafter.aux_layers else self.text.features
         branches.open(opening, features)
         try:
-            drafted = branches.draft(starts, depth, params, None if greedy else draws[..., 0])
+            drafted = branches.draft(starts, depth, params, None if greedy else draws)
         except NonFinite as error:
             # A head that reads broken features is not to blame for its logits.
             if self.drafter.head is not None and features is not None:
@@ -295,62 +286,6 @@ class Rollouts:
         labels = {"log_q": confidences.log_q, "log_max_q": confidences.log_max_q, "entropy": confidences.entropy}
         labels |= {"log_p": p_drafted.log(), "accept_prob": accept_prob}
         return {name: values.float() for name, values in labels.items()}
-
-
-@dataclass(frozen=True)
-class StoredRollouts(Rollouts):
-    """Labeller of whole drafts from the target's stored states along its own texts, without the target.
-
-    Such states give p only where a draft agrees with the text so far. So the drafted token y is drawn together with the
-    text's token x ~ p, by the maximal coupling of p and q: y = x with probability min(1, q(x) / p(x)), else
-    y ~ norm((q - p)+). Then y ~ q, and a draft agrees with the text exactly as often as the target would accept it.
-    A token counts, `reached` being 1, if all tokens before it agree: the labels of `Rollouts`, whose `reached` is the
-    probability of that, are the mean of these. Texts and labels have one sampling.
-    """
-
-    stream: ClassVar[str] = "rollouts/stored"
-    draws: ClassVar[int] = 2
-
-    def label(
-        self,
-        branches: BranchDrafter,
-        row: dict[str, Any],
-        starts: list[int],
-        params: list[SamplingParams],
-        draws: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        ids, count, depth, target, device = row["input_ids"], len(starts), self.depth, self.target, self.target.device
-        draws = draws.to(device)
-        # The text was sampled up to the end of the answer that a draft begins in.
-        ends = torch.tensor([next(end for first, end in spans(row["loss_mask"]) if start < end) for start in starts])
-        first, ends = torch.tensor(starts, device=device), ends.to(device)
-        text_ids, eos_ids = torch.tensor(ids, device=device), torch.tensor(target.info.eos_ids, device=device)
-        states = target.features(text_ids[None])[0]  # [T, H]
-        features = self.drafter.features(ids, starts[-1]) if self.drafter.aux_layers else states[: starts[-1]]
-        branches.open(ids[: starts[-1]], features)
-
-        agrees = torch.ones(count, dtype=torch.bool, device=device)
-        labels: dict[str, Tensor] = {}
-
-        def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
-            """Draw y of these drafts together with the text's token, and label it."""
-            places = first[piece] + level  # of x
-            known = places < ends[piece]
-            places, logits = places.clamp(max=len(ids) - 1), logits.to(device)
-            p_logits = target.lm_head(states[places - 1])  # [s, V]
-            p, q = (row_probabilities(values, params[piece]) for values in (p_logits, logits))
-            x, chance = text_ids[places], draws[piece, level]
-            # Without a token of the text y is an ordinary draw.
-            y = torch.where(known, draw_coupled(p, q, x, chance), draw_rows(q, chance[:, 1]))
-            numbers = self.label_drafts(p_logits, logits, y.clamp_min(0), params[piece])
-            numbers["reached"] = (agrees[piece] & known).float()
-            for name, values in numbers.items():
-                labels.setdefault(name, torch.zeros(count, depth, device=device))[piece, level] = values
-            agrees[piece] &= known & (y == x) & ~torch.isin(y, eos_ids)
-            return y.to(branches.device)
-
-        drafted = branches.grow(starts, depth, draw)
-        return drafted.tokens.cpu(), {name: values.cpu() for name, values in labels.items()}
 
 
 def text_columns(row: dict[str, Any]) -> dict[str, Any]:

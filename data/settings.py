@@ -420,9 +420,6 @@ class AcceptanceConfig(StageLoading):
         output: Directory to write.
         draft: Directory or hub id of the draft model, or embedded:draft; or, for rollout labels, directory of a trained
             drafter's head.
-        target_features: Directory that `data features` wrote of the same responses: the target's distributions come
-            from its stored states, and only its embeddings are loaded. Its last layer must be among them, and those of
-            a head's choice. Labels then have the sampling of the responses.
         labels: mix: SpecDec++'s, one drafted token at every position of the answer. rollout: whole drafts, as the
             decoder makes them, from some of the positions.
         temperature: Temperature of target and draft; 0 is greedy, where P is agreement. Default: that of the responses.
@@ -443,7 +440,6 @@ class AcceptanceConfig(StageLoading):
     target: str = volatile()
     output: Path = volatile()
     draft: str = volatile()
-    target_features: Path | None = volatile(None)
     labels: Literal["mix", "rollout"] = "mix"
     temperature: tuple[float, ...] = ()
     top_k: int | None = None

@@ -257,19 +257,6 @@ def _pick_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
     return tokens
 
 
-def draw_coupled(target_prob: Tensor, draft_prob: Tensor, target_ids: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw y ~ q together with given x ~ p by their maximal coupling: they agree as often as p and q allow.
-
-    y = x with probability min(1, q(x) / p(x)), else y ~ norm((q - p)+). So P(y = x) is the sum of min(p, q), and given
-    y the two agree with probability min(1, p(y) / q(y)), as in verification.
-
-    target_prob, draft_prob: [B, V]. target_ids: x, [B]. uniforms: [B, 2]. Returns y, int64 [B].
-    """
-    p, q = (prob.gather(-1, target_ids[:, None])[:, 0] for prob in (target_prob, draft_prob))
-    other = draw_rows(residual(draft_prob, target_prob), uniforms[:, 1])
-    return torch.where(uniforms[:, 0] * p < q, target_ids, other)
-
-
 def draw_each(probs: Sequence[Tensor] | Tensor, sources: Sequence[Source]) -> list[int]:
     """Draw from each row's distribution with its own source; probs [B, V], or a sequence of [V].
 

@@ -30,7 +30,6 @@ from draftsmith.data.store.datasets import (
     open_dataset,
 )
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.stored_target import load_stored
 from draftsmith.modules.acceptance.head import FEATURES, AcceptanceHead, AcceptanceHeadConfig, acceptance_training
 from draftsmith.modules.acceptance.metrics import (
     acceptance_metrics,
@@ -50,7 +49,6 @@ from draftsmith.modules.pretrained.heads import (
     starting_weights,
 )
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 from draftsmith.train.config import TrainAcceptanceConfig, TrainConfig
 from draftsmith.train.data import HeadDataModule, MicroBatch, Samples, train_and_val
@@ -136,13 +134,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
     dtype, device = model_dtype(config), local_device(config)
     how: dict[str, Any] = {"engine": config.engine, "trust_remote_code": config.trust_remote_code}
     load: Any = functools.partial(load_lm, dtype=dtype, device=device, **how)
-
-    def target() -> CausalLM:
-        if config.target_features is None:
-            return load(read_model(config))
-        return load_stored(read_model(config), config.target_features, dtype, device)
-
-    drafter = load_drafter(config.draft, target, load)
+    drafter = load_drafter(config.draft, lambda: load(read_model(config)), load)
 
     def open_labels(path: Path) -> Any:
         identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size

@@ -387,8 +387,6 @@ class TrainAcceptanceConfig(TrainConfig):
     Attributes:
         draft: The draft model, or the trained drafter's head, whose drafts were labeled; frozen.
         target: The target model, if the draft is a head: it makes what the head reads.
-        target_features: Directory that `data features` wrote of the labeled responses, if the draft is a head: then
-            only the target's embeddings are loaded.
         init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks and inputs;
             the loss weights are those given here.
         num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
@@ -405,7 +403,6 @@ class TrainAcceptanceConfig(TrainConfig):
 
     draft: str
     target: str | None = None
-    target_features: Path | None = volatile(None)
     init: Path | None = volatile(None)
     num_blocks: int | None = None
     tied: bool | None = None

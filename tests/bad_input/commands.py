@@ -37,8 +37,6 @@ ROWS = [
         f"data responses --prompts {{prompts}} {TARGET}{OUT}--draft {{draft}} --method online",
         ("method", "online:c=0.1")),
     Row("acceptance: no drafter", f"data acceptance --responses {{responses}} {TARGET}{OUT}", ("--draft",)),
-    Row("acceptance: features and another sampling", f"data acceptance --responses {{responses}} {TARGET}"
-        f"--draft {{draft}} {OUT}--target-features {{features}} --temperature 0.5", ("target_features", "sampling")),
     Row("train: a server and readers", f"{TRAIN} --features vllm --num-workers 2", ("features", "num_workers 2")),
     Row("launch vllm: no target", "launch vllm", ("target", "--target")),
     Row("features: no such drafter", f"data features --responses {{responses}} {TARGET}{OUT}--drafter nosuch",

@@ -313,41 +313,6 @@ def test_labels_are_for_the_temperature_of_the_responses(remake):
     assert labels.sampling is not None and labels.sampling["temperature"] == 0
 
 
-def test_labels_from_stored_states_are_those_of_the_target_where_a_draft_agrees_with_the_text(
-    chain, remake, oracles, tmp_path
-):
-    """Every token that counts is labeled as by the oracle, and counts because the draft was the text so far."""
-    made = remake("features")
-    assert made == tmp_path / "features"
-    directory = remake("acceptance", **ROLLOUT | {"dtype": "float32", "stride": 1}, target_features=made)
-    params = sampling_of(Manifest.read(directory))
-    counted = moved = 0
-    for row in rows_of(directory):
-        end = len(row["input_ids"])
-        for number, start, ids in drafts_of(row):
-            agrees = True
-            for depth in range(DEPTH):
-                at, place = number * DEPTH + depth, start + depth
-                assert row["reached"][at] == (agrees and place < end)
-                if not row["reached"][at]:
-                    continue
-                counted += 1
-                p, q = (np.array(warped(logits[place - 1], params)) for logits in oracles(ids))
-                token = ids[place]
-                assert math.exp(row["log_q"][at]) == pytest.approx(q[token], rel=1e-3, abs=1e-6)
-                # The states were rounded to bf16, which moves a token across the edge of top-k or top-p now and then.
-                moved += math.exp(row["log_p"][at]) != pytest.approx(p[token], rel=0.05, abs=0.02)
-                assert row["accept_prob"][at] == pytest.approx(
-                    min(1.0, math.exp(row["log_p"][at]) / q[token]), rel=1e-3
-                )
-                agrees &= token == row["input_ids"][place] and token not in (1, 2)
-    assert counted > 30 and moved <= 2
-
-
-def sampling_of(manifest) -> SamplingParams:
-    return SamplingParams(**manifest.sampling)
-
-
 # -- labels of mixed text
 
 # float32 models and softmax against float64: logits differ by about 1e-5, log probabilities by a little more.

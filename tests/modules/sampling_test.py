@@ -18,7 +18,6 @@ from draftsmith.modules.sampling import (
     TorchSource,
     best_token,
     best_tokens,
-    draw_coupled,
     draw_rows,
     pick,
     probabilities,
@@ -293,19 +292,3 @@ def test_a_low_temperature_is_the_softmax_in_float64(temperature):
     expected = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     found = probabilities(logits, SamplingParams(temperature))
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)  # 20 / 1e-6 keeps 1e-9 of a unit
-
-
-def test_a_coupled_draw_has_the_drafts_distribution_and_agrees_as_often_as_the_target_accepts():
-    """Integrated over both uniforms on a grid, and over x ~ p."""
-    p = torch.tensor([0.5, 0.3, 0.0, 0.2, 0.0], dtype=torch.float64)
-    q = torch.tensor([0.1, 0.4, 0.3, 0.2, 0.0], dtype=torch.float64)
-    size = 400
-    grid = (torch.arange(size, dtype=torch.float64) + 0.5) / size
-    uniforms = torch.cartesian_prod(grid, grid)
-    joint = torch.zeros(5, 5, dtype=torch.float64)  # of x and y
-    for x in (0, 1, 3):
-        rows = [prob.expand(len(uniforms), -1) for prob in (p, q)]
-        drawn = draw_coupled(*rows, torch.full((len(uniforms),), x), uniforms)
-        joint[x] = p[x] * torch.bincount(drawn, minlength=5) / len(uniforms)
-    torch.testing.assert_close(joint.sum(0), q, atol=1 / size, rtol=0)
-    torch.testing.assert_close(joint.diagonal(), torch.minimum(p, q), atol=1 / size, rtol=0)
