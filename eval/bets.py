@@ -19,9 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.engines.served_target import ServedLM
-from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -71,52 +68,6 @@ class DraftedPlace:
     first: bool = False
     distribution: Tensor | None = None
     children: tuple[int, ...] = ()
-
-
-class RecordingRunner:
-    """Decoding of `rows` prompts at a time by one method, with a drafter that has learned nothing yet."""
-
-    def __init__(self, method: Method | None, models: Models, rows: int = 1):
-        self.target, self.ends, self.rows = models.target, models.ends, rows
-        self.drafter = None if method is None else method.build(models, rows)
-        aux_layers = () if self.drafter is None else self.drafter.aux_layers
-        self._session = models.target.session(rows, models.capacity, aux_layers)
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[tuple[list[int], list[DraftedPlace]]]:
-        """Answer each prompt; return its tokens, including an end token, and the place of each."""
-        answers: list[tuple[list[int], list[DraftedPlace]]] = []
-        for start in range(0, len(prompts), self.rows):
-            group = slice(start, start + self.rows)
-            places: list[list[DraftedPlace]] = [[] for _ in prompts[group]]
-
-            def record(done: Round, places: list[list[DraftedPlace]] = places) -> None:
-                places[done.row] += places_of(done)
-
-            runner = EngineRunner(self.target, self.drafter, params, self.ends, record, self._session)
-            decoded = runner(prompts[group], max_new_tokens, seeds[group])
-            answers += [(each.tokens, row) for each, row in zip(decoded, places, strict=True)]
-        return answers
-
-
-def places_of(done: Round) -> list[DraftedPlace]:
-    """Return the places of the tokens that a round emitted."""
-    if done.tree is None or done.verdict is None:  # the prefill
-        return [DraftedPlace()]
-    tree, places = done.tree, []
-    for i in range(len(done.tokens)):
-        parent = done.verdict.path[i - 1] if i else -1
-        if tree.draft_prob is not None:
-            places.append(DraftedPlace(i == 0, tree.draft_prob[i].clone() if i < len(tree.tokens) else None))
-        elif tree.drawn is not None:
-            # Drawn children depend on the random numbers that decide about them; what the first one was drawn from
-            # does not.
-            places.append(DraftedPlace(i == 0, tree.drawn.get(parent)))
-        else:
-            children = (token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent)
-            places.append(DraftedPlace(i == 0, None, tuple(children)))
-    return places
 
 
 def ends_as_asked(tokens: Sequence[int], ends: Sequence[int], max_tokens: int) -> bool:

@@ -29,11 +29,6 @@ AnyFormat = Literal["auto", WrittenFormat, "medusa", "deepspec", "specforge", "m
 SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
 MOST_REQUESTS = 4096
-# Options of `eval certify` for methods of this decoder.
-OF_METHODS = (
-    *("methods", "mid", "acceptance", "split", "keep_tasks", "max_new_tokens", "ignore_eos", "sampled_tokens"),
-    *("batch_size", "temperature", "top_k", "top_p", "seed"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,63 +311,39 @@ class ServedConfig(PromptChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, ServedLoading):
-    """Certify that a server's answers follow the target, or those of this decoder's methods. The exit code is 1 if they
-    do not.
+class CertifyConfig(ServedLoading):
+    """Certify that a server's answers follow the target. The exit code is 1 if they do not.
 
     Attributes:
-        target: the model that is served, in the weights that are served, or that the methods decode: a directory, hub
-            id or GGUF file.
-        answers: output of `data responses`, asked of the server that speculates. This, or prompts for this decoder.
+        target: the model that is served, in the weights that are served: a directory, hub id or GGUF file.
+        answers: output of `data responses`, asked of the server that speculates.
         control: the same of the server without its drafter, with as many answers or more.
-        prompts: as for `eval bench`, to be answered here.
+        draft: the model or head that the server drafts with, if it runs here: its distribution at every token makes
+            smaller mistakes visible.
         output: directory that receives results.json.
-        methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
-        draft: drafters of the methods; or the model or head that the server drafts with, if it runs here: its
-            distribution at every token makes smaller mistakes visible.
-        mid: model between draft and target.
-        acceptance: acceptance head directory.
-        limit: only the first so many answers of the server; 0 takes all. Of this decoder: prompts of the greedy test,
-            20 by default; the sampling test repeats the first of them.
-        max_new_tokens: longest answer of this decoder.
-        sampled_tokens: number of tokens in this decoder's sampling test; 0 skips it.
+        limit: only the first so many answers; 0 takes all.
+        num_threads: CPU threads.
         alpha: highest probability that answers which follow the target fail.
-        temperature: temperature of this decoder's sampling test. A server's answers record their own.
-        batch_size: prompts that this decoder answers together, in rows.
     """
 
     target: str
-    output: Path
-    answers: Path | None = None
+    answers: Path
     control: Path | None = None
-    prompts: str | None = None
-    methods: str = "spec:k=5"
-    mid: str | None = None
-    acceptance: str | None = None
+    draft: str | None = None
+    output: Path
     limit: int = 0
-    max_new_tokens: int = 64
-    sampled_tokens: int = 8192
+    num_threads: int = 1
     alpha: float = 1e-3
-    temperature: float = 1.0
-    batch_size: int = 8
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "batch_size", "num_threads")
-        check_not_negative(self, "sampled_tokens", "limit")
-        check_range("max_new_tokens", self.max_new_tokens, 2)  # the first one is the prefill's
+        check_positive(self, "num_threads")
+        check_not_negative(self, "limit")
         check_range("alpha", self.alpha, 0.0, 1.0, "()")
-        if (self.answers is None) == (self.prompts is None):
-            found = "answers and prompts" if self.prompts else "neither"
-            raise InputError("answers", found, "--answers of a server, or --prompts for this decoder", "Pass one.")
-        if self.answers is not None:
-            expected = "none: it says how this decoder answers --prompts, and recorded answers say how they were made"
-            check_left_out(self, OF_METHODS, "with --answers", expected)
-        if self.prompts is not None:
-            expected = "none: it goes with the answers of a server"
-            check_left_out(self, ("control", "target_server"), "with --prompts", expected)
-        if self.prompts is not None and self.sampling.greedy:
-            raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Arguments of `load_target`."""
+        return super().loading | {"packed": True}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "eval certify": Command(
             "eval.settings:CertifyConfig",
             "eval.certify",
-            "Certify that answers follow the target: a server's, or a method's",
+            "Certify that a server's answers follow the target",
         ),
     },
     "Your machine": {

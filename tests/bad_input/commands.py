@@ -8,7 +8,6 @@ TARGET = "--target {target} "
 OUT = "--output {out} "
 BENCH = f"eval bench {TARGET}--prompts {{chats}} --limit 1 --repeats 1 --max-new-tokens 4 {OUT}"
 SERVE = f"{TARGET}--engine vllm --prompts {{chats}} "
-CERTIFY = f"eval certify {TARGET}--draft {{draft}} {OUT}"
 TRAIN = "train eagle --data x --target y --output z"
 
 ROWS = [
@@ -89,13 +88,7 @@ ROWS = [
     Row("a negative seed", f"{TRAIN} --seed -1", ("--seed", "-1")),
     Row("a rate that is NaN", f"{TRAIN} --lr nan", ("--lr", "finite")),
     Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),
-    Row("certify: greedy", CERTIFY + "--prompts {chats} --temperature 0", ("temperature", "0")),
-    Row("certify: a method of transformers", CERTIFY + "--prompts {chats} --methods hf", ("methods", "hf")),
-    Row("certify: a temperature beside answers", CERTIFY + "--answers {responses} --temperature 0.7",
-        ("temperature", "0.7 with --answers", "Leave it out")),
-    Row("certify: a control of prompts", CERTIFY + "--prompts {chats} --control {responses}",
-        ("control", "Leave it out")),
-    Row("certify: no answers", CERTIFY + "--answers {prompts}", ("prompts", "responses")),
+    Row("certify: no answers", f"eval certify {TARGET}--answers {{prompts}} {OUT}", ("prompts", "responses")),
     # Devices that are not there.
     Row("decode: no GPU", f"decode Hi {TARGET}--method ar --device cuda", ("device", "cuda")),
     Row("decode: no such device", f"decode Hi {TARGET}--method ar --device cpu:3", ("device", "cpu:3")),

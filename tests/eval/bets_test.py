@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles.tables import EAGLE_TREES, METHODS, PROMPT, TableLM, emitted_rounds, method
+from oracles.tables import PROMPT, TableLM, emitted_rounds, method
 
 from draftsmith.eval.bets import (
     MAX_GAP,
     SCORES,
     DecidedTokens,
+    DraftedPlace,
     Drift,
     Evidence,
     decided_tokens,
-    places_of,
     score_gains,
     with_tail,
 )
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.sampling import draw_rows
 from draftsmith.modules.types import SamplingParams
 
@@ -109,15 +109,25 @@ class ScoredTable(TableLM):
         return hidden
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_bet_is_fair_on_whole_rounds_of_every_method(name, monkeypatch):
-    """Every branch of the decoder, weighted: the mean of every stake is 1. 1e-10: float64 sums of thousands of
-    branches."""
-    smaller = replace(StaticTree.from_paths([[0], [1], [1, 0], [1, 1]]), drawn=True)
-    monkeypatch.setitem(EAGLE_TREES, "drawn", smaller)
-    # Of four tokens such a tree has too many branches.
-    params = SamplingParams(1.0, top_k=3 if name.endswith("drawn") else 0)
-    target, mean = TableLM(1), dict[str, torch.Tensor]()
+def places_of(done: Round) -> list[DraftedPlace]:
+    """The places of the tokens that a round emitted."""
+    if done.tree is None or done.verdict is None:  # the prefill
+        return [DraftedPlace()]
+    tree, places = done.tree, []
+    for i, parent in enumerate([-1, *done.verdict.path][: len(done.tokens)]):
+        if tree.draft_prob is not None:
+            places.append(DraftedPlace(i == 0, tree.draft_prob[i] if i < len(tree.tokens) else None))
+        else:
+            children = (token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent)
+            places.append(DraftedPlace(i == 0, None, tuple(children)))
+    return places
+
+
+@pytest.mark.parametrize("name", ["spec:k=3", "eagle-tree", "online"])
+def test_every_bet_is_fair_on_whole_rounds_of_a_method(name):
+    """Methods of this decoder are lossless: every branch of it, weighted, gives stakes of 1 in the mean. 1e-10: float64
+    sums of thousands of branches."""
+    params, target, mean = SamplingParams(1.0), TableLM(1), dict[str, torch.Tensor]()
     for rounds, weight in emitted_rounds(target, method(name, target), params, length=2, max_new_tokens=8):
         answer = [token for done in rounds for token in done.tokens]
         decided = [place for done in rounds for place in places_of(done)]

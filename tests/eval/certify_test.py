@@ -1,19 +1,16 @@
-"""`eval certify`: what follows the target passes, and what is planted is found: in the decoder's own loops, and in
-answers of the decoder that stands for a server."""
+"""`eval certify`: what follows the target passes, and what is planted is found. The decoder stands for a server."""
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from planted_biases import PLANTED, Planted, accepts_too_often, child_twice, past_the_end
 from states_server import StatesServer
-from worlds import captured_head, draft_options, draft_words
+from worlds import captured_head
 
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.served_target import load_target
@@ -21,167 +18,36 @@ from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as answer
-from draftsmith.eval import certify
-from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bets import DraftedPlace, RecordingRunner, decided_tokens, ends_as_asked
-from draftsmith.eval.certify import Answered, CertifyConfig, greedy_answers, greedy_test, methods_rows, run
+from draftsmith.eval.bets import DraftedPlace, Evidence, decided_tokens, ends_as_asked
+from draftsmith.eval.certify import Answered, CertifyConfig, ServerAnswers, greedy_test, run, sampling_test
 from draftsmith.launch.cli import main
-from draftsmith.modules.decoding import verify
-from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import RowAnswer
-from draftsmith.modules.decoding.tree import DraftTree
-from draftsmith.modules.drafters.method import Method, Models
-from draftsmith.modules.drafters.methods import known_methods, parse_methods
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 
-FLAGS = {
-    "split": "test",
-    "limit": 3,
-    "max_new_tokens": 16,
-    "sampled_tokens": 500,
-    "batch_size": 4,
-}
+
+def test_a_token_that_the_target_cannot_emit_is_found_at_once(models):
+    target, params, evidence = load_lm(models["target"]), SamplingParams(1.0, top_k=3), Evidence()
+    (tokens,) = generate_all(target, [[5, 6, 7]], SamplingParams(), 4, 1, eos_ids=())
+    for last, impossible in ((tokens[3], 0), ((tokens[3] + 1) % 60, 1)):
+        found = sampling_test(target, [Answered("0", [5, 6, 7], [*tokens[:3], last], True)], params, 1e-3, evidence)
+        assert found["impossible"] == impossible
+    assert found["p_value"] == 0 and not found["passed"]
 
 
-def config(models, output: Path, **changes) -> CertifyConfig:
-    return CertifyConfig(**draft_options(models), output=output, **{**FLAGS, **changes})
-
-
-def rows(output: Path) -> dict[str, dict]:
-    """Of the result, by `method, loop`."""
-    return {row["of"]: row for row in json.loads((output / "results.json").read_text())["answers"]}
-
-
-def test_lossless_methods_pass_in_both_loops(models, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    methods = "spec:k=3,eagle-tree:nodes=6:depth=2:topk=3,pld,online:c=0.1:max=4"
-    assert run(config(models, tmp_path, methods=methods)) == 0
-    found = rows(tmp_path)
-    assert set(found) == {f"{label}, {loop}" for label in methods.split(",") for loop in ("single", "batched")}
-    for row in found.values():
-        assert row["passed"] and row["greedy"]["identical"] == 3 and 3 < row["greedy"]["tokens"] <= 48
-        test = row["sampling"]
-        assert test["impossible"] == test["wrong_ends"] == 0 and test["p_value"] > test["level"]
-        assert test["level"] == pytest.approx(1e-3 / 8) and test["tokens"] >= 500
-    out = capsys.readouterr().out
-    assert out.count("follows the target") == 8
-    # A passing method is shown with what would have been found.
-    shown = re.findall(r"^ *what was drafted +(\S+, \w+) +[+-]0\.\d+ +(0\.\d+)", out, re.MULTILINE)
-    assert shown == [(name, f"{row['sampling']['detectable']['what was drafted']:.4f}") for name, row in found.items()]
-
-
-@pytest.fixture(scope="module")
-def loaded(models) -> tuple[Models, list[BenchPrompt]]:
-    target, draft = load_lm(models["target"]), load_lm(models["draft"])
-    prompts = [BenchPrompt(str(i), list(range(5 + i, 15 + 2 * i))) for i in range(2)]
-    return Models(target, draft, capacity=200), prompts
-
-
-def asked(output: Path, **settings) -> CertifyConfig:
-    return CertifyConfig(target="", prompts="", output=output, **settings)
-
-
-def planted_row(loaded, planted: Planted, tmp_path: Path, monkeypatch, **changes) -> dict:
-    """The result of the planted method's loop."""
-    lms, prompts = loaded
-    planted.plant(monkeypatch)
-    size = 1 if planted.loop == "single" else FLAGS["batch_size"]
-    settings = {**FLAGS, "sampled_tokens": 30_000, "ignore_eos": True, "batch_size": size, **changes}
-    return methods_rows(asked(tmp_path, **settings), parse_methods(planted.method), lms, prompts, lms.target)[-1]
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted_in_the_real_loops_is_found(name, loaded, tmp_path, monkeypatch):
-    row = planted_row(loaded, PLANTED[name], tmp_path, monkeypatch)
-    assert row["greedy"]["passed"] and not row["sampling"]["passed"] and not row["passed"]
-
-
-@dataclass(frozen=True)
-class FirstTokens(Method):
-    """Drafts a tree of all that the vocabulary begins with, as siblings."""
-
-    def build(self, models, rows=1):
-        return EachRow([self] * rows)
-
-    def start(self, prompt, features, first_token):
-        pass
-
-    def propose(self, max_drafted, sampler):
-        return DraftTree(tuple(range(60)), (-1,) * 60)
-
-    def advance(self, outcome):
-        pass
-
-
-def test_a_second_draw_at_a_trees_nodes_is_found(loaded, tmp_path, monkeypatch):
-    monkeypatch.setitem(known_methods(), "first", FirstTokens())
-    row = planted_row(loaded, Planted(child_twice, "first"), tmp_path, monkeypatch)
-    assert row["sampling"]["strongest_bet"] == "towards what was drafted" and not row["sampling"]["passed"]
-
-
-def test_an_end_token_that_does_not_end_is_found(models, loaded, tmp_path, monkeypatch):
-    lms, prompts = loaded
-    common = greedy(lms, prompts, tmp_path)[0].tokens[5]
-    ending = (replace(lms, ends=(common,)), prompts)
-    row = planted_row(ending, Planted(past_the_end), tmp_path, monkeypatch)
-    assert not row["passed"] and row["sampling"]["wrong_ends"] > 0
-
-
-def greedy(lms: Models, prompts: list[BenchPrompt], output: Path) -> list[Answered]:
-    return greedy_answers(RecordingRunner(None, replace(lms, ends=())), prompts, asked(output, **FLAGS))
-
-
-def test_a_biased_sampler_fails_with_exit_code_1_and_the_result_says_by_what(models, tmp_path, monkeypatch):
-    PLANTED["replaced from p"].plant(monkeypatch)
-    flags = draft_words({**models, **FLAGS})
-    assert main(["eval", "certify", *flags, "--methods", "spec:k=3", "--output", str(tmp_path)]) == 1
-    row = rows(tmp_path)["spec:k=3, single"]
-    assert row["greedy"]["passed"] and not row["sampling"]["passed"]
-    assert row["sampling"]["strongest_bet"] and row["sampling"]["p_value"] < row["sampling"]["level"]
-    assert not rows(tmp_path)["spec:k=3, batched"]["passed"]  # there is one loop
-
-
-def test_a_token_that_the_target_cannot_emit_is_found_at_once(loaded, tmp_path, monkeypatch):
-    def all_of_them(patch) -> None:
-        patch.setattr(verify, "probabilities", lambda logits, params: probabilities(logits, SamplingParams(1.0)))
-
-    row = planted_row(loaded, Planted(all_of_them), tmp_path, monkeypatch, top_k=3)
-    assert row["sampling"]["impossible"] > 0 and row["sampling"]["p_value"] == 0 and not row["passed"]
-
-
-def test_the_batched_loops_greedy_answers_are_tested_too(models, tmp_path, monkeypatch):
-    def changed(runner, *more):
-        answers = greedy_answers(runner, *more)
-        if runner.rows > 1:
-            answers[1].tokens[-1] += 1
-        return answers
-
-    monkeypatch.setattr(certify, "greedy_answers", changed)
-    assert run(config(models, tmp_path, sampled_tokens=0, methods="spec:k=3")) == 1
-    found = rows(tmp_path)
-    assert found["spec:k=3, single"]["passed"] and not found["spec:k=3, batched"]["passed"]
-    assert found["spec:k=3, batched"]["greedy"]["identical"] == 2
-    assert found["spec:k=3, batched"]["greedy"]["first_difference"]["id"] == "row-1"
-
-
-def test_another_dtype_is_compared_by_the_gap_to_the_best_logit(models, tmp_path):
-    assert run(config(models, tmp_path, methods="spec:k=3", dtype="bfloat16", sampled_tokens=0)) == 0
-    for row in rows(tmp_path).values():
-        assert 0 <= row["greedy"]["largest_gap"] <= 0.5
-
-
-@pytest.mark.parametrize("cut", [lambda tokens: [], lambda tokens: tokens[:-1], lambda tokens: tokens * 2])
-def test_a_truncated_empty_or_overlong_answer_fails_whatever_its_gaps(cut, loaded, tmp_path):
+@pytest.mark.parametrize("cut", [lambda tokens: tokens[:-1], lambda tokens: tokens * 2])
+def test_a_truncated_or_overlong_answer_fails_whatever_its_gaps(cut, models):
     """A gap looks at the tokens that are there: lengths are held against the rule, too."""
-    lms, prompts = replace(loaded[0], ends=()), [BenchPrompt("0", [5, 6, 7])]
-    runner, (whole,) = RecordingRunner(None, lms), greedy(lms, prompts, tmp_path)
-    assert greedy_test(lms.target, [whole], 1e9)["passed"]
-    short = certify.answered(runner, prompts[0], cut(whole.tokens), asked(tmp_path, **FLAGS))
-    found = greedy_test(lms.target, [short], 1e9)
-    assert not found["passed"] and found["wrong_ends"] == 1
+    target, prompt = load_lm(models["target"]), [5, 6, 7]
+    (whole,) = generate_all(target, [prompt], SamplingParams(), 8, 1, eos_ids=())
+    for tokens, ends_well in ((whole, True), (cut(whole), False)):
+        row = {"id": "0", "input_ids": [*prompt, *tokens], "loss_mask": [False] * 3 + [True] * len(tokens)}
+        asked = SimpleNamespace(config={"ignore_eos": True, "max_new_tokens": 8}, sampling=None)
+        served = ServerAnswers(asked, SimpleNamespace(iterate=lambda row=row: [row]))
+        found = greedy_test(target, served.read(target, None), 1e9)
+        assert found["passed"] == ends_well and found["wrong_ends"] == 1 - ends_well
 
 
 def test_answers_end_with_the_first_end_token_or_at_the_limit():
@@ -190,14 +56,6 @@ def test_answers_end_with_the_first_end_token_or_at_the_limit():
     for wrong in ([], [1, 2], [4, 1, 2], [1, 2, 3, 1], [4, 4]):
         assert not ends_as_asked(wrong, ends, 3)
     assert ends_as_asked([4, 4, 4], (), 3)
-
-
-def test_models_that_only_transformers_runs_have_the_single_loop(models, tmp_path):
-    assert run(config(models, tmp_path, methods="spec:k=3", engine="hf", sampled_tokens=0, limit=1)) == 0
-    assert set(rows(tmp_path)) == {"spec:k=3, single"}
-
-
-# -- answers of a server
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +79,10 @@ def control(models, prompts, tmp_path_factory) -> Path:
     return answers(models, prompts, tmp_path_factory.mktemp("control") / "plain", draft=False, seed=2)
 
 
+def accepts_too_often(source: TorchSource, prob: float) -> bool:
+    return source.uniform() < 1.25 * prob
+
+
 def certified(models, tmp_path, served: Path, control: Path | None, **changes: Any) -> tuple[int, list[dict]]:
     config = CertifyConfig(
         target=models["target"], answers=served, control=control, output=tmp_path / "certificate", **changes
@@ -230,7 +92,7 @@ def certified(models, tmp_path, served: Path, control: Path | None, **changes: A
 
 def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, prompts, control, tmp_path, monkeypatch):
     honest = answers(models, prompts, tmp_path / "honest")
-    accepts_too_often(monkeypatch)
+    monkeypatch.setattr(TorchSource, "accept", accepts_too_often)
     mistaken = answers(models, prompts, tmp_path / "mistaken")
     for served, ttt_steps in ((honest, True), (mistaken, False)):
         code, (plain, server) = certified(models, tmp_path, served, control, draft=models["draft"])
@@ -245,7 +107,7 @@ def test_a_server_that_scores_answers_by_its_log_probabilities_finds_the_mistake
     models, prompts, control, tmp_path, monkeypatch
 ):
     honest = answers(models, prompts, tmp_path / "honest")
-    accepts_too_often(monkeypatch)
+    monkeypatch.setattr(TorchSource, "accept", accepts_too_often)
     mistaken = answers(models, prompts, tmp_path / "mistaken")
     lm = load_lm(models["target"])
     with StatesServer(lm, (), tmp_path / "states", connector=False) as server:

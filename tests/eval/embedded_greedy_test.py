@@ -1,7 +1,6 @@
 """On the shipped pair: greedy answers of 96 tokens are the target's own, token by token.
 
-Tiny targets are decoded by every method (tests/modules). `draftsmith eval certify` compares on as many prompts as one
-likes.
+Tiny targets are decoded by every method (tests/modules).
 """
 
 from __future__ import annotations
