@@ -32,7 +32,7 @@ PAGE, HEADS = ROOT / "docs" / "formats.md", ROOT / "tests" / "published_heads.ya
 START, END = "| published heads |", "Sizes are reduced"  # of the table, and of what follows it
 SERVERS = ("vllm", "sglang")
 TRAINERS = ("SafeAILab ", "SpecForge ", "TorchSpec ")  # whose repositories hold these configs
-TITLES = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark", "medusa": "Medusa"}
+TITLES = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 TITLES |= {"dflash2": "DFlash2"}
 RANDOM = torch.Generator().manual_seed(5)
 V, DRAFT_V, WIDTH, RANK = 96, 40, 8, 4  # vocabularies, width of an attention head, rank of a Markov head
@@ -62,8 +62,6 @@ class Published:
         model_type, layers = self.target
         width, vocab = self.layer.get("hidden_size", WIDTH), self.layer.get("vocab_size", V)
         raw = {"model_type": model_type, "num_hidden_layers": layers, "hidden_size": width, "vocab_size": vocab}
-        if self.rule == "medusa":
-            raw["max_position_embeddings"] = 2048
         return TargetFacts(raw, rand(vocab, width), rand(vocab, width))
 
 
@@ -299,21 +297,12 @@ def speculators_dspark(head: Published, facts: TargetFacts) -> dict[str, Tensor]
     return {**dspark(head, facts), **own, **tables(drafted, head.layer["vocab_size"])}
 
 
-def medusa(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
-    """FasterDecoding's heads with an lm_head each."""
-    tensors: dict[str, Tensor] = {}
-    for number in range(head.config["medusa_num_heads"]):
-        tensors[f"{number}.0.linear.weight"] = rand(WIDTH, WIDTH) + number
-        tensors[f"{number}.0.linear.bias"], tensors[f"{number}.1.weight"] = rand(WIDTH), rand(V, WIDTH)
-    return tensors
-
-
 RULES: dict[str, Callable[[Published, TargetFacts], dict[str, Tensor]]] = {
     "eagle1": eagle1, "eagle3": eagle3, "eagle3-mla": latent, "peagle": peagle, "dflash": dflash, "dspark": dspark,
     "dflash2": dflash2,
     "deepspec-dspark": deepspec, "deepspec-dflash": deepspec, "deepspec-eagle3": deepspec_eagle3,
     "deepspec-dspark-gated": gated, "domino": domino, "torchspec-dflash": torchspec,
-    "speculators-dspark": speculators_dspark, "medusa": medusa,
+    "speculators-dspark": speculators_dspark,
 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class ImportConfig:
             refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
         format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, llamacpp, deepspec, specforge, modelopt
-            (DSpark), medusa (FasterDecoding, ModelOpt) or specdec_pp; auto detects it.
+            (DSpark) or specdec_pp; auto detects it.
         w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
             --weight_mismatch), which no file has; it corrects the calibrated output.
         engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.

@@ -21,7 +21,6 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
     from draftsmith.modules.formats.eagle1 import Eagle1Format
     from draftsmith.modules.formats.eagle3 import Eagle3Format
     from draftsmith.modules.formats.llama import BLOCK_KINDS
-    from draftsmith.modules.formats.medusa import Medusa
     from draftsmith.modules.formats.mtp import MtpFormat
     from draftsmith.modules.formats.specdec_pp import SpecDecPP
     from draftsmith.modules.formats.systems import EAGLE1_ROWS, EAGLE3_ROWS, block_rows
@@ -30,7 +29,6 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
         SpecDecPP(),
         *(Eagle1Format(row) for row in EAGLE1_ROWS),
         *(Eagle3Format(row) for row in EAGLE3_ROWS),
-        Medusa(),
         MtpFormat(),
         *(BlockFormat(row) for kind in BLOCK_KINDS for row in block_rows(kind)),
     )

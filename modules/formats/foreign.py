@@ -17,7 +17,7 @@ from draftsmith.modules.formats.llama import BLOCK_KINDS, IDS, Flags, architectu
 from draftsmith.modules.formats.systems import EAGLE3, LFM2, SGLANG_EAGLE, TYPE
 from draftsmith.modules.types import InputError
 
-CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DFlash2, DSpark or Medusa head, or an acceptance head of SpecDec_pp"
+CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DFlash2 or DSpark head, or an acceptance head of SpecDec_pp"
 NOT_YET = "Importing it is not supported yet."
 SELECTS = r"candidate_selector\.predecessor_codebook$"  # of DFlash2
 
@@ -140,7 +140,9 @@ def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
     speculators = config.get("speculators_model_type", "eagle3" if "speculators_config" not in config else None)
     unread = speculators not in ("eagle3", *BLOCK_KINDS)
     yield "a head of speculators of a kind that is not read", unread, NOT_YET
-    yield "Medusa heads with the whole model around them", foreign.has(r"medusa_head\."), NOT_YET
+    # FasterDecoding's heads are numbered, ModelOpt's and those with the whole model around them have a prefix.
+    medusa = foreign.has(r"medusa_heads?\.|\d+\.\d+\.linear\.(weight|bias)")
+    yield "Medusa heads", medusa, "Train them for this target: draftsmith train medusa."
     hydra = "hydra_head_arch" in config or foreign.has(r"hydra_mlp\.|input_embed_fn\.")
     yield "Hydra heads", hydra, "Train one for this target: draftsmith train hydra."
     yield "a head that drafts several tokens at once (P-EAGLE)", "peagle" in name, NOT_YET
@@ -168,10 +170,7 @@ def producer(foreign: ForeignHead) -> tuple[str, str] | None:
         return block_producer(foreign), foreign.block
     if foreign.eagle3:
         return eagle3_producer(foreign), "eagle3"
-    if foreign.fuses_two:
-        return eagle1_producer(foreign), "eagle"
-    # FasterDecoding's heads are numbered, ModelOpt's have a prefix.
-    return ("medusa", "medusa") if foreign.has(r"\d+\.\d+\.linear\.(weight|bias)|medusa_heads\.") else None
+    return (eagle1_producer(foreign), "eagle") if foreign.fuses_two else None
 
 
 def is_specdec_pp(foreign: ForeignHead) -> bool:

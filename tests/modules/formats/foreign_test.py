@@ -72,8 +72,6 @@ READ = {
     ),
     "SpecDec_pp, safetensors": ("specdec_pp", SPECDEC, specdec(3, stored=1)),
     "SpecDec_pp, .bin": ("specdec_pp", SPECDEC, specdec(3)),
-    "Medusa": ("medusa", {"medusa_num_heads": 1}, {"0.0.linear.weight": (H, H), "0.0.linear.bias": (H,)}),
-    "ModelOpt": ("medusa", {}, {"model.embed_tokens.weight": (V, H), "medusa_heads.0.1.weight": (V, H)}),
 }  # fmt: skip
 
 EAGLE_3 = (
@@ -115,7 +113,9 @@ REFUSED = [
     ("a block drafter whose layers are not Qwen3's",
         of("DFlash2DraftModel"), DFLASH | {"candidate_selector.hidden.weight": (H, H)},
     ),
-    ("Medusa heads with the whole model",
+    ("Medusa heads", MEDUSA, MEDUSA_1),
+    ("Medusa heads", {}, LM | {f"medusa_heads.{name}": shape for name, shape in MEDUSA_2.items()}),
+    ("Medusa heads",
         of("MistralForCausalLM") | MEDUSA, LM | {f"medusa_head.{name}": shape for name, shape in MEDUSA_1.items()},
     ),
     ("Hydra heads", {}, {"hydra_mlp.0.0.linear.weight": (H, 2 * H), "hydra_lm_head.0.weight": (V, H)}),
