@@ -26,7 +26,7 @@ RANGES: dict[str, Any] = {
     **dict.fromkeys(("max_steps", "tokens_per_batch", "max_length", "num_workers", "num_threads"), (0, MOST)),
     "span_tokens": (0, MOST),
     **dict.fromkeys(("val_every", "save_every", "max_bad_steps", "tau_every", "tau_prompts"), (0, MOST)),
-    **dict.fromkeys(("plan_ranks", "plan_cards", "num_blocks", "width"), (0, MOST)),
+    **dict.fromkeys(("plan_ranks", "num_blocks", "width"), (0, MOST)),
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "devices", "log_every", "keep"), (1, MOST)),
     **dict.fromkeys(("tau_k", "tau_max_new_tokens"), (1, MOST)),
     **dict.fromkeys(("clip", "weight_decay", "minutes", "feature_window"), (0, math.inf)),
@@ -34,8 +34,7 @@ RANGES: dict[str, Any] = {
     **dict.fromkeys(("lr", "w_acc", "w_rej"), (0, math.inf, "(]")),
     "plan_samples": (2, MOST),
     "plan_length": (4, MOST),
-    **dict.fromkeys(("plan_gb", "plan_tflops", "plan_answer_speed", "plan_state_speed"), (0, math.inf, "(]")),
-    "plan_price": (0, math.inf),
+    **dict.fromkeys(("plan_gb", "plan_tflops"), (0, math.inf, "(]")),
     "seed": (0, 2**63 - 1),
 }
 # Shorter pieces of a sequence have too little context.
@@ -253,10 +252,6 @@ class Planning:
         plan_gb: Memory of a device, GB (1e9 bytes), that a rank has to fit into. Default: this machine's GPU or memory.
         plan_tflops: TFLOP/s that a device reaches while it trains, for the hours. Default: half of what large matrix
             products reach here, if the training would run here.
-        plan_answer_speed: Tokens of answers that the server makes a second, for the hours of answers that do not exist.
-        plan_state_speed: Tokens a second that the server reads with --features vllm, for the hours of their states.
-        plan_price: Euros for an hour of one card.
-        plan_cards: Cards that are paid for, the server's too; 0 takes one for each rank.
     """
 
     help_group: ClassVar[str] = "Planning"
@@ -266,10 +261,6 @@ class Planning:
         "plan_length",
         "plan_gb",
         "plan_tflops",
-        "plan_answer_speed",
-        "plan_state_speed",
-        "plan_price",
-        "plan_cards",
     )
 
     plan: bool = volatile(False)
@@ -278,10 +269,6 @@ class Planning:
     plan_length: int = volatile(512)
     plan_gb: float | None = volatile(None)
     plan_tflops: float | None = volatile(None)
-    plan_answer_speed: float | None = volatile(None)
-    plan_state_speed: float | None = volatile(None)
-    plan_price: float | None = volatile(None)
-    plan_cards: int = volatile(0)
 
 
 @dataclass(frozen=True, kw_only=True)

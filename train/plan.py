@@ -1,4 +1,4 @@
-"""`draftsmith train KIND --plan`: memory, disk, steps, FLOPs, hours and price of a drafter's training before it runs.
+"""`draftsmith train KIND --plan`: memory, disk, steps, FLOPs and hours of a drafter's training before it runs.
 
 Parameters come from config.json: modules are built on torch's meta device and no weights are read. Documents come from
 the artifact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
@@ -68,15 +68,11 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class TrainingDocuments:
-    """Tokens of each training sample, the share of them that the loss counts, and where these numbers come from.
-
-    missing: tokens of answers that do not exist yet, those of held-out samples included.
-    """
+    """Tokens of each training sample, the share of them that the loss counts, and where these numbers come from."""
 
     lengths: Sequence[int]
     loss_share: float
     source: str
-    missing: int = 0
 
 
 def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: int) -> TrainingDocuments:
@@ -89,8 +85,7 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
         count = samples if config.val is not None else len(held_out(samples, config.val_share)[0])
         _, _, lengths = cut_lengths(np.full(count, length), min(config.max_length or context, context), num_lost_rows)
         source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
-        missing = round(ASSUMED_LOSS_SHARE * samples * length)
-        return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source, missing)
+        return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
 
     texts = open_dataset(config.data, check="size")
     counts = texts.manifest.counts
@@ -104,10 +99,9 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
 class TrainingPlan:
     """Costs of a training, in bytes, elements, tokens and model FLOPs.
 
-    served_tokens: of which a server makes states while the head trains, over all epochs. part_tokens: most that a rank
-    computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes: most on the disk at a time.
-    feature_bytes: dtype -> bytes on disk, empty for heads that read no features. reasons: what the head has otherwise
-    than the target.
+    part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
+    most on the disk at a time. feature_bytes: dtype -> bytes on disk, empty for heads that read no features. reasons:
+    what the head has otherwise than the target.
     """
 
     trained: int
@@ -117,7 +111,6 @@ class TrainingPlan:
     steps_per_epoch: int
     steps: int
     step_flops: float
-    served_tokens: int
     part_tokens: int
     strategy: str
     memories: dict[str, dict[str, int]]
@@ -225,7 +218,6 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
         steps_per_epoch=order.steps_per_epoch,
         steps=steps,
         step_flops=step_flops * tokens / sum(lengths) / order.steps_per_epoch,
-        served_tokens=round(tokens * steps / order.steps_per_epoch) if served and feature_size else 0,
         part_tokens=part_tokens,
         strategy=strategy,
         memories={key: rank_memory(process, key, world) for key in shown},
@@ -356,13 +348,11 @@ def show(config: TrainDrafterConfig) -> None:
     title = f"Memory of a rank, {unit}; * as configured, off: with offload to host memory"
     print_table(Table("memory", title, columns, rows), bold="peak")
     print_text(verdict(plan, config))
-    costs = costs_of(plan, config)
-    print_text(training_hours(plan, config)[1])
-    for sentence in cost_sentences(plan, config, costs):
-        print_text(sentence)
+    hours, sentence = training_hours(plan, config)
+    print_text(sentence)
     values = dataclasses.asdict(plan) | {"documents": {"source": documents.source, "tokens": tokens}}
-    values |= {"hours": costs.training, "costs": dataclasses.asdict(costs)}
-    add_result(**values | {"memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()}})
+    values |= {"hours": hours, "memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()}}
+    add_result(**values)
 
 
 def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
@@ -387,10 +377,6 @@ def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
     return f"Does not fit: a rank needs {short(plan.peak)}B of {short(budget)}B. {remedy}"
 
 
-def hours_text(hours: float) -> str:
-    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"
-
-
 def training_hours(plan: TrainingPlan, config: TrainDrafterConfig) -> tuple[float | None, str]:
     """Return the hours of the steps, validation not counted, and a sentence about them; None if no speed is known."""
     on_gpu = device_kind(config) == "gpu"
@@ -405,57 +391,10 @@ def training_hours(plan: TrainingPlan, config: TrainDrafterConfig) -> tuple[floa
         speed = REACHED * measured_peak(torch.device("cuda" if on_gpu else "cpu"), dtype)
         source = "half its peak here"
     hours = plan.step_flops * plan.steps / plan.world / speed / 3600
-    span = hours_text(hours) if hours >= 1.5 else f"{max(1, 60 * hours):.0f} min"
+    span = f"{max(1, 60 * hours):.0f} min"
+    if hours >= 1.5:
+        span = f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"
     return hours, f"Takes about {span} without validation, at {short(speed)}FLOP/s a rank ({source})."
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Hours of each stage from prompts to a head, of all of them, and their price in euros; None if unknown."""
-
-    answers: float | None
-    states: float | None
-    training: float | None
-    hours: float | None
-    euros: float | None
-
-
-def costs_of(plan: TrainingPlan, config: TrainDrafterConfig) -> Costs:
-    """Return what the answers, their states and the training cost.
-
-    Served states are made while the head trains, so that the slower of the two counts; others are part of the training
-    or exist. Every card is paid for from the first answer to the last step.
-    """
-
-    def duration(tokens: int, speed: float | None) -> float | None:
-        return 0.0 if not tokens else None if speed is None else tokens / speed / 3600
-
-    answers = duration(plan.documents.missing, config.plan_answer_speed)
-    states, training = duration(plan.served_tokens, config.plan_state_speed), training_hours(plan, config)[0]
-    if answers is None or states is None or training is None:
-        return Costs(answers, states, training, None, None)
-    hours, price = answers + max(states, training), config.plan_price
-    euros = None if price is None else hours * price * (config.plan_cards or plan.world)
-    return Costs(answers, states, training, hours, euros)
-
-
-def cost_sentences(plan: TrainingPlan, config: TrainDrafterConfig, costs: Costs) -> list[str]:
-    """Say what else than the training takes time, and what all of it takes."""
-    stages = (
-        (costs.answers, plan.documents.missing, "answers that do not exist yet", "--plan-answer-speed"),
-        (costs.states, plan.served_tokens, "states that the server makes meanwhile", "--plan-state-speed"),
-    )
-    said = [
-        f"{short(tokens).strip()} tokens of {what}: "
-        + (f"pass {option}." if hours is None else hours_text(hours) + ".")
-        for hours, tokens, what, option in stages
-        if tokens
-    ]
-    if costs.hours is not None and (said or costs.euros is not None):
-        cards = config.plan_cards or plan.world
-        euros = "" if costs.euros is None else f", {costs.euros:.3g} EUR at {config.plan_price:g} an hour"
-        said.append(f"In all {hours_text(costs.hours)} of {cards} card{'s' * (cards > 1)}{euros}.")
-    return said
 
 
 def measured_peak(

@@ -29,8 +29,6 @@ from draftsmith.train.data import held_out
 from draftsmith.train.plan import (
     FLOAT32,
     LAYOUTS,
-    cost_sentences,
-    costs_of,
     parts_in,
     plan_of,
     rank_memory,
@@ -225,26 +223,6 @@ def test_a_plan_says_the_hours_at_a_speed_that_is_given_or_measured(artifacts, t
     measured, _ = training_hours(plan_of(alone), alone)
     assert measured is not None and 1e9 < plan.step_flops * plan.steps / measured / 3600 < 1e13
     assert training_hours(plan, dataclasses.replace(config, minutes=30.0, epochs=10))[0] == 0.5
-
-
-def test_hours_and_euros_by_hand(artifacts, tmp_path):
-    """Answers first; states while the head trains, in every epoch, and every card is paid for all the time."""
-    words = {"data": tmp_path / "none", "plan_samples": 1000, "plan_length": 100, "batch_size": 10, "epochs": 2}
-    words |= {"features": "vllm", "plan_ranks": 2, "plan_tflops": 1e-3}
-    config = eagle_config(artifacts, tmp_path / "run", **words, plan_answer_speed=20.0, plan_price=3.0, plan_cards=5)
-    plan = plan_of(config)
-    seen = len(held_out(1000, 0.05)[0])
-    answers = 1000 * 60 / 20 / 3600
-    costs = costs_of(plan, config)
-    assert (costs.answers, costs.states, costs.hours, costs.euros) == (pytest.approx(answers), None, None, None)
-    assert cost_sentences(plan, config, costs)[1].endswith("pass --plan-state-speed.")
-    training = plan.step_flops * plan.steps / 2 / 1e9 / 3600
-    for speed, slower in ((10.0, 2 * 100 * seen / 10.0 / 3600), (1e9, training)):
-        costs = costs_of(plan, dataclasses.replace(config, plan_state_speed=speed))
-        assert costs.hours == pytest.approx(answers + slower) and costs.euros == pytest.approx(15 * costs.hours)
-    # What exists costs nothing, and states that the target makes in the step are part of it.
-    costs = costs_of(plan_of(eagle_config(artifacts, tmp_path / "run")), dataclasses.replace(config, features="online"))
-    assert (costs.answers, costs.states) == (0, 0) and costs.hours == costs.training
 
 
 def test_data_that_does_not_exist_yet_needs_no_path_and_hours_are_digits(tmp_path, capsys):
