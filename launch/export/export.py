@@ -59,6 +59,7 @@ GGUF_HEAD, GGUF_DRAFT = "head.gguf", "draft.gguf"
 # Largest difference of logits, as a share of the largest, that rounding to a type explains.
 GGUF_ERROR = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "q8_0": 0.1}
 TARGET_INDEX = "target-index.json"
+MOST_BY_TAU = 5  # drafted tokens, however long training's own drafts were accepted
 
 
 class ExportDiffers(Exception):
@@ -207,7 +208,7 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantized")
     (directory / f"{GGUF_DRAFT}.dequantized.lock").unlink(missing_ok=True)
     model = str(target_file(config, target) or "TARGET.gguf")
-    served = Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or 5)
+    served = Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or HeadFormat.num_drafted)
     return report, llamacpp_command("simple", served)
 
 
@@ -281,12 +282,11 @@ def num_drafted(
     """
     if chains := measured_chains(measured, format.kind):
         return max(chains, key=lambda count: chains[count]["speedup"])
-    most = drafts or format.num_drafted
-    return most if drafts or tau is None else min(most, max(1, round(tau)))
+    return drafts or (format.num_drafted if tau is None else min(MOST_BY_TAU, max(1, round(tau))))
 
 
 def expected_gain(head: Path, measured: Mapping[str, Any] | None, kind: str, tau: float | None) -> list[str]:
-    """Return a line on what a head is worth by its own measurements; nothing if there are none."""
+    """Return a line on what a head is worth by its own measurements, or that there are none."""
     best = max(measured_chains(measured, kind).values(), key=lambda row: row["speedup"], default=None)
     if best is not None:
         text, pays = f"{best['method']} decoded {best['speedup']:.2f} times as fast as without it", best["speedup"] > 1
@@ -296,6 +296,7 @@ def expected_gain(head: Path, measured: Mapping[str, Any] | None, kind: str, tau
             tau >= WORTH_IT,
         )
     else:
-        return []
+        unknown = "Neither speed nor tau was measured: draftsmith eval bench --card says whether answers get faster."
+        return [unknown] if measured is None else []
     why = "" if pays else f" Expect no gain from this head. See why: draftsmith diagnose {head} --data DATA"
     return [f"Measured in Draftsmith's decoder, not in this server: {text}.{why}"]

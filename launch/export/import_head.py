@@ -14,6 +14,7 @@ from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.eval.check.record import against_model, read_record
 from draftsmith.eval.check.states import state_source
+from draftsmith.launch.export.export import num_drafted
 from draftsmith.launch.export.settings import ImportConfig
 from draftsmith.modules.formats import MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead
@@ -139,5 +140,6 @@ def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHe
     if format.predicts:
         models, method = f"--target TARGET --draft {path} --acceptance {out}", "specdec++:h=0.7"
     else:
-        models, method = f"--target {path} --draft {out}", f"{format.kind}:k=5"
+        count = num_drafted(None, format, getattr(imported.config, "drafts", None))
+        models, method = f"--target {path} --draft {out}", f"{format.kind}:k={count}"
     print_text(f"  draftsmith eval bench {models} --methods {method} --prompts FILE")

@@ -29,7 +29,7 @@ class ExportConfig(ServedLoading):
         draft: The draft model to be exported as llamacpp; or the draft whose hidden states an acceptance head reads: a
             model, or the directory of a drafting head (default: the one named in its manifest).
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
-            else what the head's tau in training makes worth it, at most 5 (20 with a stop rule; a whole block).
+            else the head's tau in training, at most 5, else 3 (20 with a stop rule); a block drafter's whole block.
         weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
         license: License of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.

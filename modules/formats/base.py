@@ -144,8 +144,8 @@ class HeadFormat(ABC):
     writes: bool = True
     # The head is an acceptance head, which reads a draft's hidden states.
     predicts: bool = False
-    # Drafted tokens in the printed command if nothing was measured.
-    num_drafted: int = 5
+    # Drafted tokens a round in printed commands if nothing was measured.
+    num_drafted: int = 3
     # The system reads no other type.
     float32: bool = False
     # Files that are written; the system reads the last.

@@ -123,7 +123,6 @@ class MtpFormat(HeadFormat):
 
     name = kind = "mtp"
     system = "the target's checkpoint"
-    num_drafted = 3
     notes = (
         "SGLang: --speculative-algorithm NEXTN. llama.cpp: convert this directory, then --spec-type draft-mtp.",
         "The copy links to the target's files: keep them, or copy it with cp -rL.",
