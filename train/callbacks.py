@@ -291,7 +291,7 @@ def shown(metrics: dict[str, float]) -> str:
     places = [value for name, value in metrics.items() if name.startswith("accept_")]
     if not places:
         return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-    parts = [f"loss {metrics['loss']:.4g}", "accepted by place " + " ".join(f"{value:.2f}" for value in places)]
+    parts = [f"loss {metrics['loss']:.4g}", "accepted by place at T=1 " + " ".join(f"{value:.2f}" for value in places)]
     names = ("tau", "tau_general")
     return ", ".join([*parts, *(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)])
 
