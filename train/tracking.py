@@ -120,7 +120,7 @@ class TrackedRun(WandbLogger):
             run.define_metric(name, step_metric="trainer/global_step", summary=best)
 
     def log_head(self, directory: Path) -> None:
-        """Log a head directory, with its card as the description, as the next version of the artifact `JOB-RUN`."""
+        """Log a head directory, with its card as the description, as the next version of the run's artifact."""
         import wandb
 
         manifest = read_object(directory / "manifest.json", {})
@@ -143,7 +143,8 @@ class TrackedRun(WandbLogger):
         self._open, files = False, Path(self.run.dir).resolve().parent
         self.run.finish(exit_code=0 if status == "success" else 1)
         if self.run.offline:
-            self._log(f"Weights & Biases: logged offline. Upload it with: {shlex.join(['wandb', 'sync', str(files)])}")
+            upload = shlex.join(["wandb", "sync", str(files)])
+            self._log(f"Weights & Biases: logged offline. Upload a run's last directory, which holds all: {upload}")
 
 
 def wandb_mode(config: TrainConfig, log: Callable[[str], None] = lambda text: None) -> str:
@@ -197,13 +198,12 @@ def start_run(
     # A new training is a new run.
     if not resumed or not id_file.exists():
         write_text(id_file, uuid.uuid4().hex[:12] + "\n")
-    options: dict[str, Any] = {
-        "project": config.project,
-        "group": config.group,
-        "name": f"{job} {config.output.name}",
-        "job_type": job,
-    }
-    options |= {"dir": str(config.output), "id": id_file.read_text().strip()}
+    # A directory's or repository's last name; an acceptance head reads the draft's states.
+    model = Path(getattr(config, "draft", None) or getattr(config, "target", None) or "").name[:64]
+    names = [name for name in (job, model) if name]
+    options: dict[str, Any] = {"project": config.project, "group": config.group, "job_type": job, "tags": names}
+    options |= {"name": " ".join([*names, config.output.name]), "dir": str(config.output)}
+    options["id"] = id_file.read_text().strip()
     start, run = functools.partial(wandb.init, **options, config=about, settings=wandb.Settings(**SETTINGS)), None
     if mode == "online":
         try:

@@ -58,14 +58,18 @@ METRICS = {
     "feature_loss": "smooth-L1 distance of features",
     "token_loss": "soft cross-entropy against the target's distribution, nats a token",
     "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
+    "top1_N": "the same of the head for token {} of a draft",
     "top3": "share where the target's choice is among the head's first three",
     "accepted": "probability that the target accepts the first drawn token, at temperature 1",
+    "accept_N": "chance that drafted token {} is accepted if those before it were, at temperature 1",
+    "agreement_N": "share of drafts whose token {} is the target's choice, of those that were right until then",
+    "known": "share of the target's first choices that the draft vocabulary has",
     "chain_length": "tokens per round of its drafts, at temperature 1",
     "chain_length_greedy": "tokens per round of its drafts, greedy",
     "tau": "emitted tokens per target call, greedy chains, end tokens ignored",
+    "tau_general": "the same on general prompts that ship",
     "tau_behind_end": "share of those tokens that come behind an end token: the target serves no such text",
 }
-AGREEMENT = "share of drafts whose token {} is the target's choice, of those that were right until then"
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
@@ -223,11 +227,8 @@ def _data_lines(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _meaning(metric: str) -> str:
-    if metric.startswith("top1_"):
-        return f"the same of the head for token {metric.removeprefix('top1_')} of a draft"
-    if metric.startswith("agreement_"):
-        return AGREEMENT.format(metric.removeprefix("agreement_"))
-    return METRICS.get(metric, "")
+    name, _, number = metric.rpartition("_")
+    return METRICS.get(metric) or METRICS.get(f"{name}_N", "").format(number)
 
 
 def _versions(manifest: Mapping[str, Any]) -> str:

@@ -402,7 +402,9 @@ def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
     (artifact,), best = made[1], tracked.output / "best"
     assert made[0] == [] and not artifact.use_after_commit
     manifest = json.loads((best / "manifest.json").read_text())
-    assert (artifact.type, artifact.name) == ("model", "eagle-run-1")
+    model = Path(tracked.config.target).name
+    assert (artifact.type, artifact.name) == ("model", f"eagle-{model}-run-1")
+    assert [[*session.record.tags] for session in tracked.sessions] == [["eagle", model]] * 2
     assert artifact.description == (best / "README.md").read_text()
     assert json.loads(artifact.metadata)["metrics"] == manifest["metrics"]
     assert set(artifact.aliases) >= {"best", f"step-{manifest['step']}"}
