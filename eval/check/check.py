@@ -29,13 +29,10 @@ from draftsmith.eval.diagnose.drafts import measure as measure_texts
 from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
-from draftsmith.modules.drafters.eagle3 import Eagle3Config, default_layers
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import GGUF, MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHere, Problem, largest
 from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
-from draftsmith.modules.formats.llama import frequencies
-from draftsmith.modules.layers import RotarySettings
 from draftsmith.modules.pretrained.directory import foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
@@ -84,7 +81,7 @@ class CheckReport:
         if self.lacking:
             return f"not read here ({self.lacking})"
         # A system that reads the files as their own one does computes the same wrong head.
-        if lines := self.failures or own.failures[len(own.problems) :]:
+        if lines := self.failures or [str(measure) for measure in own.measures if measure.passed is False]:
             return f"another head, or none ({lines[0]}{f', and {len(lines) - 1} more' if len(lines) > 1 else ''})"
         return "computes this head"
 
@@ -97,11 +94,6 @@ class CheckReport:
     def exit_code(self) -> int:
         """0 if nothing differs, 1 if something does, 3 if neither is proven."""
         return 1 if self.failures else 3 if self.lacking or self.unclear else 0
-
-    @property
-    def passed(self) -> list[str]:
-        """Measures for the card, a line each."""
-        return [str(measure) for measure in self.measures]
 
 
 def run(config: CheckConfig) -> int:
@@ -131,9 +123,7 @@ def run(config: CheckConfig) -> int:
     head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)
-    if report.lacking:
-        print_text("Draftsmith's drafter lacks this; its trainer and servers may compute it. No fault of the files.")
-    elif wanted == "auto":
+    if wanted == "auto" and not report.lacking:
         print_text("\nFrom these files, by the rules of each system:")
         for other in formats().values():
             # A trainer's own reading matters for its own directories: others are loaded by servers, GGUF by llama.cpp.
@@ -181,13 +171,7 @@ def check_head(
     report.read = theirs
     report.problems += theirs.problems
     report.notes += theirs.notes
-    record = read_record(directory)
-    if record is None:
-        report.notes += beside_target(theirs.config, source) if forward else ()
-        if like is not None:
-            own = dataclasses.asdict(like.config)
-            report.problems[:0] = differences(own, hashes_of(like.state), theirs, "trained")
-    else:
+    if (record := read_record(directory)) is not None:
         if record["kind"] != format.kind:
             report.problems.append(Problem(RECORD, f"this was exported as {record['format']}"))
         else:
@@ -195,19 +179,10 @@ def check_head(
         other = "is another than the model that the head was trained for"
         differing = against_model(record, source.drafter.identity)
         report.problems += [Problem(f"the model's {key}", other) for key in differing]
+    elif like is not None:
+        report.problems[:0] = differences(dataclasses.asdict(like.config), hashes_of(like.state), theirs, "trained")
     report.measures += measure(format, net, head, source, record is not None) if forward else []
     return report
-
-
-def beside_target(head: Any, source: StateSource) -> Iterator[str]:
-    """Yield settings of a head that differ from its target's, or from what trainers take by default."""
-    lm, llama = source.drafter.lm, getattr(head, "llama", None)
-    rope = known_rope(lm, source.path) if llama is not None else None
-    if llama is not None and rope is not None and not torch.equal(frequencies(llama), frequencies(llama, rope)):
-        yield f"rotary {RotarySettings.of(llama)}, the target's is {rope}: the files do not tell which was meant"
-    if isinstance(head, Eagle3Config) and head.aux_layers != (usual := default_layers(lm.info.num_layers)):
-        named = [", ".join(map(str, layers)) for layers in (head.aux_layers, usual)]
-        yield f"layers {named[0]}, by default {named[1]}: the files do not tell which were meant"
 
 
 @torch.inference_mode()
@@ -305,6 +280,7 @@ def print_report(report: CheckReport, directory: str, format: str) -> None:
     count, unclear = len(report.failures), report.unclear
     if report.lacking:
         print_text(Text(f"not read here: {report.lacking}", "bold yellow"))
+        print_text("Draftsmith's drafter lacks this; its trainer and servers may compute it. No fault of the files.")
     elif count:
         print_text(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red"))
     elif unclear:

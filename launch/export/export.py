@@ -157,7 +157,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     export = {
         "format": format.name,
         "command": command,
-        "checks": report.passed,
+        "checks": [str(measure) for measure in report.measures],
         "head": origin,
         "weights": weights,
         "notes": notes,

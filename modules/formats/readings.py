@@ -80,11 +80,11 @@ def readings(
 def other_layers(config: Any, state: Mapping[str, Tensor], num_layers: int) -> Iterator[Reading]:
     """Yield readings by other layers of the target: one earlier or later, the default ones, and in opposite order."""
     own = getattr(config, "aux_layers", ())
-    others = [tuple(number + step for number in own) for step in (-1, 1)]
-    others += [default_layers(num_layers)] * isinstance(config, Eagle3Config)
-    for layers in dict.fromkeys(others):
+    usual = default_layers(num_layers) if isinstance(config, Eagle3Config) else ()
+    for layers in dict.fromkeys([*(tuple(number + step for number in own) for step in (-1, 1)), usual]):
         if own and len(layers) == len(own) and layers != own and layers[0] >= 0 and layers[-1] < num_layers:
-            yield Reading("layers", in_place(layers, own), dataclasses.replace(config, aux_layers=layers), state)
+            label = in_place(layers, own) + (", as by default" if layers == usual else "")
+            yield Reading("layers", label, dataclasses.replace(config, aux_layers=layers), state)
     if len(own) > 1:
         turned = {name: reversed_states(name, tensor, len(own)) for name, tensor in state.items()}
         for number in range(len(own) if "fc_norm.0.weight" in state else 0):  # EAGLE-3.1 has one for each layer

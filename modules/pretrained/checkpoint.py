@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.base import same_values
+from draftsmith.modules.formats.base import FLOATS, same_values
 from draftsmith.modules.layers import LlamaConfig, config_object
 from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.targets.llama import llama_config
@@ -23,7 +22,6 @@ REMEDY = "Fetch or build it again."
 TRUST = "Pass --trust-remote-code if you trust it."
 UNQUANTIZED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
 BY_TRANSFORMERS = "Pass --engine hf, which applies the scales, or let a vLLM server run it (train --features vllm)."
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What is read of config.json before a model is built, which checks the rest.
 SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
 CONFIG = {**SIZES, "model_type?": (str, None), "text_config?": (SIZES, None)}
