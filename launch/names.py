@@ -1,6 +1,6 @@
 """Names of options: as words of the command line, and as other projects call them."""
 
-# Names in transformers, SpecForge, speculators and vLLM that mean what ours mean: they are accepted.
+# Names in transformers, SpecForge, speculators, vLLM and other commands that mean what ours mean: they are accepted.
 SAME = {
     "lr": "learning_rate",
     "epochs": "num_epochs num_train_epochs",
@@ -15,6 +15,7 @@ SAME = {
     "draft_vocab": "draft_vocab_size",
     "num_drafted": "num_speculative_tokens speculative_num_steps",
     "max_new_tokens": "max_tokens n_predict",
+    "rows": "limit",
     "loggers": "report_to log_with",
 }
 # Names of settings that count differently here: the error explains ours.

@@ -73,7 +73,7 @@ def speed_text(row: Row) -> str:
 
 def counts(rows: Sequence[Row]) -> Table:
     """Return the table of what was counted."""
-    columns = [Column("temperature", "T", "g"), Column("method", "method"), Column("prompts", "prompts", ",")]
+    columns = [Column("temperature", "T", "g"), Column("method", "method"), Column("prompts", "answers", ",")]
     columns += [Column("tokens", "tokens", ","), Column("num_target_calls", "target calls", ",")]
     columns += [Column("num_draft_tokens", "drafted", ","), Column("num_accepted", "accepted", ",")]
     columns += [Column("copied_prompt", "of the prompt", ".0%", "copied")]
