@@ -231,13 +231,11 @@ def window(raw: Raw, num_layers: int) -> int | None:
         InputError: layers differ, or a block's causality is another than that.
     """
     own = layer_window(raw, num_layers)
-    field = next((name for name in ("is_causal", "causal") if name in raw), "is_causal")
-    causal = raw.get(field)
     if raw.get(NON_CAUSAL) and own is not None:
-        field, causal = NON_CAUSAL, False
-    if causal is not None and bool(causal) != (own is not None):
-        wanted = str((own is not None) != (field == NON_CAUSAL)).lower()
-        expected = f"{wanted}, as in layers {'without' if own is None else 'with'} a window"
+        raise NotReadHere(f"config.json, {NON_CAUSAL}", True, "false, as in layers with a window")
+    field = "is_causal" if "is_causal" in raw else "causal"
+    if raw.get(field) is not None and bool(raw[field]) != (own is not None):
+        expected = "true, as in layers with a window" if own else "false, as in layers without a window"
         raise NotReadHere(f"config.json, {field}", raw[field], expected)
     return own
 

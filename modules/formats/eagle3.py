@@ -83,11 +83,8 @@ class Eagle3Format(LlamaFormat):
             files.add_problems({wrong: (True, f"knows the layer as {row.layer_names[0]} only")})
         # The norms of the target's states show in the file, the other switches only in config.json.
         flags = row.flags(raw)
-        for name, said, norm in (
-            ("fc_norm", flags.fc_norm, "fc_norm.0.weight"),
-            ("norm_before_fc", flags.norm_before_fc, "input_norm.weight"),
-        ):
-            if said != (normed := norm in tensors):
+        for name, norm in {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}.items():
+            if (said := getattr(flags, name)) != (normed := norm in tensors):
                 text = f"{'norms' if normed else 'no norm'} of the target's states in the file ({norm})"
                 remedy = f'Write "{name}": {str(normed).lower()} in config.json.'
                 raise InputError(f"config.json, {name}", text, f"what config.json says ({said})", remedy)
