@@ -83,7 +83,7 @@ def other_layers(config: Any, state: Mapping[str, Tensor], num_layers: int) -> I
     usual = default_layers(num_layers) if isinstance(config, Eagle3Config) else ()
     for layers in dict.fromkeys([*(tuple(number + step for number in own) for step in (-1, 1)), usual]):
         if own and len(layers) == len(own) and layers != own and layers[0] >= 0 and layers[-1] < num_layers:
-            label = in_place(layers, own) + (", as by default" if layers == usual else "")
+            label = in_place(layers, own, " (the default)" if layers == usual else "")
             yield Reading("layers", label, dataclasses.replace(config, aux_layers=layers), state)
     if len(own) > 1:
         turned = {name: reversed_states(name, tensor, len(own)) for name, tensor in state.items()}
@@ -92,8 +92,8 @@ def other_layers(config: Any, state: Mapping[str, Tensor], num_layers: int) -> I
         yield Reading("layers", in_place(own[::-1], own), config, turned)
 
 
-def in_place(layers: Sequence[int], own: Sequence[int]) -> str:
-    return f"layers {', '.join(map(str, layers))} in place of {', '.join(map(str, own))}"
+def in_place(layers: Sequence[int], own: Sequence[int], which: str = "") -> str:
+    return f"layers {', '.join(map(str, layers))}{which} in place of {', '.join(map(str, own))}"
 
 
 def reversed_states(name: str, tensor: Tensor, count: int) -> Tensor:

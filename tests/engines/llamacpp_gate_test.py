@@ -202,7 +202,7 @@ def test_a_defect_of_a_block_drafter_is_named(gate, tmp_path: Path, edit: Edit, 
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (layers([2, 6, 9]), "layers 2, 6, 9 in place of 1, 4, 11"),
+        (layers([2, 6, 9]), r"layers 2, 6, 9 \(the default\) in place of 1, 4, 11"),
         (layers([0, 3, 10]), "layers 0, 3, 10 in place of 1, 4, 11"),
         (no_norm, "the target's states without their norm"),
         (another_rope, "rope of base 10000"),

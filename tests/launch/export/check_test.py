@@ -160,7 +160,7 @@ DAMAGES: dict[str, tuple[Edit, int, str]] = {
     "no class": (lambda d: d.set(architectures=None), 1,
         "─ architectures SGLang does not build this head for None: write"),
     "other layers": (lambda d: d.set(**{IDS: [3, 7, 10]}), 3,
-        "read with layers 2, 6, 9 in place of 3, 7, 10, as by default"),
+        "read with layers 2, 6, 9 (the default) in place of 3, 7, 10"),
     "rotary base": (lambda d: d.set(rope_theta=1e6, rope_parameters=None), 3,
         "(the target's) in place of base 1e+06"),
     "no d2t": (lambda d: d.remove("d2t"), 1, "d2t is missing"),
