@@ -3,7 +3,7 @@
 A job is {"head": "eagle", "eagle3" or "acceptance", "config": {...}} and what it says besides:
     resumes: {"output", "step"}: goes on from what a run killed with -9 after that step has left.
     poison: {"row", "how"}: the sample of that dataset row gives a `loss` or a `gradient` that is not finite.
-    signal: {"step", "rank"}: that rank is sent SIGTERM during that step.
+    signal: {"step", "rank"}: that rank is sent SIGTERM during that step, or with "validating" during its validation.
     full: {"from", "to"}: in steps from..to files cannot grow beyond a few hundred bytes.
 facts-RANK.json in its output tells what the trainer's state was. A job that is refused or stopped leaves its message in
 stopped-RANK.txt. All this in one launch, because it is starting processes that costs time.
@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,7 +74,9 @@ def run_job(job: dict[str, Any]) -> None:
         if "poison" in job:
             stack.enter_context(poisoned(**job["poison"]))
         if "signal" in job:
-            stack.enter_context(at_step(job["signal"]["step"], lambda: send_sigterm(rank, job["signal"]["rank"])))
+            signaled = job["signal"]
+            send = partial(send_sigterm, rank, signaled["rank"])
+            stack.enter_context(at_step(signaled["step"], send, signaled.get("validating", False)))
         if "full" in job:
             stack.enter_context(full_disk(job["full"]["from"], job["full"]["to"]))
         try:
@@ -156,18 +159,19 @@ def poisoned(row: int, how: str) -> Iterator[None]:
 
 
 @contextmanager
-def at_step(step: int, action: Any) -> Iterator[None]:
-    """Calls `action` during the step with that number, counted from 1."""
+def at_step(step: int, action: Any, validating: bool = False) -> Iterator[None]:
+    """Calls `action` during the step with that number, counted from 1, or during the validation after it."""
     from draftsmith.train.module import LitHead
 
-    original = LitHead.training_step
+    name = "on_validation_batch_start" if validating else "training_step"
+    original = getattr(LitHead, name)
 
-    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step + 1 == step:
+    def called(self: Any, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step + (not validating) == step:
             action()
         return original(self, batch, batch_idx)
 
-    with mock.patch.object(LitHead, "training_step", training_step):
+    with mock.patch.object(LitHead, name, called):
         yield
 
 

@@ -134,6 +134,8 @@ def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
     jobs.append(job("too-many", "eagle", "deepspeed_stage_2", poison=poison, max_bad_steps=1, **few))
     jobs.append(job("stopped", "acceptance", "deepspeed_stage_3", signal={"step": 6, "rank": 1}))
     jobs.append(job("stopped", "acceptance", "deepspeed_stage_1"))
+    jobs.append(job("left", "acceptance", ZERO[2], signal={"step": 10, "rank": 1, "validating": True}))
+    jobs.append(job("left", "acceptance", ZERO[1]))
     few = {"max_steps": 10, "save_every": 2, "val_every": 5, "keep": 2}
     jobs.append(job("full", "acceptance", "deepspeed_stage_2", full={"from": 5, "to": 8}, **few))
     jobs.append(job("full-at-the-end", "acceptance", "ddp", full={"from": 9, "to": 10}, **few))
@@ -266,6 +268,14 @@ def test_a_signal_to_one_rank_saves_that_step_and_ends_all(runs):
     assert "SIGTERM: saved step 6." in runs.said
     assert all_in(runs["stopped"] / FOLDER)[0].name == "step-00000006"
     assert losses(runs["stopped"]) == pytest.approx(losses(runs["acceptance-one"]), abs=1e-5, rel=0)
+
+
+def test_a_signal_to_one_rank_leaves_the_validation_of_all_and_the_resumed_run_repeats_it(runs):
+    assert [runs.stopped("left", rank) for rank in (0, 1)] == ["143", "143"]
+    assert "SIGTERM: saved step 10." in runs.said
+    for name in ("train/loss", "val/loss"):
+        found, expected = (losses(runs[run], name) for run in ("left", "acceptance-one"))
+        assert len(found) >= 2 and found == pytest.approx(expected, abs=1e-5, rel=0)
 
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on(runs):
