@@ -6,6 +6,7 @@ file, is synced, and is renamed last. A journal or a log grows by whole lines.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import io
@@ -26,6 +27,7 @@ from torch import Tensor
 from draftsmith.modules.types import InputError
 
 RETRY = "Free some space or choose another place, then give the command again."
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 # A file system is never filled to the brim.
 SPARE_BYTES = 64 * 2**20
 REMEDIES = {
@@ -224,12 +226,24 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         with _locked(partial):
             yield partial
             with writing(directory), _locked(directory):
-                if directory.exists():
-                    os.replace(directory, old)
-                publish(partial, directory)
+                if not _exchange(partial, directory):
+                    with suppress(FileNotFoundError):
+                        os.replace(directory, old)
+                    publish(partial, directory)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _exchange(temporary: Path, path: Path) -> bool:
+    """Swap two directories, so that `path` is there at every moment; return False if there is no such, or the system
+    cannot: Linux can, on most file systems."""
+    with suppress(AttributeError):
+        names = (AT_FDCWD, os.fsencode(temporary), AT_FDCWD, os.fsencode(path), RENAME_EXCHANGE)
+        if ctypes.CDLL(None).renameat2(*names) == 0:
+            _sync(path.parent)
+            return True
+    return False
 
 
 def _clear_leftovers(directory: Path) -> None:
