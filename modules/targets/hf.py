@@ -25,6 +25,7 @@ from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_l
 from draftsmith.modules.targets.hybrid import LinearStates, Mixers, is_linear
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.self_test import Refusals
+from draftsmith.modules.targets.shape import is_hybrid, kinds_in
 from draftsmith.modules.types import InputError
 
 # Most entries of a mask [T, S] while a text is read: longer texts than 5,792 tokens are read in parts.
@@ -50,7 +51,7 @@ class HFLM:
         self.device, self.dtype = weight.device, weight.dtype
         self.refusals, self.readout = Refusals(), Readout()
         layers = DynamicCache(config=model.config).layers
-        self.mixers = Mixers(hybrid=any(map(is_linear, layers)))
+        self.mixers = Mixers(is_hybrid(kinds_in(layers)))
         # Some layers keep more than keys and values: states, or keys of an indexer.
         self.own_cache = any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
         # Mamba has another name for the cache.

@@ -157,6 +157,11 @@ def layer_kinds(text: Mapping[str, Any]) -> list[LayerKind]:
     except Exception:  # each family refuses in its own way
         kinds = _kinds(text) or ["mamba" for name in text if name.startswith("mamba")][:1]
         return [LayerKind(kind in FULL, "attention" not in kind or "linear" in kind) for kind in kinds]
+    return kinds_in(layers)
+
+
+def kinds_in(layers: Sequence[Any]) -> list[LayerKind]:
+    """Return what each layer of a transformers cache keeps."""
     return [LayerKind(not getattr(layer, "is_sliding", True), is_linear(layer)) for layer in layers]
 
 

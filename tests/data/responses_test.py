@@ -13,15 +13,16 @@ import torch
 from chats import rows_of
 from oracles.formulas import warped
 from transformers import AutoModelForCausalLM
-from worlds import CONTEXT
+from worlds import CONTEXT, tiny_llama_dir
 
-from draftsmith.data import responses
+from draftsmith.data import prompts, responses
 from draftsmith.data.engines import own
 from draftsmith.data.engines.own import RowUniforms, generate_all
+from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, row_uniforms
-from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.models import load_info, load_lm
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]
@@ -177,6 +178,23 @@ class OneTurn:
 
     def to_json(self) -> dict:
         return {"rows": [], "counts": {}}
+
+
+def test_prompts_beyond_the_first_range_of_longrope_are_dropped_where_they_are_made(tmp_path):
+    """Phi-3 states a context of 256 tokens, and the keys of 48 tokens change once a text is longer."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope["original_max_position_embeddings"] = 48
+    target = tiny_llama_dir(tmp_path / "phi", family="phi3", rope_parameters=rope, original_max_position_embeddings=48)
+    rows = [{"prompt": "ab"}, {"prompt": "x" * 60}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = PromptsConfig(str(tmp_path / "rows.jsonl"), str(target), tmp_path / "prompts", overlong="drop")
+    prompts.run(made)
+    assert len(rows_of(made.output)) == Manifest.read(made.output).counts["overlong_dropped"] == 1
+    config = responses.ResponsesConfig(made.output, str(target), tmp_path / "out", ignore_eos=True, max_new_tokens=99)
+    responses.run(config)
+    # An answer fills the context of decoding, which is that of training, too.
+    (length,) = [len(row["input_ids"]) for row in rows_of(config.output)]
+    assert length == load_lm(str(target)).info.max_position == load_info(str(target)).max_position == 48
 
 
 def test_answers_that_come_together_are_reported_together(monkeypatch):

@@ -20,6 +20,7 @@ from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree, chain_parents
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import ChainDrafter
+from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets import hf, hybrid
 from draftsmith.modules.targets.hf import HFLM, DynamicLayer
@@ -105,6 +106,8 @@ def test_chains_give_the_answer_and_the_features_of_whole_forwards_in_one_call_a
     assert calls.count == 1 + len(found.trace.steps)
     # Drafts of which all, some and none were accepted.
     assert {0, DRAFTED} < set(foreseen.counts) and lm.mixers.replay
+    # What config.json says of a target that is not loaded is what its cache has.
+    assert lm.mixers.hybrid and TargetFacts(lm.model.config.to_dict()).hybrid
     features = torch.cat(foreseen.features)
     whole = lm.features(torch.tensor([prompt + answer]), aux_layers=layers)[0, : len(features)]
     # Processors sum in other orders, and some states reach 40.
