@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -123,7 +122,7 @@ def run(config: PromptsConfig) -> Path:
             else:
                 counts.update(encoded[1])
                 for row in encoded[0]:
-                    check_ids(row["input_ids" if config.supervised else "prompt_ids"], vocab_size or sys.maxsize)
+                    check_ids(row["input_ids" if config.supervised else "prompt_ids"], vocab_size)
                     rows.append(row)
                     counts["prompt_tokens"] += len(row["prompt_ids"])
                     counts["tokens"] += len(row.get("input_ids", ()))

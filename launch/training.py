@@ -51,27 +51,26 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     import torch
 
     from draftsmith.data.console import log_note
-    from draftsmith.modules.pretrained.hub import read_config
+    from draftsmith.modules.pretrained.models import target_shape
     from draftsmith.modules.pretrained.ranks import place
     from draftsmith.modules.pretrained.reading import read_object
-    from draftsmith.modules.targets.shape import text_config
 
     if torch.cuda.device_count() and given.get("accelerator") != "cpu":
         return {}
     try:
-        target = text_config(read_config(given["target"]))
+        target = target_shape(given["target"])
     except (OSError, ValueError):  # the training says what is wrong with it
         return {}
-    values, size, vocab = read_yaml(recipe), target.get("hidden_size", SMALL + 1), target.get("vocab_size", 0)
+    values = read_yaml(recipe)
     begun = Path(given.get("output", ""), "started.json")
     if begun.is_file():
         old = read_object(begun, {})
         values = {name: old[f"config.{name}"] for name in values if f"config.{name}" in old}
-    elif size > SMALL or "init" in given:
+    elif target.hidden_size > SMALL or "init" in given:
         return {}
     lines = [line for line in FOLLOWED if not given.keys() & set(line)]
     names = [name for line in lines for name in line if name in values]
-    if not begun.is_file() and vocab <= int(values["draft_vocab"]):
+    if not begun.is_file() and target.vocab_size <= int(values["draft_vocab"]):
         names = [name for name in names if name not in FOLLOWED[-1]]
     taken = {name: values[name] for name in names}
     if taken and place().rank == 0 and not begun.is_file():

@@ -61,7 +61,7 @@ class ServerEngine:
         config = read_config(settings.target)
         self.eos_ids = end_tokens(settings.target)
         self.context = context_length(settings.target)
-        self.vocab_size = vocabulary_size(settings.target) or len(self.tokenizer)
+        self.vocab_size = vocabulary_size(settings.target)
         # The weights are at the server: only their configuration is known here.
         self.identity: dict[str, dict[str, str]] = {"target": {"config": config_hash(config)}}
         if server.dialect == "openai":

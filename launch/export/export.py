@@ -42,7 +42,7 @@ from draftsmith.modules.pretrained.heads import (
     named_kind,
     stored_tensors,
 )
-from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, read_config, resolve_model, upload
+from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, resolve_model, upload
 from draftsmith.modules.pretrained.models import DTYPES, load_lm, vocabulary_size
 from draftsmith.modules.pretrained.reading import open_tensors, read_object
 from draftsmith.modules.pretrained.stitch import head_package, stitch
@@ -181,7 +181,7 @@ def target_tokenizer(config: ExportConfig, target: str) -> dict[str, Any]:
     """Return the metadata of the target's tokenizer: its GGUF file's, or made of its transformers files."""
     file = target_file(config, target)
     if file is None:
-        return tokenizer_metadata(target, read_config(target))
+        return tokenizer_metadata(target)
     fields, size = copied_tokenizer(file), vocabulary_size(target)
     count = len(fields["tokenizer.ggml.tokens"][0])
     if count != size:
@@ -197,7 +197,7 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     check_same_tokenizer(target, draft)
     weights = "float32" if config.weights == "auto" else config.weights
     write_gguf_model(directory / GGUF_DRAFT, draft, weights, target_tokenizer(config, target))
-    report, ids = CheckReport(), torch.arange(256)[None] % (vocabulary_size(draft) or 256)
+    report, ids = CheckReport(), torch.arange(256)[None] % vocabulary_size(draft)
     ours, theirs = (
         lm.lm_head(lm.features(ids))[0].float() for lm in (load_lm(draft), load_lm(str(directory / GGUF_DRAFT)))
     )

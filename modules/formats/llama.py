@@ -41,7 +41,7 @@ from draftsmith.modules.layers import (
     rope_frequencies,
     rope_number,
 )
-from draftsmith.modules.targets.shape import stated_positions
+from draftsmith.modules.targets.shape import stated_dtype, stated_positions
 from draftsmith.modules.types import InputError
 
 Raw = Mapping[str, Any]  # a `config.json`
@@ -386,7 +386,7 @@ class LlamaFormat(HeadFormat):
 
         SGLang would otherwise run a head in another type than its target.
         """
-        named = target.get("dtype") or target.get("torch_dtype")
+        named = stated_dtype(target)
         verifier = {"name_or_path": path, "architectures": target.get("architectures") or []}
         fields: dict[str, Any] = {"torch_dtype": named, "dtype": named} if named else {}
         return fields | ({"speculators_config": {"verifier": verifier}} if self.name == "speculators" else {})

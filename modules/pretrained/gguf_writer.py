@@ -16,6 +16,7 @@ from draftsmith.modules.pretrained.checkpoint import check_unquantized, checkpoi
 from draftsmith.modules.pretrained.files import whole
 from draftsmith.modules.pretrained.gguf import copied_metadata, gguf_package, open_gguf, read_tensor
 from draftsmith.modules.pretrained.hub import model_directory, read_config
+from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.reading import read_tensors
 from draftsmith.modules.pretrained.tokenizers import end_tokens, load_tokenizer
 from draftsmith.modules.types import InputError
@@ -106,7 +107,7 @@ def write_gguf_model(
         if theirs is not None and not (name == "lm_head.weight" and llama.tie_embeddings):
             heads = llama.num_heads, llama.num_kv_heads
             tensors[theirs] = reordered(kind, name, tensor, heads, to_adjacent)
-    fields = tokenizer_metadata(model, raw) if tokenizer is None else tokenizer
+    fields = tokenizer_metadata(model) if tokenizer is None else tokenizer
     write_gguf(path, kind, {"general.name": directory.name, **llama_metadata(kind, llama), **fields}, tensors, weights)
 
 
@@ -119,7 +120,7 @@ def widen_gguf(file: Path, path: Path) -> None:
     write_gguf(path, fields["general.architecture"], metadata, tensors)
 
 
-def tokenizer_metadata(model: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_metadata(model: str) -> dict[str, Any]:
     """Return the metadata of a model's byte-level BPE tokenizer.
 
     Raises:
@@ -137,7 +138,7 @@ def tokenizer_metadata(model: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     if content["model"].get("type") != "BPE" or pre is None:
         raise InputError("tokenizer", f"one of {model}", "byte-level BPE of SmolLM, Llama 3 or Qwen", remedy)
     tokenizer = load_tokenizer(model)
-    size = int(raw["vocab_size"])
+    size = vocabulary_size(model)
     names = {number: token for token, number in tokenizer.get_vocab().items()}
     special = {token["id"] for token in content["added_tokens"] if token["special"]}
     added = {token["id"] for token in content["added_tokens"]}

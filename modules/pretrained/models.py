@@ -41,7 +41,14 @@ from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.targets.self_test import REMEDY as OTHER_MODEL
 from draftsmith.modules.targets.self_test import self_test
-from draftsmith.modules.targets.shape import TargetShape, max_position, num_layers, plain_shape, text_config
+from draftsmith.modules.targets.shape import (
+    TargetShape,
+    max_position,
+    num_layers,
+    plain_shape,
+    stated_dtype,
+    text_config,
+)
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -75,9 +82,8 @@ def check_device(name: str) -> None:
 
 
 def weight_type(dtype: str, config: Mapping[str, Any]) -> torch.dtype:
-    """Return the type of this name; of `auto`, the one that config.json names, of wrappers often for the text alone."""
-    named = (part.get(name) for part in (config, text_config(config)) for name in ("dtype", "torch_dtype"))
-    name = str(next(filter(None, named), "float32")) if dtype == "auto" else dtype
+    """Return the type of this name; of `auto`, the one that config.json names."""
+    name = stated_dtype(config) or "float32" if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InputError("dtype", name, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
     return DTYPES[name]
@@ -301,10 +307,9 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
     return model
 
 
-def vocabulary_size(path: str) -> int | None:
-    """Return the vocabulary size in a model's config.json, or None if it has none."""
-    config = read_config(path)
-    return text_config(config).get("vocab_size") or text_settings(path).get("vocab_size")
+def vocabulary_size(path: str) -> int:
+    """Return the vocabulary size of a target from its files; raises as `target_shape`."""
+    return target_shape(path).vocab_size
 
 
 def shape_of(lm: CausalLM, path: str) -> LlamaConfig:

@@ -55,6 +55,13 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, **{key: value for key, value in (raw.get("text_config") or {}).items() if value is not None}}
 
 
+def stated_dtype(raw: Mapping[str, Any]) -> str | None:
+    """Return the type of the weights that config.json names, of wrappers often for the text alone; None if it names
+    none."""
+    named = (part.get(name) for part in (raw, text_config(raw)) for name in ("dtype", "torch_dtype"))
+    return next((str(name) for name in named if name), None)
+
+
 def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
     """Choose a layer for the heads of a target of any family, from its config.json.
 

@@ -436,7 +436,11 @@ def test_wrong_options_from_python_are_an_input_error(values, words):
 
 
 def test_a_head_of_a_small_target_on_a_cpu_follows_the_recipe_where_nothing_else_is_given(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 576, "vocab_size": 49152}')
+    def target(kind: str, **sizes: int) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
+
+    small = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    target("llama", vocab_size=49152, **small)
     recipe = yaml.safe_load((ROOT / "configs/recipes/smollm2-135m-eagle3.yaml").read_text())
     names = ("ttt_steps", "normalizer", "optimizer", "epochs", "tokens_per_batch", "max_length", "draft_vocab")
 
@@ -460,5 +464,7 @@ def test_a_head_of_a_small_target_on_a_cpu_follows_the_recipe_where_nothing_else
     )
     assert (read("cpu").lr, read("cpu").epochs, read("cpu").draft_vocab) == (0.25, 9, None)
     (tmp_path / "out" / "started.json").unlink()
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256}')
+    target("gpt2", n_embd=768)  # 50,257 tokens, as its family has
+    assert (read("cpu").lr, read("cpu").draft_vocab) == (float(recipe["lr"]), recipe["draft_vocab"])
+    target("llama", vocab_size=128256, **{**small, "hidden_size": 4096, "num_attention_heads": 32})
     assert read("cpu").lr == 1e-4

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import AutoConfig
 from worlds import tiny_llama_dir
 
 from draftsmith.eval.check.check import run as check
@@ -13,9 +18,9 @@ from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.launch.export.settings import ExportConfig, ImportConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.pretrained.gguf import open_gguf
-from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
+from draftsmith.modules.pretrained.gguf_writer import tokenizer_metadata, write_gguf_model
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.models import load_info, load_lm, vocabulary_size
 from draftsmith.modules.types import InputError
 
 
@@ -71,3 +76,15 @@ def test_what_gguf_cannot_hold_is_refused(head, target, tmp_path):
     with pytest.raises(InputError, match=r"target_gguf: found .*other.gguf with 400 tokens"):
         export(config)
     assert not (tmp_path / "there").exists()
+
+
+def test_a_wrapped_targets_tokenizer_has_the_vocabulary_of_its_text(target, tmp_path):
+    """Of targets that also see, the sizes stand below `text_config`, and some files leave out what their family has."""
+    wrapped = Path(shutil.copytree(target, tmp_path / "wrapped"))
+    text = json.loads((wrapped / "config.json").read_text()) | {"model_type": "gemma3_text"}
+    for size in (text.pop("vocab_size"), 262_208):
+        own = text | ({"vocab_size": size} if size < 1000 else {})
+        (wrapped / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": own}))
+        assert AutoConfig.from_pretrained(wrapped).get_text_config().vocab_size == size
+        assert vocabulary_size(str(wrapped)) == load_info(str(wrapped)).vocab_size == size
+        assert len(tokenizer_metadata(str(wrapped))["tokenizer.ggml.tokens"]) == size

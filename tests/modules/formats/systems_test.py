@@ -106,3 +106,10 @@ def test_a_factor_on_logits_is_refused_of_heads_whose_states_cannot_hold_it():
     target = TargetFacts({"model_type": "granite"}, scale=0.125)
     assert "leaves out the factor 0.125" in unserved("vllm", "eagle", target)
     assert not unserved("vllm", "dspark", target) and not unserved("vllm", "eagle3", target)
+
+
+@pytest.mark.parametrize("target", [{"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}])
+def test_a_head_names_the_type_of_its_targets_text(target):
+    """SGLang runs it in the type that its own config names."""
+    for name in ("vllm", "sglang", "speculators"):
+        assert formats()[name, "eagle3"].extra_fields(target, "x")["torch_dtype"] == "bfloat16"
