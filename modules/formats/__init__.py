@@ -35,11 +35,6 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
     return {(format.name, format.kind): format for format in known}
 
 
-def format_names(written: bool = False) -> tuple[str, ...]:
-    """Return the names on the command line. written: only of formats that can be exported."""
-    return tuple(dict.fromkeys(name for (name, _), format in formats().items() if format.writes or not written))
-
-
 def formats_of(kind: str) -> list[HeadFormat]:
     """Return the formats that export a kind of head; empty if there is none."""
     return [format for format in formats().values() if format.kind == kind and format.writes]

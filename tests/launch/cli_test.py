@@ -22,7 +22,7 @@ from draftsmith.launch import cli
 from draftsmith.launch.arguments import CommandApp, parse
 from draftsmith.launch.commands import COMMANDS, Command, configure
 from draftsmith.modules.drafters.methods import parse_method
-from draftsmith.modules.formats import format_names
+from draftsmith.modules.formats import formats
 from draftsmith.modules.types import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,8 +325,8 @@ def test_help_lists_the_files_of_settings_that_ship_for_a_command(name, capsys):
 
 
 def test_formats_of_heads_on_the_command_line_are_those_that_exist():
-    assert get_args(WrittenFormat) == format_names(written=True)
-    assert set(get_args(AnyFormat)) == {"auto", *format_names()}
+    assert get_args(WrittenFormat) == tuple(dict.fromkeys(row.name for row in formats().values() if row.writes))
+    assert set(get_args(AnyFormat)) == {"auto", *(row.name for row in formats().values())}
 
 
 def test_every_method_that_help_and_documents_name_is_one():
