@@ -41,14 +41,7 @@ from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.targets.self_test import REMEDY as OTHER_MODEL
 from draftsmith.modules.targets.self_test import self_test
-from draftsmith.modules.targets.shape import (
-    TargetShape,
-    max_position,
-    num_layers,
-    plain_shape,
-    stated_dtype,
-    text_config,
-)
+from draftsmith.modules.targets.shape import TargetShape, plain_shape, stated_dtype, text_config
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -198,23 +191,12 @@ def _load_hf(
         check_placed(model)
     else:
         model = model.to(device)
-    # transformers maps each architecture's own names (GPT-2's n_embd) to common ones.
-    text = model.config.get_text_config()
-    identity = _identity(directory, config, text.hidden_size)
+    text = model.config.get_text_config().to_dict()
+    lm = HFLM(model, _model_info(directory, config, plain_shape(text)))
     # The files store the output embedding under another name than is known.
-    if "lm_head" not in identity:
-        identity["lm_head"] = tensor_hash(model.get_output_embeddings().weight)
-    info = ModelInfo(
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        num_layers=num_layers(text.to_dict()) or text.num_hidden_layers,
-        max_position=max_position(text.to_dict()),
-        eos_ids=end_tokens(str(directory)),
-        identity=identity,
-        path=str(directory),
-    )
-    lm = HFLM(model, info)
-    fit_readout(lm, candidates(text.to_dict(), ("none",)))
+    if "lm_head" not in lm.info.identity:
+        lm.info.identity["lm_head"] = tensor_hash(model.get_output_embeddings().weight)
+    fit_readout(lm, candidates(text, ("none",)))
     lm.refusals = self_test(model, lm, lm.mixers)
     return lm
 

@@ -19,8 +19,10 @@ from draftsmith.modules.types import InputError
 # Our names of sizes, and what families call them.
 NAMES = {
     "vocab_size": ("vocab_size",),
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim", "emb_dim"),
+    "num_hidden_layers": (
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
+    ),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     "num_key_value_heads": ("num_key_value_heads", "multi_query_group_num", "num_kv_heads"),
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "ffn_hidden_size"),
