@@ -25,7 +25,6 @@ ALLOWED = {
     ("modules/pretrained/gguf.py", "save_pretrained"): "inside of a directory that appears as a whole",
     ("train/checkpoints.py", "open"): "a checkpoint is hashed while it is written; then it is synced and renamed",
     ("train/checkpoints.py", "save"): "into that file",
-    ("train/checkpoints.py", "mkdir"): "the temporary directory of that file",
     ("train/checkpoints.py", "rename"): "a checkpoint that is deleted gets another name first",
 }
 

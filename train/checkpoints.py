@@ -1,9 +1,8 @@
 """Checkpoints: whole or absent, checked by hash, the same under every strategy and number of ranks.
 
 output/checkpoints/step-NNNNNNNN/ holds state.pt, Lightning's checkpoint with whole tensors by parameter, and
-manifest.json with its sha256. It is written under a temporary name and renamed. Training draws nothing from a global
-random generator (samples, order and noise are functions of the seed, the epoch and the sample), so a checkpoint is the
-step, the weights and the optimizer state.
+manifest.json with its sha256. Training draws nothing from a global random generator (samples, order and noise are
+functions of the seed, the epoch and the sample), so a checkpoint is the step, the weights and the optimizer state.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import IO, Any, cast
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from draftsmith.modules.pretrained.files import CannotWrite, make_directory, publish, write_json
+from draftsmith.modules.pretrained.files import CannotWrite, whole_directory, write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
@@ -87,22 +86,15 @@ class Checkpoints(TorchCheckpointIO):
         path = Path(path)
         if NAME.fullmatch(path.name) is None:
             return super().save_checkpoint(checkpoint, path, storage_options)
-        partial = path.with_name(f"{path.name}.tmp")
         self.failure = ""
         try:
-            make_directory(path.parent)
-            # Write everything under a temporary name, then rename.
-            partial.mkdir()
-            entry = _write(checkpoint, partial / STATE)
-            manifest = {"kind": "checkpoint", "step": checkpoint["global_step"]}
-            write_json(partial / MANIFEST, {**manifest, **self.about, "files": {STATE: entry}})
-            # Damaged, or the run would have resumed from it.
-            if path.exists():
-                self.remove_checkpoint(path)
-            publish(partial, path)
+            # One that is there is damaged, or the run would have resumed from it.
+            with whole_directory(path) as partial:
+                entry = _write(checkpoint, partial / STATE)
+                manifest = {"kind": "checkpoint", "step": checkpoint["global_step"]}
+                write_json(partial / MANIFEST, {**manifest, **self.about, "files": {STATE: entry}})
         except (OSError, CannotWrite) as error:
             self.failure = str(error)
-            shutil.rmtree(partial, ignore_errors=True)
             return None
         # A checkpoint later than this one is damaged: the run resumed from an earlier one.
         saved = all_in(path.parent)
@@ -144,7 +136,7 @@ def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
     Raises:
         InputError: there are checkpoints, and all are damaged.
     """
-    for rest in folder.glob("step-*.tmp*") if rank() == 0 else ():
+    for rest in (*folder.glob("step-*.tmp*"), *folder.glob(".step-*")) if rank() == 0 else ():
         shutil.rmtree(rest, ignore_errors=True)
     saved = all_in(folder)
     for path in reversed(saved):

@@ -79,7 +79,7 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path):
 
 def test_leftovers_of_a_kill_are_removed(tmp_path):
     saved(tmp_path, 4)
-    for rest in ("step-00000008.tmp", "step-00000002.tmp-gone"):
+    for rest in (".step-00000008.tmp-71-0a1b2c", "step-00000002.tmp-gone"):
         (tmp_path / rest).mkdir()
         (tmp_path / rest / STATE).write_bytes(b"half")
     # A run that was killed in its last save saves nothing more.
