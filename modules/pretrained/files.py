@@ -238,11 +238,10 @@ def whole_directory(directory: Path) -> Iterator[Path]:
 def _exchange(temporary: Path, path: Path) -> bool:
     """Swap two directories, so that `path` is there at every moment; return False if there is no such, or the system
     cannot: Linux can, on most file systems."""
-    with suppress(AttributeError):
-        names = (AT_FDCWD, os.fsencode(temporary), AT_FDCWD, os.fsencode(path), RENAME_EXCHANGE)
-        if ctypes.CDLL(None).renameat2(*names) == 0:
-            _sync(path.parent)
-            return True
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    if exchange and not exchange(AT_FDCWD, os.fsencode(temporary), AT_FDCWD, os.fsencode(path), RENAME_EXCHANGE):
+        _sync(path.parent)
+        return True
     return False
 
 

@@ -58,8 +58,7 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stated_dtype(raw: Mapping[str, Any]) -> str | None:
-    """Return the type of the weights that config.json names, of wrappers often for the text alone; None if it names
-    none."""
+    """Return the type of the weights that config.json names, of wrappers often for the text alone."""
     named = (part.get(name) for part in (raw, text_config(raw)) for name in ("dtype", "torch_dtype"))
     return next((str(name) for name in named if name), None)
 
