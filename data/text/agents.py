@@ -16,6 +16,7 @@ ANSWER_ROLES = ("assistant", "gpt")
 CONTENT = ("content", "value", "text", "system_prompt")
 # Names of a call's arguments: OpenAI's, LangChain's, Llama 3's, Anthropic's.
 ARGUMENTS = ("arguments", "args", "parameters", "input")
+CALL_KEYS = {"id", "type", "function", "name", "arguments"}
 # Parts of a turn, and the keys of each that are read.
 PARTS = {
     "text": {"type", "text"},
@@ -37,7 +38,8 @@ def parse_json(value: Any) -> Any:
 
 
 def openai_turns(turns: Sequence[Any]) -> tuple[list[Any], set[str]]:
-    """Return turns as OpenAI writes them, and the names of fields of their parts that say something and are not read.
+    """Return turns as OpenAI writes them, and the names of fields of their parts and calls that say something and are
+    not read.
 
     Results of tools become turns in front of the text beside them, and calls a part of the text in front of them.
 
@@ -72,7 +74,9 @@ def openai_turns(turns: Sequence[Any]) -> tuple[list[Any], set[str]]:
             if results and not content:
                 continue
         if isinstance(made := fields.get("tool_calls"), list):
-            fields["tool_calls"] = [openai_call(call) for call in made]
+            fields["tool_calls"] = calls = [openai_call(call) for call in made]
+            for part in (part for call in calls for part in (call, call.get("function"))):
+                ignored |= {key for key in part or () if key not in CALL_KEYS and part[key] not in EMPTY}
         read.append({**fields, "role": role, "content": content})
     return read, ignored
 

@@ -406,3 +406,12 @@ def test_arguments_are_read_under_any_name(name, values):
         (said,), _ = openai_turns([turn])
         (call,) = said["tool_calls"]
         assert call["function"] == {"name": "ls", "arguments": {"path": "src"}}, turn
+
+
+def test_what_a_call_says_beside_its_arguments_is_counted():
+    """`index` and `namespace` as logs of streams have them; null and empty values say nothing."""
+    function = {"name": "ls", "arguments": "{}", "namespace": "fs", "parsed_arguments": None}
+    calls = [{"id": "1", "type": "function", "index": 0, "function": function, "cache": {}}]
+    for turn in ({"role": "assistant", "tool_calls": calls}, {"role": "assistant", "function_call": function}):
+        found = read_chat({"messages": [{"role": "user", "content": "Go?"}, turn]}, {})
+        assert found.ignored == ({"index", "namespace"} if "tool_calls" in turn else {"namespace"})
