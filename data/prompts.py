@@ -11,7 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,18 +37,23 @@ from draftsmith.data.text.conversations import (
 from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import (
+    PLACEHOLDER,
+    TOO_LONG_REMEDY,
     Messages,
     RowError,
     TemplateInputs,
     answered_ids,
+    check_length,
     check_mask,
     context_length,
+    continues_thought,
     load_chat_tokenizer,
     not_shown,
-    prompt_ids,
+    render,
     shows_date,
     supervised_ids,
 )
+from draftsmith.data.text.template import encode as tokenize
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.reading import read_object
@@ -297,8 +302,10 @@ class RowEncoder:
             RowError: the template refuses it, it is too long, or has nothing to learn from.
         """
         tokenizer, used = self.tokenizer, turn.opening
+        prompt = render(tokenizer, turn.opening, inputs, add_generation_prompt=True)
+        check_length(tokenizer, prompt, self.context)
         encoded: dict[str, Any] = {
-            "prompt_ids": prompt_ids(tokenizer, turn.opening, inputs),
+            "prompt_ids": tokenize(tokenizer, prompt),
             "messages": to_json(turn.opening, "a message"),
             "later": to_json(turn.later, "a later turn"),
             "template_inputs": to_json(inputs, "tools or chat_template_kwargs"),
@@ -311,16 +318,26 @@ class RowEncoder:
             alone = self.config.turns == "each"
             used = up_to_last("assistant", chat.messages[: len(turn.opening) + 1] if alone else chat.messages)
             check_answers(used)
+            check_length(tokenizer, render(tokenizer, used, inputs), self.context)
             if alone:
                 ids, mask = answered_ids(tokenizer, used, inputs, self.ends)
             else:
                 ids, mask = supervised_ids(tokenizer, used, inputs, chat.not_learned, self.ends)
             encoded |= {"input_ids": ids, "loss_mask": mask}
             length = len(ids)
+            if alone and continues_thought(prompt, used[-1]):
+                # All of this answer is shown.
+                used = turn.opening
+        elif turn.later:
+            # Messages between the later answers may not be printed either; a template that refuses one does so later.
+            answer = {"role": "assistant", "content": PLACEHOLDER}
+            whole = [*turn.opening, *(message for said in turn.later for message in (answer, *said))]
+            with suppress(RowError):
+                render(tokenizer, whole, inputs)
+                used = whole
         if self.context is not None and length > self.context:
             found = f"{length} tokens (one for an answer included), more than {self.context}"
-            remedy = "Raise --max-length within the target's context, or pass --overlong drop."
-            raise RowError(found, remedy, "overlong")
+            raise RowError(found, TOO_LONG_REMEDY, "overlong")
         return encoded, used
 
 

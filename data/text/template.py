@@ -34,6 +34,7 @@ PLAIN_TEXT = (
 )
 # What templates write around messages and their parts.
 MARKUP = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
+TOO_LONG_REMEDY = "Raise --max-length within the target's context, or pass --overlong drop."
 # Stands for an answer where the text around it is looked for.
 PLACEHOLDER = "draftsmith-answer"
 # Two turns that any template for chats can show.
@@ -87,6 +88,20 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
 def context_length(target: str) -> int:
     """Return the most positions that the target can read, as its loader decides."""
     return max_position(text_settings(target))
+
+
+def check_length(tokenizer: Any, text: str, context: int | None) -> None:
+    """Raise RowError for a text that its beginning shows to be longer than the context.
+
+    A tokenizer takes hundreds of bytes of memory for each character.
+    """
+    size = 16 * (context or len(text))
+    while context and size < len(text):
+        # A cut changes the tokens around it, so its beginning must have far too many.
+        if (length := len(encode(tokenizer, text[:size]))) > 2 * context:
+            found = f"{len(text):,} characters, of which the first {size:,} have {length:,} tokens, more than {context}"
+            raise RowError(found, TOO_LONG_REMEDY, "overlong")
+        size *= 4
 
 
 def check_context(row: int, length: int, max_position: int | None) -> None:
@@ -171,7 +186,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set[str]:
-    """Return what could be left out, and the text be the same: fields beside role and content, tools, messages."""
+    """Return what could be left out, and the text be the same: fields beside role and content, tools, and messages but
+    the user's, or a part of one between tags, such as a thought."""
     template = tokenizer.get_chat_template(tools=inputs.get("tools"))
     names = {"chat_template_kwargs"} if any(name not in template for name in inputs.get("variables", ())) else set()
     text = render(tokenizer, messages, inputs)
@@ -182,37 +198,44 @@ def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set
             return render(tokenizer, messages, inputs) == text
         return False
 
-    for name in {name for message in messages for name in message.keys() - {"role", "content"}}:
-        # Sessions are long: marks in all messages tell by one rendering which of them may be dropped.
-        marked, marks = list(map(dict, messages)), dict[str, tuple[int, int]]()
-        for i, message in enumerate(messages):
-            values = message.get(name, ()) if name == "tool_calls" else [message[name]] if name in message else []
-            new = [f"mark{number:05d}" for number in range(len(marks), len(marks) + len(values))]
-            marks |= {mark: (i, j) for j, mark in enumerate(new)}
-            if name == "tool_calls" and new:
-                marked[i][name] = list(map(marked_call, values, new))
-            elif new:
-                marked[i][name] = new[0]
-        shown = ""
-        with contextlib.suppress(RowError):
-            shown = render(tokenizer, marked, inputs)
-        for i, j in (place for mark, place in marks.items() if mark not in shown):
-            fewer = [call for k, call in enumerate(messages[i][name]) if k != j] if name == "tool_calls" else []
-            other = {key: value for key, value in messages[i].items() if key != name} | ({name: fewer} if fewer else {})
-            if is_same([*messages[:i], other, *messages[i + 1 :]], inputs):
-                names.add(name)
-                break
-    if "tools" in inputs and is_same(messages, {**inputs, "tools": None}):
-        names.add("tools")
-    # A message whose text can be another without a trace is not printed; a mark in each tells which may be.
-    quiet = [i for i, said in enumerate(messages) if said["role"] in ("system", "tool") and said["content"].strip()]
-    marked, shown = [{**said, "content": f"mark{i:05d}"} if i in quiet else said for i, said in enumerate(messages)], ""
+    # Sessions are long: marks in all messages tell by one rendering which parts may be dropped.
+    marked, parts = list(map(dict, messages)), list[tuple[int, str, int]]()
+    for i, message in enumerate(messages):
+        for name in message.keys() - {"role"}:
+            values = split_field(message, name)
+            for j in range(0, len(values), 2 if name == "content" else 1):
+                if name != "content" or (message["role"] != "user" and values[j].strip()):
+                    mark = f"mark{len(parts):05d}"
+                    values[j] = marked_call(values[j], mark) if name == "tool_calls" else mark
+                    parts.append((i, name, j))
+            marked[i] |= join_field(name, values)
+    shown = ""
     with contextlib.suppress(RowError):
         shown = render(tokenizer, marked, inputs)
-    for i in quiet:
-        if f"mark{i:05d}" not in shown and is_same([*messages[:i], marked[i], *messages[i + 1 :]], inputs):
-            names.add(f"{messages[i]['role']}_message")
+    for number, (i, name, j) in enumerate(parts):
+        label = f"{messages[i]['role']}_message" if name == "content" else name
+        if label not in names and f"mark{number:05d}" not in shown:
+            values = split_field(messages[i], name)
+            other = {key: value for key, value in messages[i].items() if key != name}
+            other |= join_field(name, [*values[:j], *values[j + 1 :]])
+            names |= {label} if is_same([*messages[:i], other, *messages[i + 1 :]], inputs) else set()
+    if "tools" in inputs and is_same(messages, {**inputs, "tools": None}):
+        names.add("tools")
     return names
+
+
+def split_field(message: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the parts of a message's field: calls of tools, texts with the tags between them, or the value."""
+    if name == "content":
+        return re.split(f"({MARKUP.pattern})", message[name])
+    return list(message[name]) if name == "tool_calls" else [message[name]]
+
+
+def join_field(name: str, parts: Sequence[Any]) -> dict[str, Any]:
+    """Return the field of these parts; none without a part, but a text."""
+    if name == "content":
+        return {name: "".join(parts)}
+    return {name: parts if name == "tool_calls" else parts[0]} if parts else {}
 
 
 def user_turn(tokenizer: Any, inputs: TemplateInputs | None = None) -> tuple[list[int], str]:
@@ -233,6 +256,11 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Return id -> text of the tokens that stand for structure, not for text."""
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
+def special_pattern(tokenizer: Any) -> str:
+    """Return a regular expression for one special token."""
+    return "|".join(map(re.escape, sorted(special_tokens(tokenizer).values(), key=len, reverse=True))) or "(?!)"
 
 
 def follow_answer(
@@ -331,7 +359,8 @@ def answered_ids(
 ) -> tuple[list[int], list[bool]]:
     """Tokenize a prompt and the recorded answer to it, the last message; return ids and a mask that is true on it.
 
-    Some templates drop thoughts from the prompt once the answer stands behind it (gpt-oss): here they stay.
+    Some templates drop thoughts from the prompt once the answer stands behind it (gpt-oss), or the thought that the
+    prompt opens (DeepSeek-R1): here they stay.
 
     Raises:
         RowError: as `supervised_ids`.
@@ -339,10 +368,23 @@ def answered_ids(
     earlier = [i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
     text, spans = answer_spans(tokenizer, messages, inputs, earlier)
     prompt = render(tokenizer, messages[:-1], inputs, add_generation_prompt=True)
-    if len(spans) != 1 or text.startswith(prompt) or not text[: spans[0][0]].endswith(prompt[-8:]):
+    if len(spans) != 1:
         return masked_ids(tokenizer, inputs, text, spans, ends)
-    asked, said = encode(tokenizer, prompt), encode(tokenizer, text[slice(*spans[0])])
+    answer, written = text[slice(*spans[0])], messages[-1]["content"].lstrip().removeprefix("<think>")
+    thought = written.partition("</think>")[0].strip()
+    kept = text.startswith(prompt) and answer.lstrip().startswith(thought)
+    if continues_thought(prompt, messages[-1]) and not kept:
+        closing = re.search(rf"(?:{special_pattern(tokenizer)})*\Z", answer)
+        answer = (written.lstrip() if prompt[-1].isspace() else written) + (closing[0] if closing else "")
+    elif text.startswith(prompt) or not text[: spans[0][0]].endswith(prompt[-8:]):
+        return masked_ids(tokenizer, inputs, text, spans, ends)
+    asked, said = encode(tokenizer, prompt), encode(tokenizer, answer)
     return [*asked, *said], [False] * len(asked) + [True] * len(said)
+
+
+def continues_thought(prompt: str, message: Mapping[str, Any]) -> bool:
+    """Return whether a prompt opens a thought, and the text of the answer to it holds the thought's end."""
+    return prompt.rstrip().endswith("<think>") and "</think>" in message["content"] and not message.get("tool_calls")
 
 
 def joined_mask(tokenizer: Any, text: str, ids: list[int], spans: Sequence[tuple[int, int]]) -> list[bool]:
@@ -399,7 +441,7 @@ def answer_span(tokenizer: Any, messages: Messages, inputs: TemplateInputs, numb
     Raises:
         RowError: neither shows where it is.
     """
-    special = "|".join(map(re.escape, sorted(special_tokens(tokenizer).values(), key=len, reverse=True))) or "(?!)"
+    special = special_pattern(tokenizer)
     start, end = (
         answer_start(tokenizer, messages, inputs, number, text),
         shown(tokenizer, messages[: number + 1], inputs, text),

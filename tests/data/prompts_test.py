@@ -15,7 +15,7 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chats import ASSISTANT, SYSTEM, USER, chat
+from chats import ASSISTANT, CHATML, SYSTEM, USER, chat, chat_tokenizer
 from tokenizers.processors import TemplateProcessing
 from worlds import CONTEXT, tiny_tokenizer
 
@@ -24,7 +24,14 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import parse_columns, read_chat, row_label
 from draftsmith.data.text.sources import BENCHMARKS, PRESETS, named_presets, open_source
-from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids, supervised_ids
+from draftsmith.data.text.template import (
+    RowError,
+    check_length,
+    encode,
+    load_chat_tokenizer,
+    prompt_ids,
+    supervised_ids,
+)
 from draftsmith.eval.bench.prompts import task_sources
 from draftsmith.modules.types import InputError
 
@@ -322,6 +329,28 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(mak
         "0000002",
     ]
     assert Manifest.read(tmp_path / "out").counts["overlong_dropped"] == 1
+
+
+def test_of_a_text_far_beyond_the_context_the_beginning_is_tokenized(make, monkeypatch, tmp_path):
+    """20 MB in one row took 5 GB, and 100 MB the process."""
+    sizes = [0]
+
+    def measured(tokenizer, text):
+        sizes.append(len(text))
+        return encode(tokenizer, text)
+
+    for name in ("text.template.encode", "prompts.tokenize"):
+        monkeypatch.setattr(f"draftsmith.data.{name}", measured)
+    long = {"messages": [*HI, *chat((USER, "c"), (ASSISTANT, "letters " * 100_000))]}
+    with pytest.raises(InputError, match=rf"line 1: found 800,\d+ characters.* more than {CONTEXT}, expected"):
+        make([long], supervised=True)
+    make([long, {"messages": HI}], supervised=True, overlong="drop")
+    assert max(sizes) == 16 * CONTEXT and Manifest.read(tmp_path / "out").counts["overlong_dropped"] == 1
+    # A long text of few tokens fits.
+    tokenizer = chat_tokenizer(CHATML, more=(token := f"<|{'x' * 96}|>",))
+    check_length(tokenizer, token * 50, 60)
+    with pytest.raises(RowError, match="more than 60"):
+        check_length(tokenizer, token * 500, 60)
 
 
 NAMED_ROWS = {

@@ -7,7 +7,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chats import ASSISTANT, CHATML, MISTRAL, SYSTEM, USER, chat, chat_model, chat_tokenizer, rendered, rows_of
+from chats import ASSISTANT, CHATML, MISTRAL, R1, SYSTEM, USER, chat, chat_model, chat_tokenizer, rendered, rows_of
 
 from draftsmith.data.engines.openai import chat_body
 from draftsmith.data.prompts import PromptsConfig, run
@@ -101,7 +101,8 @@ def test_calls_and_tools_are_there_where_only_the_last_turn_is_asked(make, targe
     (row,), counts = make([{"messages": said, "tools": [TOOL]}], MISTRAL, turns="last")
     expected = rendered(MISTRAL, said, tools=[TOOL])
     assert text_of(row, "prompt_ids") == expected and "[AVAILABLE_TOOLS]" in expected
-    assert not [name for name in counts if name.endswith("_not_shown")]
+    # This template prints no text beside a call.
+    assert [name for name in counts if name.endswith("_not_shown")] == ["assistant_message_not_shown"]
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": said, "tools": [TOOL]}))
     (asked,) = read_prompts(str(tmp_path / "x.jsonl"), str(targets[MISTRAL]))
     assert asked.prompt_ids == row["prompt_ids"]
@@ -235,3 +236,46 @@ def test_messages_that_the_template_drops_are_counted(make, targets):
             for row in (shown, developer, middle, result)
         ]  # fmt: skip
         assert counted == [{}, *[{"system_message_not_shown": 1}] * 2, {"tool_message_not_shown": 1}], turns
+
+
+FIRST = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') or (loop.first and m.role == 'system') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+
+
+def test_messages_between_later_answers_that_the_template_drops_are_counted(make, targets):
+    (path := targets[CHATML].parent / "first.jinja").write_text(FIRST)
+    (row,), counts = make([{"messages": [*ANSWER, *NAMED]}], chat_template=path)
+    assert json.loads(row["later"]) == [NAMED[:2]] and counts["system_message_not_shown"] == 1
+    # A template that refuses such a message does so when the turn is asked.
+    path.write_text(FIRST.replace("{% if", "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% if", 1))
+    assert make([{"messages": [*ANSWER, *NAMED]}], chat_template=path)[1]["later_turns"] == 1
+
+
+def test_thoughts_in_an_answers_text_are_counted_where_the_template_drops_them(make, targets):
+    said = chat((USER, "Q"), (ASSISTANT, "<think>hm</think>A"), (USER, "Q"), (ASSISTANT, "<think>1</think>A1"))
+    (path := targets[CHATML].parent / "thoughts.jinja").write_text(R1)
+    for turns, supervised in (("all", True), ("last", False)):
+        _, counts = make([{"messages": said}], chat_template=path, turns=turns, supervised=supervised)
+        assert counts["assistant_message_not_shown"] == 1
+        _, counts = make([{"messages": said}], turns=turns, supervised=supervised)
+        assert "assistant_message_not_shown" not in counts
+
+
+THOUGHTLESS = "m.content.split('</think>')[-1]"
+
+
+@pytest.mark.parametrize("template", [
+    R1, R1.replace(THOUGHTLESS, "'<think>\n</think>' + " + THOUGHTLESS),
+    R1.replace(THOUGHTLESS, "'<think>\n\n</think>' + m.content"),
+], ids=["dropped", "tags alone", "an empty one before"])  # fmt: skip
+@pytest.mark.parametrize("written", ["<think>\nhm\n</think>\n\nA", "hm\n</think>\n\nA"])
+def test_a_thought_continues_the_prompt_that_opens_it(make, targets, template, written):
+    """As the model wrote it behind the prompt that a server makes; with the tag that the prompt has, or without."""
+    (path := targets[CHATML].parent / "opens.jinja").write_text(template)
+    messages = chat((USER, "Q"), (ASSISTANT, written))
+    (row,), counts = make([{"messages": messages}], chat_template=path, supervised=True, turns="each")
+    assert text_of(row) == "<|User|>Q<|Assistant|><think>\n" + learned(row)
+    assert learned(row) == written.removeprefix("<think>\n") + "<|eos|>"
+    assert "assistant_message_not_shown" not in counts
