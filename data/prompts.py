@@ -25,6 +25,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
     Chat,
     OpenTurns,
+    chat_digest,
     check_answers,
     named_column,
     open_turns,
@@ -74,11 +75,15 @@ SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("
 
 
 class Place(NamedTuple):
-    """A selected row: the number of its source, its number there, and its id, or the error for which it is dropped."""
+    """A selected row: the number of its source, its number there, and its id, or the error for which it is dropped.
+
+    repeated: a row before it has another id and says the same.
+    """
 
     source: int
     row: int
     id: str | RowError
+    repeated: bool = False
 
 
 # Rows of prompts with their counts, or the reason for dropping them.
@@ -125,7 +130,7 @@ def run(config: PromptsConfig) -> Path:
                 check_dropped(sources[place.source].where(place.row), encoded, config)
                 counts[f"{encoded.reason}_dropped"] += 1
             else:
-                counts.update(encoded[1])
+                counts.update({**encoded[1], "repeated_chats": int(place.repeated)})
                 for row in encoded[0]:
                     check_ids(row["input_ids" if config.supervised else "prompt_ids"], vocab_size)
                     rows.append(row)
@@ -182,7 +187,7 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
     selected: list[Place] = []
     first_place: dict[tuple[str, str], tuple[int, int]] = {}
     first_prefix: dict[str, str] = {}
-    shared: set[str] = set()
+    shared, chats = set[str](), set[bytes]()
     absent = set(mapping.values())
     places = ((number, index) for number, source in enumerate(sources) for index in source.numbers())
     for position, (number, index) in enumerate(places):
@@ -201,7 +206,9 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
                 found = f"the id {row_id[:80]!r}, which {sources[first[0]].where(first[1])} has too"
                 remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
                 raise RowError(found, remedy, "duplicate")
-            selected.append(Place(number, index, row_id))
+            before = len(chats)
+            chats.add(chat_digest(row, mapping))
+            selected.append(Place(number, index, row_id, len(chats) == before))
         except RowError as error:
             check_dropped(source.where(index), error, config)
             # A copy, without the frames that a traceback would keep in memory.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -138,6 +140,13 @@ def row_label(row: Mapping[str, Any], mapping: Mapping[str, str], name: str, def
     if isinstance(value, list | tuple | Mapping):
         raise RowError(f"{column} is {value!r:.60}, expected text or a number")
     return well_formed(str(value), column)
+
+
+def chat_digest(row: Mapping[str, Any], mapping: Mapping[str, str]) -> bytes:
+    """Hash what a row says: its columns but those that label it, as far as they can be JSON."""
+    labels = {column for name in ("id", "task", "split") for column in (mapping.get(name), *COLUMNS[name])}
+    said = {name: value for name, value in row.items() if name not in labels}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()
 
 
 def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape:

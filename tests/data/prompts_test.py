@@ -331,6 +331,12 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(mak
     assert Manifest.read(tmp_path / "out").counts["overlong_dropped"] == 1
 
 
+def test_chats_that_say_the_same_are_kept_and_counted(make, tmp_path):
+    same = {"messages": HI}
+    rows = [same, {**same, "id": "x", "task": "edit"}, {**same, "tools": [{"name": "ls"}]}, {"messages": HI[:1]}, same]
+    assert len(make(rows)) == 5 and Manifest.read(tmp_path / "out").counts["repeated_chats"] == 2
+
+
 def test_of_a_text_far_beyond_the_context_the_beginning_is_tokenized(make, monkeypatch, tmp_path):
     """20 MB in one row took 5 GB, and 100 MB the process."""
     sizes = [0]
