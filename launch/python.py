@@ -59,4 +59,4 @@ def export(head: str | Path, format: str, output: str | Path, **values: Any) -> 
     """
     if run("export", head=head, format=format, output=output, **values) != 0:
         raise InputError("export", f"differences from {head}, printed above", "none", "Nothing was written.")
-    return Path(output)
+    return Path(output).expanduser()

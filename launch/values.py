@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -28,7 +29,13 @@ def plain_tokens(argument: Argument) -> list[Token]:
     Raises:
         CoercionError: a fraction in place of an integer, which cyclopts would round.
     """
-    tokens, kinds = argument.tokens, {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
+    # A shell names the home directory on the command line; in YAML and Python nobody does.
+    tokens = [
+        token.evolve(value=str(Path.home() / rest)) if start in ("~", "$HOME", "${HOME}") and slash else token
+        for token in argument.tokens
+        for start, slash, rest in [token.value.partition("/")]
+    ]
+    kinds = {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
     if [token.value for token in tokens] == ["null"] and NoneType in members(argument.field_info.annotation):
         return [tokens[0].evolve(value="", implicit_value=None)]
     if bool in kinds:

@@ -19,7 +19,7 @@ import draftsmith
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.launch import cli
-from draftsmith.launch.arguments import CommandApp, parse
+from draftsmith.launch.arguments import CommandApp, from_values, parse
 from draftsmith.launch.commands import COMMANDS, Command, configure
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.formats import formats
@@ -99,6 +99,16 @@ def error_line(capsys) -> str:
     assert captured.err.startswith("draftsmith: error: ") and captured.err.endswith("\n")
     assert captured.err.count("\n") == 1, captured.err
     return captured.err.removeprefix("draftsmith: error: ")
+
+
+@pytest.mark.parametrize("start", ["~", "$HOME", "${HOME}"])
+def test_the_home_directory_is_meant_in_a_file_and_in_python(tmp_path, monkeypatch, start):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "x.yaml").write_text(f"where: {start}/runs\nfiles: ['{start}/a', 'b{start}/c']\n")
+    read = words("--name", "x", "--config", str(tmp_path / "x.yaml"))
+    python = from_values("draftsmith probe", ProbeConfig, {"name": f"{start}x", "where": Path(f"{start}/runs")})
+    assert read.where == python.where == tmp_path / "home" / "runs"
+    assert read.files == (f"{tmp_path}/home/a", f"b{start}/c") and python.name == f"{start}x"
 
 
 @pytest.mark.parametrize(
