@@ -60,7 +60,8 @@ def checkpoint_files(directory: Path) -> list[Path]:
             found = f"{directory} with {len(absent)} of {len(files)} shards missing ({absent[0]})"
             raise InputError("model", found, "all shards of the index", REMEDY)
         return files
-    files = sorted(directory.glob("model*.safetensors"))
+    # Without an index, what lies beside shards (model-old.safetensors) is none of them.
+    files = sorted(directory.glob("model-?????-of-?????.safetensors")) or sorted(directory.glob("model*.safetensors"))
     if not files:
         remedy = "Save it as safetensors first."
         raise InputError("model", f"{directory} without safetensors", "model*.safetensors", remedy)

@@ -214,6 +214,18 @@ def test_an_index_that_names_the_whole_file_counts_and_a_leftover_one_does_not(d
         assert [file.name for file in checkpoint_files(directory)] == (files or ["model.safetensors"])
 
 
+def test_without_an_index_a_stray_file_is_no_shard(directory):
+    """A file of other weights, which would replace those of the shards behind it."""
+    whole = directory / "model.safetensors"
+    before, names = load_lm(str(directory)).model.state_dict(), sorted(expected := load_file(whole))
+    for number, part in enumerate((names[:5], names[5:]), 1):
+        save_file({name: expected[name] for name in part}, directory / f"model-0000{number}-of-00002.safetensors")
+    save_file({name: value + 1 for name, value in expected.items()}, directory / "model-old.safetensors")
+    whole.unlink()
+    found = load_lm(str(directory)).model.state_dict()
+    assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)
+
+
 def test_dtypes(directory):
     assert load_lm(str(directory), dtype="bfloat16").dtype == torch.bfloat16
     change_config(directory, dtype="bfloat16")
