@@ -284,6 +284,8 @@ def loading(name: str) -> Iterator[None]:
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
         remedy = "Check it; log in for a private data set, fetch a damaged file again."
+        if type(cause).__name__ == "CastError":
+            remedy = "Its files have different columns: name them one by one, separated by commas."
         raise InputError("source", f"{name}, unreadable ({reason})", A_SOURCE, remedy) from error
 
 

@@ -131,6 +131,15 @@ def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
         open_source(str(tmp_path / "folder"))
 
 
+def test_a_folder_of_other_columns_is_named_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "folder").mkdir()
+    for name, row in (("a", {"messages": HI}), ("b", {"prompt": "Hi"})):
+        write_source(tmp_path / "folder" / f"{name}.jsonl", [row])
+    with pytest.raises(InputError, match="different columns: name them one by one, separated by commas"):
+        open_source(str(tmp_path / "folder"))
+
+
 def test_a_line_keeps_its_number_in_a_slice_and_a_stream(tmp_path):
     path = str(write_source(tmp_path / "x.jsonl", ROWS))
     assert open_source(path, "train[2:]").where(0) == f"{path}, line 5"
