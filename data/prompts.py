@@ -118,6 +118,8 @@ def run(config: PromptsConfig) -> Path:
         identity={
             **text_identity(config.target),
             "chat_template": template_hash(tokenizer),
+            # With a template of its own file it does not matter what the target's is.
+            **({} if config.chat_template else {"own_template": template_hash(tokenizer)}),
             **({"template_date": date} if date else {}),
         },
     )

@@ -25,7 +25,7 @@ from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_lm, load_outer, shape_of, target_shape
 from draftsmith.modules.pretrained.stitch import mtp_state
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
+from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, template_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
@@ -124,7 +124,8 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             raise InputError("data", "features whose teacher was not proved", "the field `teacher` in it", remedy)
         target.readout = manifest.readout or target.readout
         check = "sha256" if sum(entry.bytes for entry in manifest.files) < HASHED_BYTES else "size"
-        return open_dataset(manifest.directory, "features", {"target": identity}, check, target.info.vocab_size)
+        made_with = {"target": identity, **template_identity(config.target, manifest.identity)}
+        return open_dataset(manifest.directory, "features", made_with, check, target.info.vocab_size)
     open_artifact(manifest.directory, ("responses", "prompts", "features"), check="size")
     return text_dataset(manifest.directory, config.target, target.info.identity)
 

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,6 +150,11 @@ def text_identity(path: str) -> dict[str, str]:
     """Return the hashes of `tokenizer_identity` that token ids of text depend on."""
     identity = tokenizer_identity(path)
     return {name: identity[name] for name in ("tokenizer", "encoding")}
+
+
+def template_identity(path: str, recorded: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hash of a model's own chat template, if the recorded identity has that of one."""
+    return {"own_template": tokenizer_identity(path)["chat_template"]} if "own_template" in recorded else {}
 
 
 def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import threading
 import time
@@ -113,6 +114,19 @@ def test_data_that_no_head_can_be_trained_on_is_named(artifacts, tmp_path):
     refused("expected kind responses or prompts or features", data=artifacts.acceptance)
     refused("expected responses to compute them of", data=artifacts.features, features="vllm")
     refused("data: found prompts without answers", data=artifacts.responses.parent / "prompts")
+
+
+def test_data_made_with_another_template_of_the_target_is_refused(artifacts, tmp_path):
+    """Unless that template came from a file of its own."""
+    changed = shutil.copytree(artifacts.target, tmp_path / "target")
+    (template := changed / "chat_template.jinja").write_text(f"{template.read_text()} ")
+    for data in (artifacts.responses, artifacts.features):
+        with pytest.raises(InputError, match=r"made with another own_template: \w+ here, \w+ given"):
+            run(in_step(artifacts, tmp_path / "run", target=str(changed), data=data))
+    (source := tmp_path / "rows.jsonl").write_text('{"prompt": "def add", "answer": "return"}')
+    made = {"source": str(source), "target": str(artifacts.target), "output": tmp_path / "prompts", "supervised": True}
+    directory = prompts.run(prompts.PromptsConfig(**made, chat_template=artifacts.target / template.name))
+    assert len(text_dataset(directory, str(changed), {})) == 1
 
 
 def test_the_universal_engine_trains_the_same_head(artifacts, tmp_path):

@@ -143,7 +143,8 @@ def test_a_directory_that_holds_something_else_is_left_alone(chain, make_stage, 
 
 def test_the_manifest_says_what_the_design_promises(chain):
     manifest = Manifest.read(chain.directory("acceptance"))
-    assert set(manifest.identity) == {"tokenizer", "encoding", "chat_template", "target", "draft"}
+    texts = {"tokenizer", "encoding", "chat_template", "own_template"}
+    assert set(manifest.identity) == texts | {"target", "draft"}
     assert manifest.inputs == {"responses": Manifest.read(chain.directory("responses")).digest}
     assert manifest.sampling == {"temperature": 1.0, "top_k": 40, "top_p": 0.95}  # the responses' own
     assert manifest.counts["rows"] == sum(e.rows for e in manifest.files) == 11
