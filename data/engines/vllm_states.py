@@ -59,6 +59,7 @@ COMPARED_ROWS, COMPARED_TOKENS = 4, 32
 VOCAB_PART = 2**14
 # Largest distance of a state, as a share of its length. bf16 is off by 0.01, weights in 4 bits by 0.1.
 FAR = 0.3
+ROUNDING = 0.01  # of a log-probability, in nats
 
 Stored = dict[str, Tensor]
 # Log-probabilities of some tokens, among them the text's own, behind each token of a row but the last.
@@ -388,6 +389,8 @@ def log_probs_of(reply: Any, row: Sequence[int]) -> LogProbs:
         for token, place in zip(row[1:], reply["choices"][0]["prompt_logprobs"][1:], strict=True):
             found.append({int(key): float(value["logprob"]) for key, value in place.items()})
             found[-1][token]
+            if not all(number < ROUNDING for number in found[-1].values()):
+                raise ValueError("NaN, or the logarithm of more than 1")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         shown = f"at token {len(found) + 1} of {len(row)} by a reply {json.dumps(reply)[:SHOWN_CHARS]}"
         expected = "prompt_logprobs of every token, numbers by ids"

@@ -76,6 +76,8 @@ UNREADABLE: dict[str, tuple[Callable[[Reply, list[int], int], None], str]] = {
     "an empty place": (places(lambda place, own: {}, first=3), "token 4 of 6"),
     "a null value": (places(lambda place, own: {**place, str(own): {"logprob": None}}), "token 1 of 6"),
     "ids with a word": (places(lambda place, own: {f"token_id:{key}": place[key] for key in place}), "token 1 of 6"),
+    "NaN": (places(lambda place, own: {**place, str(own): {"logprob": math.nan}}, first=5), "token 6 of 6"),
+    "more than 1": (places(lambda place, own: {**place, str(own): {"logprob": 0.02}}, first=5), "token 6 of 6"),
     "another token": (places(lambda place, own: {"2": {"logprob": -1.0}}, first=5), "token 6 of 6"),
     "beyond the vocabulary": (places(lambda place, own: {**place, "60": {"logprob": -9.0}}), "to 60, expected 0 to 59"),
     "a negative id": (places(lambda place, own: {**place, "-1": {"logprob": -9.0}}), "of tokens -1 to"),
