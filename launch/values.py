@@ -14,6 +14,7 @@ from cyclopts import Argument, CoercionError, Token
 from draftsmith.launch import TRUTH
 from draftsmith.launch.yaml_files import PlainLoader
 
+TEXTS = ("prompt", "system", "command")  # options whose words stay as they are
 MAX_INTEGER = 2**63 - 1  # the largest that torch, Arrow and NumPy hold
 MAX_THREADS = 1024  # with more, the threads' library ends the process without a message
 
@@ -29,12 +30,14 @@ def plain_tokens(argument: Argument) -> list[Token]:
     Raises:
         CoercionError: a fraction in place of an integer, which cyclopts would round.
     """
-    # A shell names the home directory on the command line; in YAML and Python nobody does.
-    tokens = [
-        token.evolve(value=str(Path.home() / rest)) if start in ("~", "$HOME", "${HOME}") and slash else token
-        for token in argument.tokens
-        for start, slash, rest in [token.value.partition("/")]
-    ]
+    tokens = argument.tokens
+    if argument.name.lstrip("-") not in TEXTS:
+        # A shell names the home directory, though not behind `--output=`; in YAML and Python nobody does.
+        tokens = [
+            token.evolve(value=str(Path.home() / rest)) if start in ("~", "$HOME", "${HOME}") and slash else token
+            for token in tokens
+            for start, slash, rest in [token.value.partition("/")]
+        ]
     kinds = {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
     if [token.value for token in tokens] == ["null"] and NoneType in members(argument.field_info.annotation):
         return [tokens[0].evolve(value="", implicit_value=None)]

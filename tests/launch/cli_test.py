@@ -17,7 +17,7 @@ import yaml
 
 import draftsmith
 from draftsmith.eval.bench.hf_baseline import BASELINES
-from draftsmith.eval.settings import AnyFormat, WrittenFormat
+from draftsmith.eval.settings import AnyFormat, DecodeConfig, WrittenFormat
 from draftsmith.launch import cli
 from draftsmith.launch.arguments import CommandApp, from_values, parse
 from draftsmith.launch.commands import COMMANDS, Command, configure
@@ -109,6 +109,7 @@ def test_the_home_directory_is_meant_in_a_file_and_in_python(tmp_path, monkeypat
     python = from_values("draftsmith probe", ProbeConfig, {"name": f"{start}x", "where": Path(f"{start}/runs")})
     assert read.where == python.where == tmp_path / "home" / "runs"
     assert read.files == (f"{tmp_path}/home/a", f"b{start}/c") and python.name == f"{start}x"
+    assert from_values("draftsmith decode", DecodeConfig, {"prompt": f"{start}/x is"}).prompt == f"{start}/x is"
 
 
 @pytest.mark.parametrize(
