@@ -82,7 +82,7 @@ def test_trainings_take_turns_and_what_is_done_stays(tmp_path, monkeypatch):
     (first, second) = (compare.record_of(path) for path in jobs)
     # Each went on after the other had begun, and none of their turns overlap.
     order = [owner for _, owner in sorted([(t, 0) for t in first] + [(t, 1) for t in second])]
-    assert 3 <= np.count_nonzero(np.diff(order)) < 30
+    assert 3 <= np.count_nonzero(np.diff(order)) < 200  # side by side they would change thousands of times
     compare.in_turns({path: ["false"] for path in jobs})
     with pytest.raises(InputError, match="exit code 1"):
         compare.in_turns({tmp_path / "c": ["false"]})

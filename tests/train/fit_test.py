@@ -142,12 +142,12 @@ def test_a_signal_leaves_the_validation_and_the_resumed_run_repeats_it(artifacts
     unbroken, output, mark = tmp_path / "unbroken", tmp_path / "run", tmp_path / "mark"
     run(drafter_settings(artifacts, unbroken, **options))
     stalls = (LitDrafter, "validation_step") if place == "validation" else (callbacks, "generate_one")
-    true, calls = getattr(*stalls), [0]
+    true = getattr(*stalls)
 
     def stalling(*args, **kwargs):
-        calls[0] += 1
         if all_in(output / FOLDER):
-            mark.touch()
+            with mark.open("a") as file:
+                file.write(".")
             time.sleep(0.3)
         return true(*args, **kwargs)
 
@@ -159,10 +159,9 @@ def test_a_signal_leaves_the_validation_and_the_resumed_run_repeats_it(artifacts
             assert process.is_alive(), (tmp_path / "log").read_text()
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGINT)
-        began = time.monotonic()
         process.join()
     said = (tmp_path / "log").read_text()
-    assert process.exitcode == 130 and time.monotonic() - began < 5, said
+    assert process.exitcode == 130 and len(mark.read_text()) <= 2, said  # of many batches, or answers
     assert "leaving the validation of step 6, then saving" in said and "SIGINT: saved step 6." in said
     assert [step_of(path) for path in all_in(output / FOLDER)][-1] == 6 and not (output / "training.json").exists()
     run(settings)

@@ -331,8 +331,9 @@ if "MARK" in os.environ:
     from draftsmith.train.module import LitDrafter
     true = LitDrafter.validation_step
     def slow(*args):
-        open(os.environ["MARK"], "a").close()
-        time.sleep(2)
+        with open(os.environ["MARK"], "a") as file:
+            file.write(".")
+        time.sleep(0.5)
         return true(*args)
     LitDrafter.validation_step = slow
 """
@@ -353,15 +354,17 @@ def test_torchrun_leaves_a_validation_at_ctrl_c_and_the_run_goes_on(artifacts, t
         while not mark.exists():
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 130 and time.monotonic() - began < 10
+        assert process.wait(PATIENCE_S) == 130
     said = log.read_text()
     assert "SIGINT: saved step 3. Resume with: draftsmith launch torchrun --nproc-per-node=2" in said
     assert "Traceback" not in said
-    del environment["MARK"]
+    left = len(mark.read_text())
+    environment["MARK"] = str(tmp_path / "whole")
     for place in (output, tmp_path / "unbroken"):
         subprocess.run([*command, str(place)], env=environment, check=True, capture_output=True, timeout=PATIENCE_S)
     for name in ("last", "best"):
         ours, theirs = (weights(place, name) for place in (output, tmp_path / "unbroken"))
         assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    # Each rank left at its next batch, of many more.
+    assert left <= 4 and len((tmp_path / "whole").read_text()) > 20
