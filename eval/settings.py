@@ -155,8 +155,8 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
             only.
         card: write what was measured into the directories of the heads that were used, and into their model cards.
         output: directory that receives results.json, results.csv (for a data frame) and prompts.parquet (a row for
-            every method, prompt and turn). An interrupted run is resumed by the same command. A finished one is
-            measured again, and replaced once the new one is complete.
+            every method, prompt and turn). An interrupted run is resumed by the same command, a finished one is
+            said to be complete.
     """
 
     target: str

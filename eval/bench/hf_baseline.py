@@ -89,7 +89,7 @@ class HFRunner:
                 assistant_confidence_threshold=self.confidence_threshold,
                 **end,
             )
-        room = min(max_new_tokens, self.model.config.max_position_embeddings - len(prompt))
+        room = min(max_new_tokens, self.model.config.get_text_config().max_position_embeddings - len(prompt))
         config = GenerationConfig(max_new_tokens=room, **sampling, **end)
 
         calls: list[Call] = []

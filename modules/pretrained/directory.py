@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -24,6 +25,7 @@ KINDS = (".safetensors", ".bin", ".pt")
 # Files that trainers leave beside the weights, and every system ignores (vLLM 0.33.0, model_loader/weight_utils.py).
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
 FETCH = "Fetch it again, or ask its author for safetensors."
+TORCH_FILE = "pytorch_model.bin"
 WRAPPERS = ("module.", "_orig_mod.")
 STORED = "tensors by their names, nothing else"
 
@@ -55,13 +57,18 @@ def read_package(path: str) -> Package:
     config = read_model_json(member(directory, "config.json", "the directory"))
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
-    for file in weight_files(directory):
+    files, other = weight_files(directory), directory / TORCH_FILE
+    for file in files:
         if file.suffix == ".safetensors":
             with open_tensors(file, FETCH) as opened:
                 tensors |= {name: opened.get_tensor(name).clone() for name in list(opened.keys())}
                 metadata |= opened.metadata() or {}
         else:
             tensors |= read_torch(file)
+    # SafeAILab's code reads this one, others the safetensors beside it.
+    if other not in files and other.exists() and not _same(read_torch(other), tensors):
+        found, expected = f"other tensors in {TORCH_FILE} than in {files[0].name}", "the same"
+        raise InputError(str(directory), found, expected, "Systems differ in which they read: keep what is meant.")
     # Of torch's wrappers, whose state_dict was saved in place of the module's.
     if tensors and (prefix := next((one for one in WRAPPERS if all(name.startswith(one) for name in tensors)), "")):
         found = f"names that begin with {prefix} ({min(tensors)}, ...)"
@@ -71,6 +78,10 @@ def read_package(path: str) -> Package:
     if odd := [name for name in tensors if not name.isprintable()]:
         raise InputError(str(directory), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
     return Package(config, tensors, metadata)
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def foreign_package(directory: Path) -> Package:

@@ -21,6 +21,7 @@ from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 ON_HF = "Load it with --engine hf."
+UNUSED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")  # ends of names: constants, and scales of a server's FP8 cache
 
 
 def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
@@ -63,7 +64,7 @@ def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: to
         InputError: a tensor is missing, unknown or of another shape.
     """
     renamed = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in state.items()}
-    renamed = {name: tensor for name, tensor in renamed.items() if not name.endswith("rotary_emb.inv_freq")}
+    renamed = {name: tensor for name, tensor in renamed.items() if not name.endswith(UNUSED)}
     if config.tie_embeddings and "embed_tokens.weight" in renamed:
         renamed.setdefault("lm_head.weight", renamed["embed_tokens.weight"])
     model = empty_model(config, {name: tuple(tensor.shape) for name, tensor in renamed.items()}, "model.safetensors")

@@ -170,6 +170,8 @@ DAMAGES: dict[str, tuple[Edit, int, str]] = {
     "a pointer": (lambda d: (d.path / "model.safetensors").write_text(LFS), 2, "git lfs pull"),
     "a pointer's config": (lambda d: (d.path / "config.json").write_text(LFS), 2, "git lfs pull"),
     "another model's": (of_another_model, 1, "found vocab_size 96, hidden_size 32, expected the target's"),
+    "no sizes": (lambda d: d.set(vocab_size=None, hidden_size=None), 1,
+        "found no vocab_size (read as 32000), no hidden_size (read as 4096), expected the target's"),
     "another width": (lambda d: d.change("fc.weight", lambda w: torch.cat([w, w])), 1, "fc.weight found a tensor"),
     "truncated": (lambda d: (d.path / "model.safetensors").write_bytes(
         (d.path / "model.safetensors").read_bytes()[:9000]), 2, "damaged"),

@@ -132,6 +132,17 @@ def test_other_content_than_named_tensors_is_refused(head, content, said):
     assert said in refusal(head)
 
 
+def test_a_stale_copy_that_some_systems_read_first_is_refused(head):
+    """SafeAILab's code opens pytorch_model.bin; vLLM, SGLang and we the safetensors beside it."""
+    save_file(weights(), head / "model.safetensors")
+    save_torch(weights(), head / "pytorch_model.bin")
+    assert_same(read_package(str(head)).tensors, weights())
+    stale = weights()
+    next(iter(stale.values())).view(-1)[0] += 1
+    save_torch(stale, head / "pytorch_model.bin")
+    assert "other tensors in pytorch_model.bin than in model.safetensors" in refusal(head)
+
+
 def test_names_that_a_terminal_would_obey_are_refused(head):
     save_file({"\x1b[2Jfc.weight": torch.ones(2)}, head / "model.safetensors")
     assert "\x1b" not in refusal(head)

@@ -322,6 +322,21 @@ def test_a_quantized_checkpoint_is_named_before_its_weights_are_read(
         checkpoint_tensors(tmp_path, ("layers.1.",))
 
 
+def test_scales_of_a_servers_cache_leave_the_weights_as_they_are(pristine, directory):
+    """ModelOpt writes them beside the weights of a model of which only the cache is FP8."""
+
+    def add_scales(state):
+        state |= {name.replace("weight", f"{name[-13]}_scale"): torch.tensor(0.5) for name in state
+                  if name.endswith(("k_proj.weight", "v_proj.weight"))}  # fmt: skip
+
+    change_state(directory, add_scales)
+    quantization = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    ours, plain = (load_lm(str(path)) for path in (directory, pristine))
+    assert isinstance(ours, LlamaLM)
+    assert torch.equal(ours.features(torch.tensor([[5, 9]])), plain.features(torch.tensor([[5, 9]])))
+
+
 @pytest.mark.parametrize("settings", [FP8_BLOCKS, {"quant_method": "gptq", "bits": 4}])
 def test_scales_that_only_transformers_applies_leave_the_model_to_it(directory, settings):
     change_config(directory, quantization_config=settings)
