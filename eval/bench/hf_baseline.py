@@ -16,6 +16,7 @@ from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.method import Method
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.models import DTYPES, load_transformers
+from draftsmith.modules.targets.shape import max_position
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 Call = tuple[int, Tensor]  # of the target: how many tokens were in its cache, and the tokens [T] that it read
@@ -89,7 +90,7 @@ class HFRunner:
                 assistant_confidence_threshold=self.confidence_threshold,
                 **end,
             )
-        room = min(max_new_tokens, self.model.config.get_text_config().max_position_embeddings - len(prompt))
+        room = min(max_new_tokens, max_position(self.model.config.get_text_config().to_dict()) - len(prompt))
         config = GenerationConfig(max_new_tokens=room, **sampling, **end)
 
         calls: list[Call] = []

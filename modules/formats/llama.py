@@ -269,10 +269,12 @@ class HeadFiles:
         theirs: Raw = {} if target is None else target.text
         sizes = {name: (getattr(llama, name), theirs.get(name)) for name in ("vocab_size", "hidden_size")}
         if other := {name: pair for name, pair in sizes.items() if pair[1] not in (None, pair[0])}:
-            said = (f"{name} {ours}" if name in raw else f"no {name} (read as {ours})" for name, (ours, _) in other.items())
-            found, expected = ", ".join(said), ", ".join(f"{name} {own}" for name, (_, own) in other.items())
+            found = [
+                f"{name} {size}" if name in raw else f"no {name} (read as {size})" for name, (size, _) in other.items()
+            ]
+            expected = ", ".join(f"{name} {size}" for name, (_, size) in other.items())
             remedy = "This is another model's head, or config.json is wrong: pass the target that it was trained for."
-            raise InputError("config.json", found, f"the target's {expected}", remedy)
+            raise InputError("config.json", ", ".join(found), f"the target's {expected}", remedy)
         for name in vocabularies:
             if raw.get(name) not in (None, llama.vocab_size):
                 expected = f"the target's whole vocabulary ({llama.vocab_size})"
