@@ -350,7 +350,7 @@ class CertifyConfig(ServedLoading):
 class CheckConfig(ServedLoading):
     """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
     vllm or llamacpp, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any
-    difference.
+    difference, and with 3 if it cannot tell.
 
     Attributes:
         directory: The directory to check.

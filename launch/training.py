@@ -55,7 +55,8 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     from draftsmith.modules.pretrained.ranks import place
     from draftsmith.modules.pretrained.reading import read_object
 
-    if torch.cuda.device_count() and given.get("accelerator") != "cpu":
+    elsewhere = "plan" in given and given.keys() & {"plan_ranks", "plan_tflops"}
+    if (torch.cuda.device_count() or elsewhere) and given.get("accelerator") != "cpu":
         return {}
     try:
         target = target_shape(given["target"])

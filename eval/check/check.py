@@ -86,9 +86,9 @@ class CheckReport:
         return "computes this head"
 
     @property
-    def unclear(self) -> int:
-        """Number of other readings that draft as well."""
-        return sum(measure.passed is None for measure in self.measures[1:])
+    def unclear(self) -> list[Measure]:
+        """What was measured and tells nothing: a weak head's drafts, and other readings that draft as well."""
+        return [measure for measure in self.measures if measure.passed is None]
 
     @property
     def exit_code(self) -> int:
@@ -213,7 +213,8 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
         return [Measure("first tokens", str(error), False)]
     text, strong = f"{right(as_it_is):.1%} of {len(as_it_is)} as the target's", right(as_it_is) >= STRONG
     text += "" if strong else f", a weak head (below {STRONG:.0%})"
-    measures = [Measure("first tokens", text, strong or None)]
+    # Where a record or the head says what was trained, a weak one is still the right one.
+    measures = [Measure("first tokens", text, strong or known or ours is not None or None)]
     if ours is not None:
         pairs = [pair for text in texts for pair in outputs_along(lm, text, heads, depth)]
         return [*measures, difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs)]
@@ -284,7 +285,8 @@ def print_report(report: CheckReport, directory: str, format: str) -> None:
     elif count:
         print_text(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red"))
     elif unclear:
-        few = f"{unclear} other reading{'s draft' if unclear > 1 else ' drafts'} as well ({report.measures[0]})"
-        print_text(Text(f"no difference found, but cannot tell: {few}", "yellow"))
+        others = len(unclear) - (report.measures[0] in unclear)
+        few = f"{others} other reading{'s draft' if others > 1 else ' drafts'} as well" if others else "a weak head"
+        print_text(Text(f"no difference found, but cannot tell: {few} ({report.measures[0]})", "yellow"))
     else:
         print_text(Text("nothing differs", "green"))
