@@ -65,7 +65,7 @@ def parse(
 ) -> Any | None:
     """Build a config from command-line words; return None if help or the config was printed instead.
 
-    fallback: from the options that are given without --config, as texts, to values of others.
+    fallback: from the options that are given, --config among them, as texts, to values of others.
 
     Raises:
         UsageError: the words are wrong.
@@ -219,8 +219,9 @@ class CommandApp(App):
         for token in reversed(arguments["--config"].tokens):  # cyclopts keeps what is set first
             file = config_file(self.prog, token.value)
             Dict(read_yaml(file), source=str(file))(app, commands, settings)
-        if self.fallback and not arguments["--config"].tokens:
+        if self.fallback:
             given = {argument.keys[0]: argument.tokens[-1].value for argument in settings if argument.tokens}
+            given |= {"config": token.value for token in arguments["--config"].tokens}
             Dict(self.fallback(given), source=self.prog)(app, commands, settings)
         for argument in settings:
             argument.tokens[:] = plain_tokens(argument)

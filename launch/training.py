@@ -37,7 +37,8 @@ SMALL = 1024  # largest hidden size of a target that the recipe is for
 def settings_not_given(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     """Return values of options beside those that are given: of a CPU's recipe, and data that is to be planned for."""
     planned = {"plan", "plan_samples"} <= given.keys() and "data" not in given
-    return cpu_settings(kind, given) | ({"data": "none"} if planned else {})
+    recipe = {} if "config" in given else cpu_settings(kind, given)
+    return recipe | ({"data": "none"} if planned else {})
 
 
 def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:

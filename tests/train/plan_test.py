@@ -231,6 +231,8 @@ def test_data_that_does_not_exist_yet_needs_no_path_and_hours_are_digits(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--plan", "--target", str(tmp_path), "--output", str(tmp_path / "x"), "--plan-tflops", "0.0001"]
     assert main(["train", "eagle3", *words]) == 2  # neither data nor a number of samples
-    assert main(["train", "eagle3", *words, "--plan-samples", "20000", "--plan-length", "600"]) == 0
-    printed = capsys.readouterr().out
-    assert "20,000 samples of 600 tokens" in printed and "e+" not in printed
+    (tmp_path / "more.yaml").write_text("plan_samples: 20000")
+    for given in (["--plan-samples", "20000"], ["--config", str(tmp_path / "more.yaml")]):
+        assert main(["train", "eagle3", *words, *given, "--plan-length", "600"]) == 0
+        printed = capsys.readouterr().out
+        assert "20,000 samples of 600 tokens" in printed and "e+" not in printed
