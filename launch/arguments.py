@@ -221,7 +221,8 @@ class CommandApp(App):
             Dict(read_yaml(file), source=str(file))(app, commands, settings)
         if self.fallback:
             given = {argument.keys[0]: argument.tokens[-1].value for argument in settings if argument.tokens}
-            given |= {"config": token.value for token in arguments["--config"].tokens}
+            if files := arguments["--config"].tokens:
+                given["config"] = files[-1].value
             Dict(self.fallback(given), source=self.prog)(app, commands, settings)
         for argument in settings:
             argument.tokens[:] = plain_tokens(argument)
