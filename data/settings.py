@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,7 +155,7 @@ class DraftSettings:
     def drafters(self) -> dict[str, str]:
         """Paths by `draft` (a language model) or the kind of the head; `kind@name` for each of several of a kind."""
         from draftsmith.modules.pretrained.heads import kind_at
-        from draftsmith.modules.pretrained.hub import resolve_model
+        from draftsmith.modules.pretrained.hub import CHECK_PATH, repository, resolve_model
 
         paths: dict[str, str] = {}
         by_kind: dict[str, list[str]] = {}
@@ -162,6 +163,8 @@ class DraftSettings:
             kind = kind_at(path) or MODEL
             if kind != MODEL:
                 path = resolve_model(path)
+            elif not os.path.exists(resolved := resolve_model(path)) and repository(resolved) is None:
+                raise InputError("draft", f"no directory {path}", "a draft model or a trained head", CHECK_PATH)
             if kind == "acceptance":
                 remedy = "Pass it with --acceptance."
                 raise InputError("draft", f"{path}, an acceptance head", "a model or head that drafts", remedy)

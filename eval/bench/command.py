@@ -74,7 +74,6 @@ def run(config: BenchConfig) -> int:
         about = f"turn {failure['turn']}, temperature {failure['temperature']:g}"
         said = f"draftsmith: failed: prompt {where} ({about}): {failure['error']}"
         print(without_controls(said), file=sys.stderr)
-    log_note(f"Written to {config.output / RESULTS}")
     return 1 if results["failures"] else 0
 
 
@@ -155,6 +154,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     write_numbers(config.output / NUMBERS, methods)
     write_json(config.output / RESULTS, results)
     journal.path.unlink()
+    log_note(f"Written to {config.output / RESULTS}")
     if config.card:
         write_cards(results, named, heads, config.paths)
     return results

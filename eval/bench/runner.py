@@ -25,6 +25,7 @@ from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import LabeledMethod, check_needs
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
+from draftsmith.modules.pretrained.hub import CHECK_PATH, resolve_model
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer
 from draftsmith.modules.sampling import TorchSource
@@ -222,7 +223,11 @@ def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longe
 def check_methods(named: Iterable[LabeledMethod], paths: Mapping[str, str]) -> dict[str, StaticTree]:
     """Check before anything is loaded that all models were passed, and read the draft trees: name -> tree."""
     trees: dict[str, StaticTree] = {}
+    # What is not here is taken for a model of the hub's. A head has to be here.
+    absent = MODEL in paths and not Path(resolve_model(paths[MODEL])).exists()
     for item in named:
+        if absent and MODEL not in item.method.needs and not paths.keys() >= {*item.method.needs}:
+            raise InputError(MODEL, f"no directory {paths[MODEL]}", f"a head for {item.label}", CHECK_PATH)
         check_needs(item, paths)
         trees |= {name: read_tree(name) for name in item.method.trees}
     return trees

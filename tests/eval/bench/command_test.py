@@ -239,6 +239,15 @@ def test_several_drafters_of_a_kind_are_measured_beside_each_other(config, model
         bench.bench(dataclasses.replace(both, methods="eagle@x:k=2", output=tmp_path / "no"))
 
 
+@pytest.mark.parametrize(
+    ("method", "missing"), [("eagle3:k=3", "gone-for-good"), ("online:drafter=eagle3", "/gone/best"), ("pld", "/gone")]
+)
+def test_a_draft_that_is_not_here_is_named_whatever_the_methods(config, tmp_path, method, missing):
+    wrong = dataclasses.replace(config, draft=(missing,), acceptance=None, methods=method, output=tmp_path / "out")
+    with pytest.raises(InputError, match=f"^draft: found no directory .*{missing}, expected a "):
+        bench.bench(wrong)
+
+
 def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, models, tmp_path):
     heads = {flag: shutil.copytree(models[flag], tmp_path / flag) for flag in ("eagle", "acceptance")}
     methods = "spec:k=3,specdec++:h=0.7:max=6,eagle:k=2"
@@ -268,7 +277,9 @@ def test_a_finished_run_is_not_measured_again_but_one_of_other_settings_is(confi
     measured = []
     monkeypatch.setattr(bench.PromptRunner, "run_all", lambda *args: measured.append(args) or [][0])
     assert bench.run(config) == 0
-    assert "already complete" in capsys.readouterr().err and (config.output / "results.json").read_bytes() == before
+    said = capsys.readouterr().err
+    assert "already complete" in said and "Written to" not in said
+    assert (config.output / "results.json").read_bytes() == before
     with pytest.raises(IndexError):  # what the stand-in raises: it was called
         bench.run(dataclasses.replace(config, repeats=3))
     (config.output / "journal.jsonl").unlink()
