@@ -152,7 +152,7 @@ class MtpHead(UnrolledHead):
         text = getattr(target, "text", {})
         if text.get("model_type") not in LAYERS:
             expected = f"one of {', '.join(LAYERS)}, whose MTP modules servers draft with"
-            raise InputError("target", text.get("model_type", "of another family"), expected, "Train an eagle3 head.")
+            raise InputError("target", text.get("model_type", "a nameless family"), expected, "Train an eagle3 head.")
         layer = layer_settings(text, LAYERS[text["model_type"]])
         shape = native_shape(layer)
         sizes = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}

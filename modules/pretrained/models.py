@@ -309,10 +309,11 @@ def target_shape(path: str) -> TargetShape:
         InputError: sizes that are missing or impossible.
     """
     config = read_config(path)
-    kind = config.get("model_type")
-    if (kind := DENSE.get(str(kind), kind)) in SUPPORTED:
+    family = config.get("model_type")
+    if (kind := DENSE.get(str(family), family)) in SUPPORTED:
         try:
-            return TargetShape(**vars(model_shape(model_directory(path), {**config, "model_type": kind})))
+            shape = model_shape(model_directory(path), {**config, "model_type": kind})
+            return TargetShape(**vars(shape), text={"model_type": family})
         except InputError as error:
             if error.remedy != ON_HF:
                 raise

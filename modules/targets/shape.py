@@ -43,7 +43,7 @@ class TargetShape(LlamaConfig):
 
     full_layers: numbers of the states after its full-attention layers, ascending, if others are recurrent.
     reasons: how that layer differs from the target's own, and why; empty if they are alike.
-    text: settings of the target's text model, of a target with another layer.
+    text: settings of the target's text model; of a target with this very layer the name of its family alone.
     """
 
     # Class variables of `LlamaConfig`, which mypy forbids to make fields of.

@@ -17,6 +17,7 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.mtp import LAYERS, MtpHead, active_weights
 from draftsmith.modules.drafters.net import RowState
 from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.pretrained.models import target_shape
 from draftsmith.modules.targets.native import native_layer
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.shape import plain_shape
@@ -201,3 +202,5 @@ def test_a_family_that_no_server_drafts_for_is_refused() -> None:
     raw = {**MTP_FAMILIES["glm4_moe"], "model_type": "granite", "hidden_size": H, "vocab_size": V}
     with pytest.raises(InputError, match=r"granite.*eagle3"):
         MtpHead.new_config(MtpSettings(), plain_shape({**raw, "num_hidden_layers": 2}))
+    with pytest.raises(InputError, match=r"target: found llama, .*eagle3"):  # of the layers that other heads have
+        MtpHead.new_config(MtpSettings(), target_shape("embedded:target"))
