@@ -106,13 +106,14 @@ def replay_tables(rows: Sequence[Row], meta: Mapping[str, Any]) -> list[Table]:
     tables = [Table(f"methods{at}", shown.capitalize(), columns, cells, note)]
     lengths = [{part["name"]: part for part in row["by_length"]} for row in rows]
     order = [str(length) for length in range(1, max(map(len, lengths)) + 1)]
-    note = "95 % bootstrap intervals over texts."
+    of_texts = {"note": "", "over": "texts"}
     if len(order) > 1:
         title = f"Acceptance length by drafted tokens, {shown}"
-        tables.append(classes_table(rows, lengths, order, f"by_length{at}", title, note))
+        tables.append(classes_table(rows, lengths, order, f"by_length{at}", title, **of_texts))
     if len(tasks := list(first.get("by_task", ()))) > 1:
         parts = [row["by_task"] for row in rows]
-        tables.append(classes_table(rows, parts, tasks, f"by_task{at}", f"Acceptance length by task, {shown}", note))
+        title = f"Acceptance length by task, {shown}"
+        tables.append(classes_table(rows, parts, tasks, f"by_task{at}", title, **of_texts))
     return tables + acceptance_tables(rows, at, shown)
 
 
@@ -188,9 +189,13 @@ def classes_table(
     classes: Sequence[str],
     name: str,
     title: str,
-    note: str = "Of rounds, without the prefill; 95 % bootstrap intervals over prompts.",
+    note: str = "Of rounds, without the prefill.",
+    over: str = "prompts",
 ) -> Table:
     """Return a table of acceptance lengths. parts: classes of rounds of each method, by their names."""
+    # Classes of few prompts have no intervals.
+    if any(part["tau_ci95"] for own in parts for part in own.values()):
+        note = f"{note} 95 % bootstrap intervals over {over}.".lstrip()
     by_kind = name.startswith("by_kind")
     columns = [Column("method", "method")]
     for heading in classes:

@@ -214,6 +214,10 @@ def test_tables_show_classes_with_enough_rounds_and_csv_has_all(tmp_path):
     places, lengths = acceptance_tables(methods, "", "greedy")
     assert [column.title for column in places.columns] == ["method", "1", "2"]
     assert [column.title for column in lengths.columns if column.title] == ["method", "below 256", "256+"]
+    assert lengths.note == "Of rounds, without the prefill. 95 % bootstrap intervals over prompts."
+    of_few = [row(100 + 300 * (number % 2), 1, [(2, 1)] * 8, number) for number in range(8)]
+    few = summarize({"ar": baseline[:8], "spec": of_few}, "cpu", 0, False)
+    assert acceptance_tables(few, "", "greedy")[1].note == "Of rounds, without the prefill."
     write_numbers(tmp_path / "results.csv", methods)
     with (tmp_path / "results.csv").open() as file:
         lines = {(line["method"], line["part"]): line for line in csv.DictReader(file)}
