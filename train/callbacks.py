@@ -102,7 +102,11 @@ class Progress(pl.Callback):
         if limit is not None:
             size = (round(60 * self.config.minutes), "s", limit.begin())
         enabled, title = rank() == 0, f"train {pl_module.head.kind}"
-        drawn = progress_bar(title, *size, enabled=enabled, state=lambda: training_loss(pl_module))
+
+        def state() -> str:
+            return "; validating" if trainer.validating else training_loss(pl_module)
+
+        drawn = progress_bar(title, *size, enabled=enabled, state=state)
         self._advance = self._bar.enter_context(drawn)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

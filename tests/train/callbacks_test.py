@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +26,9 @@ from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.train import callbacks
 from draftsmith.train.callbacks import (
+    Progress,
     TauProbe,
     exit_code,
     general_prompts,
@@ -37,6 +41,19 @@ from draftsmith.train.checkpoints import FOLDER, all_in
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data import Samples
+
+
+def test_progress_says_while_it_validates(monkeypatch):
+    """The steps stand still then, and a log would show nothing else for minutes."""
+    states = []
+    monkeypatch.setattr(callbacks, "progress_bar", lambda *_, state, **__: states.append(state) or nullcontext())
+    head, run_state = SimpleNamespace(kind="eagle3"), SimpleNamespace(time_limit=None)
+    module = SimpleNamespace(state=run_state, total_steps=3, head=head, logged={"train/loss": 2.5})
+    trainer = SimpleNamespace(global_step=1, validating=False)
+    Progress(None).on_train_start(trainer, module)
+    assert states[0]() == "; training loss 2.5"
+    trainer.validating = True
+    assert states[0]() == "; validating"
 
 
 @pytest.mark.parametrize(
