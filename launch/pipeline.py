@@ -146,8 +146,12 @@ def run_stages(plan: Mapping[str, Any], values: Mapping[str, Any], output: Path,
         elif begun == stage.command and stage.argv[0] in ("export", "import"):
             # They refuse an output that exists: this one is of a run that ended before it was recorded or uploaded.
             shutil.rmtree(cast(Path, stage.output))
-        if code := execute(stage):  # the command has printed why
-            raise SystemExit(code)
+        try:
+            if code := execute(stage):  # the command has printed why
+                raise SystemExit(code)
+        except SystemExit:
+            log_note(f"Stopped at {stage.title}: the same `draftsmith run` continues from there.")
+            raise
         seconds = time.monotonic() - started
         write_json(output / STAGES, finished | {stage.command: round(seconds, 1)})
         log_note(Text(f"  {seconds:.0f} s", "dim"))

@@ -130,6 +130,17 @@ def test_a_command_whose_output_was_deleted_is_run_again_and_launchers_get_a_pro
     assert main(words) == 0 and ran[2:] == [first]
 
 
+def test_a_pipeline_whose_training_is_interrupted_says_what_continues_all_of_it(tmp_path, monkeypatch, capsys):
+    def interrupted(argv: list[str]) -> int:
+        raise SystemExit(130)  # a training has said how to continue itself
+
+    monkeypatch.setattr(pipeline, "dispatch", interrupted)
+    stages = "[{title: Head, run: 'eval report r --output x'}, {title: Next, run: 'doctor'}]"
+    with pytest.raises(SystemExit, match="130"):
+        main(["run", written(tmp_path, f"stages: {stages}"), "--output", str(tmp_path / "out")])
+    assert capsys.readouterr().err.endswith("Stopped at Head: the same `draftsmith run` continues from there.\n")
+
+
 SMALL = """
 stages:
   - {title: Prompts, run: "data prompts --source embedded:prompts --split train --limit 4 --target embedded:target
