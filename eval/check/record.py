@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,11 @@ def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
     return hashes
 
 
+def types_of(tensors: Iterable[Tensor]) -> list[str]:
+    """Return the types of weights, such as `bfloat16`."""
+    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.is_floating_point()})
+
+
 def read_record(directory: Path) -> dict[str, Any] | None:
     """Read the record of an export; None for a directory that this project did not write.
 
@@ -42,19 +47,31 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     path = Path(directory) / RECORD
     if not path.exists():
         return None
-    shape = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict}
+    shape = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict, "types?": [str]}
     return read_object(path, shape, "Export the head again.")
 
 
 def differences(
-    config: Mapping[str, Any], hashes: Mapping[str, str], head: ImportedHead, made: str = "exported"
+    config: Mapping[str, Any],
+    hashes: Mapping[str, str],
+    head: ImportedHead,
+    made: str = "exported",
+    types: Collection[str] = (),
 ) -> list[Problem]:
     """Compare a head, as a system reads it, with settings and tensor hashes of the head that was exported.
 
-    made: `exported`, or `trained` where these are how the head's own system reads the same files.
+    made: `exported`, or `trained` where these are how the head's own system reads the same files. types: of the
+    exported tensors, if they are known.
     """
     problems = []
     theirs = hashes_of(head.state)
+    others = [name for name, tensor in head.state.items() if tensor.is_floating_point()]
+    others = [name for name in others if name in hashes and theirs[name] != hashes[name]]
+    converted = types_of(head.state[name] for name in others)
+    if converted and types and not set(converted) & set(types):
+        text = f"are in {', '.join(converted)}, and were {made} in {', '.join(types)}: rounded, or of other values"
+        problems.append(Problem(f"{len(others)} tensors", text))
+        hashes = {**hashes, **{name: theirs[name] for name in others}}
     for name in sorted(hashes.keys() | theirs.keys()):
         if name not in theirs:
             problems.append(Problem(name, f"was {made}, and this system does not hold it"))

@@ -14,7 +14,7 @@ import torch
 from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.eval.check.check import CheckReport, Measure, check_head, original, print_report
-from draftsmith.eval.check.record import RECORD, hashes_of
+from draftsmith.eval.check.record import RECORD, hashes_of, types_of
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats import GGUF, MTP, formats, formats_of
@@ -140,7 +140,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
     read_back = format.read(head_package(directory, format.name), source.facts)
     record = {"format": format.name, "kind": format.kind, "head": origin, "config": asdict(read_back.config)}
-    write_json(directory / RECORD, {**record, "tensors": hashes_of(read_back.state), **made_with()})
+    tensors = {"tensors": hashes_of(read_back.state), "types": types_of(read_back.state.values())}
+    write_json(directory / RECORD, {**record, **tensors, **made_with()})
     report = check_head(directory, format, source, build_head(format.kind, head.config, state))
 
     # Command and card.

@@ -54,6 +54,7 @@ from draftsmith.modules.formats.llama import (
 from draftsmith.modules.layers import PARTIAL, config_object, rope_attention_scale, rope_settings
 from draftsmith.modules.types import InputError
 
+ABSENT = "none (the field is missing)"
 SGLANG_EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"  # the second is vLLM's class too
 QWEN3_EAGLE3 = "Eagle3Qwen3ForCausalLM"  # vLLM's class with norms of q and k
 # Types of targets that SGLang's models/deepseek_v2.py and glm4_moe_lite.py build.
@@ -222,17 +223,22 @@ def deepspec_refused(system: System, config: BlockConfig, target: TargetFacts | 
 # -- directories that a system refuses, or computes another head from
 
 
+def shown(value: Any) -> str:
+    return ABSENT if value is None else repr(value)
+
+
 def built_by_class(files: HeadFiles) -> Wrong:
     # What block drafters have inside an object, servers do not read.
     row, raw = files.row, files.package.config if files.row.kind in BLOCK_KINDS else files.raw
-    name, model_type = architecture(raw) or None, raw.get("model_type")
+    name, model_type = architecture(raw), raw.get("model_type")
     wanted = "llama" if "eagle" in row.kind else "qwen3"
     classes = (QWEN3_EAGLE3,) if (row.name, row.kind) == ("vllm", "eagle3") and files.qk_norm else row.classes
     # transformers fills missing fields by the type: those that Llama's layers read are then not Llama's.
     alike = wanted == "llama" and model_type in LIKE_LLAMA and all(name in raw for name in FILLED)
+    other = f"builds another model for {shown(model_type)}: write {wanted}"
     return {
-        "architectures": (name not in classes, f"does not build this head for {name}: write {classes[0]}"),
-        "model_type": (model_type != wanted and not alike, f"builds another model for {model_type!r}: write {wanted}"),
+        "architectures": (name not in classes, f"does not build this head for {name or ABSENT}: write {classes[0]}"),
+        "model_type": (model_type != wanted and not alike, other),
     }
 
 
@@ -318,7 +324,7 @@ def speculators_problems(files: HeadFiles) -> Wrong:
     raw, kind = files.raw, files.row.kind
     layer = isinstance(raw.get("transformer_layer_config"), Mapping)
     wrong = {
-        TYPE: (raw.get(TYPE) != kind, f"does not load {raw.get(TYPE)!r} as a head of kind {kind}"),
+        TYPE: (raw.get(TYPE) != kind, f"does not load {shown(raw.get(TYPE))} as a head of kind {kind}"),
         "transformer_layer_config": (not layer, "does not find it"),
     }
     if kind in BLOCK_KINDS:

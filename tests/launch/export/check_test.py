@@ -115,6 +115,19 @@ def test_another_head_is_found_by_the_exports_record(copy_of, checked, exchange,
         assert code == 1, shown
 
 
+@pytest.mark.parametrize(("system", "kind"), [("vllm", "eagle3"), ("vllm", "dspark")])
+def test_tensors_of_another_type_are_one_line(copy_of, checked, system, kind):
+    """Rounded weights are other values in each tensor, which would hide what else differs."""
+    directory = copy_of(system, kind)
+    head = Directory(directory)
+    head.write({name: t.bfloat16() if t.is_floating_point() else t for name, t in head.tensors.items()})
+    code, shown = checked(directory, system, kind)
+    assert code == 1 and "tensors are in bfloat16, and were exported in float32: rounded, or" in shown
+    assert "is not what was exported" not in shown and "1 difference" in shown
+    head.write({name: t.float() if t.is_floating_point() else t for name, t in head.tensors.items()})
+    assert "is not what was exported" in checked(directory, system, kind)[1]
+
+
 # A stranger's directory, which has no record: kind and system, edit, and the line; empty if nothing is wrong. (Other
 # layers cost these heads nothing.)
 STRANGE: dict[str, tuple[str, str, Edit, str]] = {
@@ -159,7 +172,9 @@ def in_ddp(d: Directory) -> None:
 # A damage to an EAGLE-3 head for vLLM whose record is gone, and what names it; exit code 2 where nothing can be read.
 DAMAGES: dict[str, tuple[Edit, int, str]] = {
     "no class": (lambda d: d.set(architectures=None), 1,
-        "─ architectures SGLang does not build this head for None: write"),
+        "─ architectures SGLang does not build this head for none (the field is missing): write"),
+    "no type": (lambda d: d.set(model_type=None), 1,
+        "builds another model for none (the field is missing): write llama"),
     "other layers": (lambda d: d.set(**{IDS: [3, 7, 10]}), 3,
         "read with layers 2, 6, 9 (the default) in place of 3, 7, 10"),
     "rotary base": (lambda d: d.set(rope_theta=1e6, rope_parameters=None), 3,
