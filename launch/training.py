@@ -36,9 +36,11 @@ SMALL = 1024  # largest hidden size of a target that the recipe is for
 
 def settings_not_given(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     """Return values of options beside those that are given: of a CPU's recipe, and data that is to be planned for."""
+    from draftsmith.train.config import NO_DATA
+
     planned = {"plan", "plan_samples"} <= given.keys() and "data" not in given
     recipe = {} if "config" in given else cpu_settings(kind, given)
-    return recipe | ({"data": "none"} if planned else {})
+    return recipe | ({"data": NO_DATA} if planned else {})
 
 
 def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
@@ -77,8 +79,8 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     taken = {name: values[name] for name in names}
     if taken and place().rank == 0 and not begun.is_file():
         listed = ", ".join(f"{name} {value}" for name, value in taken.items())
-        log_note(f"on a CPU, as in {recipe.stem}: {listed}. Options have precedence; --config FILE, even an empty one "
-                 "(`{}`), keeps the defaults, which are for GPUs")  # fmt: skip
+        log_note(f"on a CPU, as in {recipe.stem}: {listed}. Options have precedence; --accelerator gpu, and --config "
+                 "FILE, even an empty one (`{}`), keep the defaults, which are for GPUs")  # fmt: skip
     return taken
 
 

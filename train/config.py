@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Logger = Literal["csv", "wandb", "wandb-offline", "tensorboard"]
 MOST = 2**31 - 1
+NO_DATA = "none"  # where a plan assumes its samples
 # Smallest and largest values of the options that are numbers. Those of a head are in its Settings.
 SHARE = (0, 1, "[)")
 RANGES: dict[str, Any] = {

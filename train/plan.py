@@ -32,7 +32,7 @@ from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import meta_target, target_shape, weight_type
-from draftsmith.train.config import MOST, TrainDrafterConfig
+from draftsmith.train.config import MOST, NO_DATA, TrainDrafterConfig
 from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
 from draftsmith.train.optimizers import hidden_matrices
@@ -84,7 +84,8 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
         samples, length = config.plan_samples, config.plan_length
         count = samples if config.val is not None else len(held_out(samples, config.val_share)[0])
         _, _, lengths = cut_lengths(np.full(count, length), min(config.max_length or context, context), num_lost_rows)
-        source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
+        source = f"assumed: {samples:,} samples of {length} tokens"
+        source += "" if str(config.data) == NO_DATA else f", as {config.data} does not exist"
         return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
 
     texts = open_dataset(config.data, check="size")

@@ -123,9 +123,11 @@ def test_without_data_a_plan_states_its_assumption(artifacts, tmp_path, capsys):
     assert main(["train", "eagle", "--plan", *words]) == 0
     assert not (tmp_path / "head").exists()
     out = " ".join(capsys.readouterr().out.split())
-    assert "assumed: 1,000 samples of 100 tokens" in out
+    assert f"assumed: 1,000 samples of 100 tokens, as {tmp_path / 'none'} does not exist" in out
     train, _ = held_out(1000, 0.05)
     assert f"{-(-len(train) // 10)} steps" in out and f"{100 * len(train):,} tokens" in out
+    assert main(["train", "eagle", "--plan", *words[:2], *words[4:]]) == 0
+    assert "assumed: 1,000 samples of 100 tokens:" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("strategy", list(LAYOUTS)[2:])
