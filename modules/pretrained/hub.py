@@ -171,7 +171,7 @@ def download(name: str, revision: str | None, more: tuple[str, ...]) -> Path:
         # The client, its connection and its disk each have a family of errors.
         offline = isinstance(error, errors.LocalEntryNotFoundError)
         reason = "no connection" if offline else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        remedy = "Check path, revision, network and HF_HUB_OFFLINE. For --plan a directory with config.json is enough."
+        remedy = "Check path, revision, network and HF_HUB_OFFLINE."
         raise InputError("model", f"no {label} here, nor on the hub ({reason})", KINDS, remedy) from error
 
 
