@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Annotated, Any, TypedDict, get_origin, get_type_hints
 
 import yaml
-from cyclopts import App, Argument, ArgumentCollection, CycloptsError, Group, Parameter
+from cyclopts import App, Argument, ArgumentCollection, CycloptsError, Group, MissingArgumentError, Parameter
 from cyclopts.config import Dict
 from cyclopts.field_info import get_field_infos
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, HelpEntry, NameRenderer
@@ -80,10 +80,18 @@ def parse(
         return None
     if "--print-config" not in before:
         app.fallback = fallback
+    words = app.plain_words(args)
     try:
-        return app(app.plain_words(args))
+        return app(words)
     except CycloptsError as error:
-        raise UsageError(f"{explain_error(error)} Run `{prog} --help`.") from error
+        found = error
+    if isinstance(found, MissingArgumentError):
+        # An unknown option is often the missing one, mistyped; cyclopts looks for it last.
+        try:
+            CommandApp(prog, config_class, positional, printing=True).parse_args(words)
+        except CycloptsError as error:
+            found = error
+    raise UsageError(f"{explain_error(found)} Run `{prog} --help`.") from found
 
 
 def from_values(prog: str, config_class: type, values: Mapping[str, Any]) -> Any:

@@ -182,7 +182,7 @@ def dispatch(args: list[str]) -> int:
 
     words = leading_words(args)
     groups = {command.split()[0] for command in COMMANDS}
-    if (not words or words[0] in groups) and set(args[min(len(words), 1) :]) <= {"-h", "--help"}:
+    if (not words or words[0] in groups) and set(args[min(len(words), 1) :]) <= {"-h", "--help", "--help-all"}:
         print(overview(words[0] if words else None))
         return 0
     raise unknown_command(args)

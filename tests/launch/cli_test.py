@@ -116,6 +116,7 @@ def test_the_home_directory_is_meant_in_a_file_and_in_python(tmp_path, monkeypat
     ("args", "expected"),
     [
         (["--name", "x", "--cuont", "4"], ["--cuont", "--count"]),
+        (["--nmae", "x"], ["--nmae", "Did you mean --name"]),  # rather than the one that is missing
         (["--name", "x", "--count", "four"], ["--count", '"four"', "int"]),
         (["--count", "4"], ["--name"]),
         (["--name", "x", "--config", "absent.yaml"], ["absent.yaml", "no such file"]),
