@@ -104,7 +104,7 @@ def surroundings() -> dict[str, Any]:
     from draftsmith.train.config import has_wandb_key
 
     facts: dict[str, Any] = {"free here": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB"}
-    facts["Weights & Biases key"] = "found" if has_wandb_key() else "none: runs stay offline"
+    facts["Weights & Biases key"] = "found" if has_wandb_key() else "none: nothing is logged there (`wandb login`)"
     facts["SLURM"] = yes(shutil.which("sbatch") is not None)
     facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return facts

@@ -57,7 +57,7 @@ def forecast(measured: Mapping[str, Any], minutes: float, threads: int) -> float
     cores = min(threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads)
     pace = read_ms(ROWS) / float(measured["probe_ms"]) * 2 / max(1, cores)
     numbers = "bfloat16" if bfloat16_is_fast() else "float32, as this CPU has no AVX-512"
-    log_note(f"Here, in {numbers}, on {cores} idle cores: about {max(1.0, minutes * pace):.0f} minutes.")
+    log_note(f"Here, by products in {numbers}, on {cores} idle cores: about {max(1.0, minutes * pace):.0f} minutes.")
     if "tau" in measured:
         tau, drafted, cost = (float(measured[name]) for name in ("tau", "drafted", "draft_cost"))
         verify = max(1.0, read_ms(int(drafted) + 1) / read_ms(1))
