@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,7 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 
 
 def differences(
-    config: Mapping[str, Any],
-    hashes: Mapping[str, str],
-    head: ImportedHead,
-    made: str = "exported",
-    types: Collection[str] = (),
+    config: Mapping[str, Any], hashes: Mapping[str, str], head: ImportedHead, made: str = "exported", types: Any = ()
 ) -> list[Problem]:
     """Compare a head, as a system reads it, with settings and tensor hashes of the head that was exported.
 
@@ -65,13 +61,13 @@ def differences(
     """
     problems = []
     theirs = hashes_of(head.state)
-    others = [name for name, tensor in head.state.items() if tensor.is_floating_point()]
-    others = [name for name in others if name in hashes and theirs[name] != hashes[name]]
-    converted = types_of(head.state[name] for name in others)
-    if converted and types and not set(converted) & set(types):
+    weights = {name: tensor for name, tensor in head.state.items() if tensor.is_floating_point() and name in hashes}
+    others = {name: theirs[name] for name in weights if theirs[name] != hashes[name]}
+    converted = types_of(weights[name] for name in others)
+    if others and types and not set(converted) & set(types):
         text = f"are in {', '.join(converted)}, and were {made} in {', '.join(types)}: rounded, or of other values"
         problems.append(Problem(f"{len(others)} tensors", text))
-        hashes = {**hashes, **{name: theirs[name] for name in others}}
+        hashes = {**hashes, **others}
     for name in sorted(hashes.keys() | theirs.keys()):
         if name not in theirs:
             problems.append(Problem(name, f"was {made}, and this system does not hold it"))
