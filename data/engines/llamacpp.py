@@ -80,6 +80,7 @@ class LlamaCppEngine(ServerEngine):
         check_sampled(ids, self.limit(row), self.vocab_size)
         if not ids:
             raise RowError("an empty response")
+        self.check_end(ids)
         return TargetTurn(ids, reply["stop_type"] == "eos", server_tokens=len(ids))
 
 

@@ -27,7 +27,7 @@ from draftsmith.modules.pretrained.identity import config_hash, template_hash
 from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
-from draftsmith.modules.pretrained.tokenizers import end_tokens, load_tokenizer
+from draftsmith.modules.pretrained.tokenizers import closing_tokens, end_tokens, load_tokenizer
 from draftsmith.modules.types import InputError
 
 TOKEN_CHARS = 512  # more than any token of a vocabulary has, runs of blanks included
@@ -60,6 +60,10 @@ class ServerEngine:
         self.tokenizer = load_tokenizer(settings.target)
         config = read_config(settings.target)
         self.eos_ids = end_tokens(settings.target)
+        # What closes an answer in another template than the target's own is not known here.
+        closing = closing_tokens(self.tokenizer) if template == template_hash(self.tokenizer) else ()
+        likely = (*closing, self.tokenizer.eos_token_id, *self.eos_ids)
+        self.likely_ends = [token for token in likely if token in self.eos_ids]
         self.context = context_length(settings.target)
         self.vocab_size = vocabulary_size(settings.target)
         # The weights are at the server: only their configuration is known here.
@@ -126,14 +130,23 @@ class ServerEngine:
         text, ids = choice.get("text", message.get("content")), choice.get("token_ids")
         retokenized = ids is None
         ids = self._ids_of(text, ids, limit, count)
-        # A text has no end token, and a server may leave it out of the ids: its count of tokens tells.
+        # A text has no end token, and a server may leave it out of the ids: its count of tokens tells. vLLM and SGLang
+        # may name it.
         hidden = retokenized or count is None or count > len(ids)
         if choice["finish_reason"] == "stop" and hidden and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
-            ids = [*ids, self.eos_ids[0]]
+            named = [end for end in self.eos_ids if end in (choice.get("stop_reason"), choice.get("matched_stop"))]
+            ids = [*ids, [*named, *self.likely_ends][0]]
         if not ids or (self.context is not None and expected_prompt + len(ids) > self.context):
             raise RowError(f"{len(ids):,} tokens, expected one or more within the context")
+        self.check_end(ids)
         ended = ids[-1] in self.eos_ids and not self.settings.ignore_eos
         return TargetTurn(ids, ended, text, retokenized, count)
+
+    def check_end(self, ids: Sequence[int]) -> None:
+        """Raise RowError for tokens behind an end token of the target, where no in-process engine goes on."""
+        if not self.settings.ignore_eos and (inner := [token for token in ids[:-1] if token in self.eos_ids]):
+            stops = ", ".join(map(str, self.eos_ids))
+            raise RowError(f"tokens behind the end token {inner[0]}, expected a server that stops at each of {stops}")
 
     def _ids_of(self, text: str | None, ids: list[int] | None, limit: int, count: int | None) -> list[int]:
         """Return the token ids of a reply, checked against its text and its count of tokens, or those of its text."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
+from chats import CHATML, chat_model
 from servers import Request, Server, drip
 from worlds import tiny_tokenizer
 
@@ -23,7 +25,9 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
+from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -345,6 +349,34 @@ def test_an_end_token_is_added_only_where_the_server_hides_one(engine):
         choice = {"text": "def add", "finish_reason": "stop", "token_ids": list(ids)}
         turn = engine.read(3, PROMPT, {"choices": [choice], "usage": {"completion_tokens": count}})
         assert (turn.tokens, turn.ended) == (whole, whole != ids)
+
+
+def test_the_end_token_of_a_text_is_the_one_that_the_template_or_the_server_names(tmp_path):
+    """Base models list the end of a document before the end of a turn."""
+    target = chat_model(tmp_path / "target", CHATML, "<|eos|>", ("<|im_end|>",))
+    tokenizer = load_tokenizer(str(target))
+    eos, im_end, plain = map(tokenizer.convert_tokens_to_ids, ("<|eos|>", "<|im_end|>", "<s>"))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [plain, eos, im_end]}))
+    settings = AnswerSettings(str(target), SamplingParams(), 9, False, 0)
+    for template, told, end in (
+        (template_hash(tokenizer), {}, im_end),
+        (template_hash(tokenizer), {"stop_reason": eos}, eos),  # vLLM
+        (template_hash(tokenizer), {"stop_reason": None, "matched_stop": plain}, plain),  # SGLang
+        (template_hash(tokenizer), {"stop_reason": "\n"}, im_end),
+        ("another", {}, eos),
+    ):
+        engine = ServerEngine(ServerConfig(model="tiny"), settings, template)
+        turn = engine.read(3, PROMPT, {"choices": [{"text": "Sure.", "finish_reason": "stop", **told}]})
+        assert (turn.tokens[-1], turn.tokens[:-1], turn.ended) == (end, tokenizer("Sure.")["input_ids"], True)
+
+
+def test_tokens_behind_an_end_token_are_refused(chain, engine):
+    ids = engine.tokenizer("def add", add_special_tokens=False)["input_ids"]
+    choice = {"finish_reason": "length", "token_ids": [ids[0], engine.eos_ids[-1], *ids[1:]]}
+    with pytest.raises(RowError, match=rf"tokens behind the end token {engine.eos_ids[-1]}, expected a server that st"):
+        engine.read(3, PROMPT, {"choices": [choice]})
+    engine.settings = AnswerSettings(str(chain.target), SamplingParams(), 9, True, 0)
+    assert not engine.read(3, PROMPT, {"choices": [choice]}).ended
 
 
 def test_texts_of_the_same_ids_may_differ_in_blanks_halves_and_a_hidden_end(engine):
