@@ -13,7 +13,7 @@ from pathlib import Path
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.labels import MIXED_FIELDS, ROLLOUT_FIELDS, MixedTextLabels, Rollouts
 from draftsmith.data.settings import AcceptanceConfig
-from draftsmith.data.store.manifest import open_artifact
+from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -37,7 +37,8 @@ def run(config: AcceptanceConfig) -> Path:
         check_same_tokenizer(config.target, config.draft)
     target = load(config.target)
     drafter = load_drafter(config.draft, lambda: target, load)
-    identity = {**text_identity(config.target), "target": target.info.identity}
+    recorded = Manifest.read(config.responses).identity
+    identity = {**text_identity(config.target, recorded), "target": target.info.identity}
     manifest = open_artifact(config.responses, "responses", identity)
     rows = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
 

@@ -38,7 +38,7 @@ from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_info, load_lm, load_outer, target_shape, vocabulary_size
 from draftsmith.modules.pretrained.ranks import place
-from draftsmith.modules.pretrained.tokenizers import template_identity, text_identity
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.proof import prove_reading
 from draftsmith.modules.transfer import to_host_together
@@ -184,7 +184,7 @@ def open_texts(directory: Path, target: str, identity: Mapping[str, str], field:
         InputError: another artifact, or prompts without answers.
     """
     manifest = Manifest.read(directory)
-    expected: dict[str, Any] = {**text_identity(target), **template_identity(target, manifest.identity)}
+    expected: dict[str, Any] = text_identity(target, manifest.identity)
     if manifest.kind == "responses":
         expected["target"] = dict(identity)
     manifest = open_artifact(manifest.directory, ("responses", "prompts"), expected)

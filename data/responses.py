@@ -66,7 +66,8 @@ InProcess = OwnEngine | VllmEngine
 def run(config: ResponsesConfig) -> Path:
     """Write the artifact `responses` and return its directory."""
     set_threads(config.num_threads)
-    manifest = open_artifact(config.prompts, "prompts", text_identity(config.target))
+    made_with = text_identity(config.target, Manifest.read(config.prompts).identity)
+    manifest = open_artifact(config.prompts, "prompts", made_with)
     prompts = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
     tokenizer = None
     if manifest.counts.get("later_turns"):

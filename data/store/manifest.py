@@ -62,6 +62,10 @@ class FileEntry:
     rows: int
 
 
+# What the identity of prompts says; whatever is made of them has the same.
+TEXT_KEYS = {"tokenizer", "encoding", "chat_template", "own_template"}
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Provenance of an artifact.
@@ -173,6 +177,8 @@ def open_artifact(
     if differing := compare_identity(identity or {}, manifest.identity):
         found = "made with another " + "; ".join(f"{k}: {theirs} here, {ours} given" for k, ours, theirs in differing)
         remedy = f"Make it again: {manifest.command} (with the models given here, and another output)"
+        if manifest.kind != "prompts" and not TEXT_KEYS.isdisjoint(key for key, *_ in differing):
+            remedy = f"Make its prompts again first (draftsmith data prompts). {remedy}"
         raise InputError(str(directory), found, "the same identity", remedy)
 
     check_files(manifest, lambda name: check == "sha256")

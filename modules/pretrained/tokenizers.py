@@ -146,10 +146,10 @@ def _end_tokens(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> tup
     return tuple(ends)
 
 
-def text_identity(path: str) -> dict[str, str]:
-    """Return the hashes of `tokenizer_identity` that token ids of text depend on."""
+def text_identity(path: str, recorded: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the hashes of `tokenizer_identity` that token ids of text depend on. recorded: see `template_identity`."""
     identity = tokenizer_identity(path)
-    return {name: identity[name] for name in ("tokenizer", "encoding")}
+    return {name: identity[name] for name in ("tokenizer", "encoding")} | template_identity(path, recorded or {})
 
 
 def template_identity(path: str, recorded: Mapping[str, Any]) -> dict[str, str]:

@@ -120,9 +120,15 @@ def test_data_made_with_another_template_of_the_target_is_refused(artifacts, tmp
     """Unless that template came from a file of its own."""
     changed = shutil.copytree(artifacts.target, tmp_path / "target")
     (template := changed / "chat_template.jinja").write_text(f"{template.read_text()} ")
+    # What to make again is the prompts: no other stage applies a template.
+    what = r"another own_template: \w+ here, \w+ given, .* Make its prompts again first \(draftsmith data prompts\)"
     for data in (artifacts.responses, artifacts.features):
-        with pytest.raises(InputError, match=r"made with another own_template: \w+ here, \w+ given"):
+        with pytest.raises(InputError, match=what):
             run(in_step(artifacts, tmp_path / "run", target=str(changed), data=data))
+    asked = Path(Manifest.read(artifacts.responses).config["prompts"])
+    what = "made with another own_template: .* Make it again: draftsmith data prompts --source"
+    with pytest.raises(InputError, match=what):
+        make_responses(ResponsesConfig(asked, str(changed), tmp_path / "answers"))
     (source := tmp_path / "rows.jsonl").write_text('{"prompt": "def add", "answer": "return"}')
     made = {"source": str(source), "target": str(artifacts.target), "output": tmp_path / "prompts", "supervised": True}
     directory = prompts.run(prompts.PromptsConfig(**made, chat_template=artifacts.target / template.name))
