@@ -34,8 +34,6 @@ BLOCK = 64  # rows that are read together
 # The value of --split that turns its filter off.
 NO_FILTER = "none"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
-# First bytes of files that `datasets` would unpack into its cache, whatever their names.
-PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
 
 
@@ -284,9 +282,20 @@ def loading(name: str) -> Iterator[None]:
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
         remedy = "Check it; log in for a private data set, fetch a damaged file again."
+        if isinstance(cause, ImportError):
+            remedy = "Unpack it, or install the package that reads it."
         if type(cause).__name__ == "CastError":
             remedy = "Its files have different columns: name them one by one, separated by commas."
         raise InputError("source", f"{name}, unreadable ({reason})", A_SOURCE, remedy) from error
+
+
+def _refuse_packed(files: Iterable[Path]) -> None:
+    """Raise InputError for a packed file, which `datasets` would unpack into its cache, whatever its name."""
+    from datasets.utils.extract import Extractor
+
+    for file in files:
+        if kind := Extractor.infer_extractor_format(file):
+            raise InputError("source", f"{file}, a {kind} file by its content", A_SOURCE, "Unpack it.")
 
 
 def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSource:
@@ -296,12 +305,7 @@ def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSour
     # A link may change: what is read, and its hash, are of one file.
     file, suffix = Path(path).resolve(), Path(path).suffix.lower()
     is_table, is_local = suffix == ".parquet", file.is_file()
-    begin = b""
-    if is_local:
-        with file.open("rb") as stream:
-            begin = stream.read(8)
-    if packed := next((kind for magic, kind in PACKED.items() if begin.startswith(magic)), None):
-        raise InputError("source", f"{path}, a {packed} file by its first bytes", A_SOURCE, "Unpack it.")
+    _refuse_packed([file] if is_local else [])
     content = file_sha256(file) if is_local and not streaming else None
     with loading(path):
         if is_local and not file.stat().st_size:
@@ -361,6 +365,8 @@ def _open_data_set(
     import datasets
 
     path = Path(name)
+    # Others may say by their names that they are packed.
+    _refuse_packed(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     with loading(name):
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
             splits = datasets.load_from_disk(str(path.resolve()))
