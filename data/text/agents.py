@@ -16,7 +16,6 @@ ANSWER_ROLES = ("assistant", "gpt")
 CONTENT = ("content", "value", "text", "system_prompt")
 # Names of a call's arguments: OpenAI's, LangChain's, Llama 3's, Anthropic's.
 ARGUMENTS = ("arguments", "args", "parameters", "input")
-CALL_KEYS = {"id", "type", "function", "name", "arguments"}
 # Parts of a turn, and the keys of each that are read.
 PARTS = {
     "text": {"type", "text"},
@@ -55,7 +54,7 @@ def openai_turns(turns: Sequence[Any]) -> tuple[list[Any], set[str]]:
         role = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
         used = next((key for key in CONTENT if turn.get(key) is not None), "content")
         content: Any = turn.get(used)
-        fields = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value", used)}
+        fields = {key: value for key, value in turn.items() if key not in ("role", "from", used)}
         if str(role).lower() in CALL_ROLES:
             fields["tool_calls"] = written_calls(content)
             before = read[-1] if read and isinstance(read[-1], dict) else {}
@@ -69,14 +68,17 @@ def openai_turns(turns: Sequence[Any]) -> tuple[list[Any], set[str]]:
         if isinstance(content, list):
             ignored |= unread_keys(content)
             content, results, more = split_parts(content)
-            fields |= {key: value for key, value in more.items() if fields.get(key) in EMPTY}
+            for key, value in more.items():
+                if fields.get(key) in EMPTY:
+                    fields[key] = value
+                elif value and functions(fields[key]) != functions(value):
+                    ignored.add(key)
             read += results
             if results and not content:
                 continue
         if isinstance(made := fields.get("tool_calls"), list):
             fields["tool_calls"] = calls = [openai_call(call) for call in made]
-            for part in (part for call in calls for part in (call, call.get("function"))):
-                ignored |= {key for key in part or () if key not in CALL_KEYS and part[key] not in EMPTY}
+            ignored = ignored.union(*map(unread_call_keys, calls))
         read.append({**fields, "role": role, "content": content})
     return read, ignored
 
@@ -133,12 +135,35 @@ def openai_call(call: Any) -> Any:
     if function is None and "name" in call:
         function = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
         call = {"type": "function", **{key: value for key, value in call.items() if key not in function}}
-    if not isinstance(function, Mapping):
+    if not isinstance(function, Mapping | None):
+        raise RowError(f"a call of a tool has the function {function!r:.60}, expected an object")
+    if function is None:
         return call
-    # Servers read no arguments as an object without any.
-    arguments: Any = next((value for key in ARGUMENTS if (value := parse_json(function.get(key))) not in EMPTY), {})
-    others = {key: value for key, value in function.items() if key not in ARGUMENTS}
-    return {**call, "function": {**others, "arguments": arguments}}
+    parts = [
+        {key: parse_json(value) if key in ARGUMENTS else value for key, value in part.items()}
+        for part in (function, call)
+    ]
+    given = [part[key] for part in parts for key in ARGUMENTS if part.get(key) not in EMPTY]
+    # Servers read no arguments as an object without any. Other ones stay where they are, and are counted.
+    arguments = given[0] if given else {}
+    read = (*EMPTY, arguments)
+    function, call = (
+        {key: value for key, value in part.items() if key not in ARGUMENTS or value not in read} for part in parts
+    )
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def functions(value: Any) -> Any:
+    """Return what each of a list of calls calls, however it is written; anything else as it is."""
+    return [openai_call(call).get("function") for call in value] if isinstance(value, list) else value
+
+
+def unread_call_keys(call: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a call in OpenAI's wrapper that say something and are not read: namespace, index."""
+    function = call.get("function") or {}
+    return {key for key in call.keys() - {"id", "type", "function"} if call[key] not in EMPTY} | {
+        key for key in function.keys() - {"name", "arguments"} if function[key] not in EMPTY
+    }
 
 
 def openai_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:

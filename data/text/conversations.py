@@ -208,9 +208,11 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
 
     not_learned = [i for i, turn in enumerate(spoken) if _role(turn) == "assistant" and _weight(turn) == 0]
     ignored |= {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
-    ignored |= {key for turn in spoken for key in REASONING if not isinstance(turn.get(key), str | None) and turn[key]}
+    thoughts = ((key, turn.get(key), _thought(turn)) for turn in spoken for key in REASONING)
+    ignored |= {key for key, value, read in thoughts if not _blank(value) and value != read}
     # A weight is all or nothing.
-    ignored |= {key for turn in spoken for key in WEIGHTS if turn.get(key) not in (None, 0, 1)}
+    weights = ((key, turn.get(key), _weight(turn)) for turn in spoken for key in WEIGHTS)
+    ignored |= {key for key, value, read in weights if value not in (None, 0, 1) or value not in (None, read)}
     ignored |= beside.keys() | ({"history"} & readable.keys())
     # The chat's own system message is nearer to it than a column.
     if system is not None:
@@ -350,8 +352,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
         content = _filled(content, f"a {role} turn")
     message: dict[str, Any] = {"role": role, "content": content}
     message |= {key: turn[key] for key in TURN_KEYS if turn.get(key) not in EMPTY}
-    if _is_text(reasoning := _first(turn, REASONING)):
-        message["reasoning_content"] = well_formed(reasoning, "the reasoning of a turn")
+    if thought := _thought(turn):
+        message["reasoning_content"] = well_formed(thought, "the reasoning of a turn")
     if "tool_calls" in message:
         _listed(message["tool_calls"], "tool_calls")
     return message
@@ -361,16 +363,19 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def _blank(value: Any) -> bool:
+    """Return whether a field says nothing: tables and servers leave fields null, empty or blank."""
+    return value in EMPTY or (isinstance(value, str) and not value.strip())
+
+
+def _thought(turn: Mapping[str, Any]) -> str | None:
+    """Return the first text among the fields of reasoning."""
+    return next((turn[key] for key in REASONING if _is_text(turn.get(key))), None)
+
+
 def _weight(turn: Mapping[str, Any]) -> Any:
     """Return the weight of an answer in the loss: 0 or false if it is not learned."""
-    weight = _first(turn, WEIGHTS)
-    return 1 if weight is None else weight
-
-
-def _first(turn: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return the first of several fields that is filled: tables and servers leave the others null or blank."""
-    values = [turn[key] for key in keys if turn.get(key) not in EMPTY]
-    return next((value for value in values if not isinstance(value, str) or value.strip()), None)
+    return next((turn[key] for key in WEIGHTS if not _blank(turn.get(key))), 1)
 
 
 def _role(turn: Any) -> str:

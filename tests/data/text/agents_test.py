@@ -342,6 +342,50 @@ def test_a_call_behind_a_text_belongs_to_it():
         assert read["function"] == {"name": "sky", "arguments": {}}
 
 
+NAMED = {"name": "sky"}
+OSLO, ROME = {"city": "Oslo"}, {"city": "Rome"}
+
+
+@pytest.mark.parametrize(
+    ("written", "ignored"),
+    [
+        ({"function": NAMED, "arguments": json.dumps(OSLO)}, set()),
+        ({"function": {**NAMED, "arguments": ""}, "args": OSLO}, set()),
+        ({**NAMED, "arguments": OSLO, "args": json.dumps(OSLO)}, set()),
+        ({**NAMED, "arguments": OSLO, "args": ROME}, {"args"}),
+        ({"function": {**NAMED, "arguments": OSLO}, "arguments": ROME}, {"arguments"}),
+        ({"function": {**NAMED, "parameters": OSLO, "input": ROME}, "index": 1}, {"input", "index"}),
+    ],
+)
+def test_arguments_are_read_wherever_they_stand_and_others_counted(written, ignored):
+    turns = [CALLED[0], {"role": "assistant", "content": "", "tool_calls": [written]}]
+    chat = read_chat({"messages": turns}, {})
+    (read,) = chat.messages[1]["tool_calls"]
+    assert (read["function"]["name"], read["function"]["arguments"], chat.ignored) == ("sky", OSLO, ignored)
+    with pytest.raises(RowError, match="a call of a tool has the function 'sky', expected an object"):
+        openai_turns([{**turns[1], "tool_calls": [{"function": "sky"}]}])
+
+
+def test_of_two_fields_that_say_something_else_one_is_counted():
+    use = {"type": "tool_use", "id": "a", "name": "sky", "input": OSLO}
+    langchain = {"id": "a", "type": "tool_call", "name": "sky", "args": OSLO}
+    thinking = {"type": "thinking", "thinking": "hm"}
+    for fields, ignored in (
+        ({"reasoning_content": "hm", "thinking": "hm", "reasoning": " "}, set()),
+        ({"reasoning_content": "hm", "thinking": "so"}, {"thinking"}),
+        ({"reasoning_content": {"text": "hm"}, "reasoning": "so"}, {"reasoning_content"}),
+        ({"content": [thinking], "reasoning_content": "hm"}, set()),
+        ({"content": [thinking], "reasoning_content": "so"}, {"reasoning_content"}),
+        ({"content": [thinking], "reasoning": "so"}, {"reasoning"}),
+        ({"content": [use], "tool_calls": [langchain]}, set()),
+        ({"content": [use], "tool_calls": [{**langchain, "args": ROME}]}, {"tool_calls"}),
+        ({"content": "A", "value": "B"}, {"value"}),
+        ({"content": "A", "weight": 1, "train": False}, {"train"}),
+    ):
+        turn = {"role": "assistant", "content": "A", **fields}
+        assert read_chat({"messages": [CALLED[0], turn]}, {}).ignored == ignored, fields
+
+
 def test_what_a_block_says_beside_its_text_is_counted_and_a_picture_is_refused():
     result = {
         "type": "tool_result",
