@@ -47,7 +47,7 @@ from draftsmith.data.text.template import (
     check_length,
     check_mask,
     context_length,
-    continues_thought,
+    continued_thought,
     load_chat_tokenizer,
     not_shown,
     render,
@@ -297,6 +297,9 @@ class RowEncoder:
                 counts[f"turns_{reason}"] += len(asked) - number
                 break
             rows.append({"id": turn_id, "task": task, **encoded})
+            prompt = encoded["prompt_ids"]
+            if config.supervised and config.turns == "each" and encoded["input_ids"][: len(prompt)] != prompt:
+                counts["prompt_not_shown"] += 1
             counts["later_turns"] += len(turn.later)
             counts["turns_not_asked"] += turn.not_asked
         counts[SPLIT] += len(rows) - 1
@@ -334,9 +337,11 @@ class RowEncoder:
                 ids, mask = supervised_ids(tokenizer, used, inputs, chat.not_learned, self.ends)
             encoded |= {"input_ids": ids, "loss_mask": mask}
             length = len(ids)
-            if alone and continues_thought(prompt, used[-1]):
-                # All of this answer is shown.
-                used = turn.opening
+            if alone and (written := continued_thought(prompt, used[-1])):
+                # All of this answer is shown, but a thought beside another one in its text.
+                thought = used[-1].get("reasoning_content", "").strip()
+                beside = {"role": "assistant", "content": PLACEHOLDER, "reasoning_content": thought}
+                used = [*turn.opening, beside] if thought not in written else turn.opening
         elif turn.later:
             # Messages between the later answers may not be printed either; a template that refuses one does so later.
             answer = {"role": "assistant", "content": PLACEHOLDER}

@@ -370,21 +370,28 @@ def answered_ids(
     prompt = render(tokenizer, messages[:-1], inputs, add_generation_prompt=True)
     if len(spans) != 1:
         return masked_ids(tokenizer, inputs, text, spans, ends)
-    answer, written = text[slice(*spans[0])], messages[-1]["content"].lstrip().removeprefix("<think>")
-    thought = written.partition("</think>")[0].strip()
-    kept = text.startswith(prompt) and answer.lstrip().startswith(thought)
-    if continues_thought(prompt, messages[-1]) and not kept:
+    answer, written = text[slice(*spans[0])], continued_thought(prompt, messages[-1])
+    kept = text.startswith(prompt) and answer.lstrip().startswith(written.partition("</think>")[0].strip())
+    if written and not kept:
         closing = re.search(rf"(?:{special_pattern(tokenizer)})*\Z", answer)
-        answer = (written.lstrip() if prompt[-1].isspace() else written) + (closing[0] if closing else "")
+        answer = written + (closing[0] if closing else "")
     elif text.startswith(prompt) or not text[: spans[0][0]].endswith(prompt[-8:]):
         return masked_ids(tokenizer, inputs, text, spans, ends)
     asked, said = encode(tokenizer, prompt), encode(tokenizer, answer)
     return [*asked, *said], [False] * len(asked) + [True] * len(said)
 
 
-def continues_thought(prompt: str, message: Mapping[str, Any]) -> bool:
-    """Return whether a prompt opens a thought, and the text of the answer to it holds the thought's end."""
-    return prompt.rstrip().endswith("<think>") and "</think>" in message["content"] and not message.get("tool_calls")
+def continued_thought(prompt: str, message: Mapping[str, Any]) -> str:
+    """Return what an answer says behind a prompt that opens its thought; empty if the prompt opens none, or the answer
+    has none. A thought of its own field is put in front of the text, as the model wrote it."""
+    content, thought = message["content"], message.get("reasoning_content", "").strip()
+    if not prompt.rstrip().endswith("<think>") or message.get("tool_calls"):
+        return ""
+    gap = prompt[len(prompt.rstrip()) :]
+    if "</think>" in content:
+        written = content.lstrip().removeprefix("<think>")
+        return written.lstrip() if gap else written
+    return f"{thought}{gap}</think>{2 * gap}{content.lstrip()}" if thought else ""
 
 
 def joined_mask(tokenizer: Any, text: str, ids: list[int], spans: Sequence[tuple[int, int]]) -> list[bool]:

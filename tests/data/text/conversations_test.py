@@ -279,3 +279,19 @@ def test_a_thought_continues_the_prompt_that_opens_it(make, targets, template, w
     assert text_of(row) == "<|User|>Q<|Assistant|><think>\n" + learned(row)
     assert learned(row) == written.removeprefix("<think>\n") + "<|eos|>"
     assert "assistant_message_not_shown" not in counts
+
+
+def test_a_thought_of_its_own_field_continues_the_prompt_too(make, targets):
+    (path := targets[CHATML].parent / "opens.jinja").write_text(R1)
+    settings = {"chat_template": path, "supervised": True, "turns": "each"}
+    thought = {"role": ASSISTANT, "content": "A", "reasoning_content": "hm"}
+    (row,), counts = make([{"messages": [{"role": USER, "content": "Q"}, thought]}], **settings)
+    assert text_of(row) == "<|User|>Q<|Assistant|><think>\n" + learned(row)
+    assert learned(row) == "hm\n</think>\n\nA<|eos|>" and not {name for name in counts if "not_shown" in name}
+    # Of a second thought, and of an answer behind another prompt than the server's, counts tell.
+    said = chat((USER, "Q"), (ASSISTANT, "<think>\nhm\n</think>\n\nA"))
+    for other, count in (("hm", {}), ("so", {"reasoning_content_not_shown": 1})):
+        _, counts = make([{"messages": [said[0], {**said[1], "reasoning_content": other}]}], **settings)
+        assert {name: value for name, value in counts.items() if value and "not_shown" in name} == count
+    (row,), counts = make([{"messages": chat((USER, "Q"), (ASSISTANT, "A"))}], **settings)
+    assert text_of(row) == "<|User|>Q<|Assistant|>A<|eos|>" and counts["prompt_not_shown"] == 1
