@@ -34,6 +34,8 @@ BLOCK = 64  # rows that are read together
 # The value of --split that turns its filter off.
 NO_FILTER = "none"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+# How `datasets` names their kinds, and those of other tables.
+KINDS = dict.fromkeys(SUFFIXES[:3], "json") | {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
 
 
@@ -284,8 +286,8 @@ def loading(name: str) -> Iterator[None]:
         remedy = "Check it; log in for a private data set, fetch a damaged file again."
         if isinstance(cause, ImportError):
             remedy = "Unpack it, or install the package that reads it."
-        if type(cause).__name__ == "CastError":
-            remedy = "Its files have different columns: name them one by one, separated by commas."
+        if any(words in str(cause) for words in ("Couldn't cast", "as a scalar of type")):
+            remedy = "Its files have different columns or types: name them one by one, separated by commas."
         raise InputError("source", f"{name}, unreadable ({reason})", A_SOURCE, remedy) from error
 
 
@@ -372,6 +374,12 @@ def _open_data_set(
             splits = datasets.load_from_disk(str(path.resolve()))
         else:
             splits = datasets.load_dataset(name, subset, revision=revision, streaming=streaming)
+            # Of a folder it reads the kind of file that is most frequent.
+            kind = next(iter(splits.values())).info.builder_name
+            others = [file for file in path.rglob("*") if KINDS.get(file.suffix.lower(), kind) != kind]
+            if others:
+                remedy = "Name the files one by one, separated by commas, to read all of them."
+                log_note(f"{name}: {len(others)} files are not read, such as {others[0].name}. {remedy}")
     return (_of_table if isinstance(splits, datasets.Dataset) else _of_splits)(name, splits, split)
 
 

@@ -133,13 +133,33 @@ def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
         open_source(str(tmp_path / "folder"))
 
 
-def test_a_folder_of_other_columns_is_named_as_such(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ({"messages": HI}, {"prompt": "Hi"}),
+        ({"messages": HI, "id": 1}, {"messages": HI, "id": "x"}),
+        ({"messages": HI}, {"messages": [{**HI[0], "name": "y"}]}),
+        ({"messages": HI, "tools": None}, {"messages": HI, "tools": [{"name": "y"}]}),
+    ],
+)
+def test_a_folder_of_other_columns_is_named_as_such(tmp_path, monkeypatch, rows):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "folder").mkdir()
-    for name, row in (("a", {"messages": HI}), ("b", {"prompt": "Hi"})):
+    for name, row in zip("ab", rows, strict=True):
         write_source(tmp_path / "folder" / f"{name}.jsonl", [row])
-    with pytest.raises(InputError, match="different columns: name them one by one, separated by commas"):
+    with pytest.raises(InputError, match="different columns or types: name them one by one, separated by commas"):
         open_source(str(tmp_path / "folder"))
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "folder").mkdir()
+    write_source(tmp_path / "folder" / "a.parquet", [{"prompt": "Hi"}])
+    assert len(open_source(str(tmp_path / "folder"))) == 1 and not capsys.readouterr().err.count("not read")
+    write_source(tmp_path / "folder" / "b.jsonl", [{"prompt": "Ho"}])
+    (tmp_path / "folder" / "c.csv").write_text("prompt\nHu\n")
+    assert len(open_source(str(tmp_path / "folder"))) == 1
+    assert re.search(r"folder: 2 files are not read, such as (b\.jsonl|c\.csv)\. Name", capsys.readouterr().err)
 
 
 def test_a_line_keeps_its_number_in_a_slice_and_a_stream(tmp_path):
