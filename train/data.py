@@ -410,6 +410,8 @@ class HeadDataModule(pl.LightningDataModule):
         for name, part in (("train", train), ("val", train if val is None else val)):
             if isinstance(part, str | Path):
                 part = open_dataset(part)
+                if part.manifest.kind == "prompts" and "loss_mask" not in part.manifest.field_names:
+                    raise InputError(name, "prompts without answers", "responses", "Make them: data responses.")
             if not isinstance(part, Samples):
                 part = part if hasattr(part, "item") else ListedRows(part)
                 part = Samples(part, range(len(part)))

@@ -21,14 +21,17 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from draftsmith.data.store.manifest import open_artifact
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.engine.cache import any_shape
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.losses import TokenLoss
 from draftsmith.modules.pretrained.files import CannotWrite
 from draftsmith.modules.pretrained.heads import starting_weights
+from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 from draftsmith.train.checkpoints import TrainState
@@ -423,6 +426,12 @@ class LitDrafter(LitHead):
         data, info = cast(Any, self.trainer).datamodule, self.target.info
         context = min(info.max_position, self.head.config.max_position)
         for samples in (data.train, data.val):
+            if info.path and (manifest := getattr(samples.dataset, "manifest", None)):
+                made_with: dict[str, Any] = text_identity(info.path, manifest.identity)
+                if manifest.kind != "prompts":
+                    layers = self.source.aux_layers if manifest.kind == "features" else ()
+                    made_with["target"] = captured(info.identity, layers)
+                open_artifact(manifest.directory, manifest.kind, made_with, check="size")
             if (longest := int(samples.lengths.max())) > context:
                 expected = f"at most {context:,}, the context"
                 raise InputError("data", f"a sample of {longest:,} tokens", expected, "Split or drop longer ones.")

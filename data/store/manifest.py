@@ -129,9 +129,12 @@ class Manifest:
         directory = Path(directory)
         opened = directory.resolve()
         path, started = opened / MANIFEST, opened / STARTED
-        if not path.exists():
+        is_model = (opened / "config.json").exists()
+        if not path.exists() or is_model:
             found, expected, remedy = f"no {MANIFEST}", "an artifact's directory", "Check the path."
-            if directory.is_file():
+            if is_model:
+                found = "a model or a head"
+            elif directory.is_file():
                 found, remedy = "a file", f"Chats are read by draftsmith data prompts --source {directory}."
             elif not directory.is_dir():
                 found = "no such directory"

@@ -18,6 +18,7 @@ from trainings import a_module, config, losses, micro_batch, step_loss, texts
 from transformers import AutoModelForCausalLM
 from worlds import DEVICES, tiny_llama_dir
 
+import draftsmith
 from draftsmith.data import prompts
 from draftsmith.data.engines import vllm_states
 from draftsmith.data.features import FeaturesConfig, text_dataset
@@ -114,6 +115,17 @@ def test_data_that_no_head_can_be_trained_on_is_named(artifacts, tmp_path):
     refused("expected kind responses or prompts or features", data=artifacts.acceptance)
     refused("expected responses to compute them of", data=artifacts.features, features="vllm")
     refused("data: found prompts without answers", data=artifacts.responses.parent / "prompts")
+
+
+def test_in_python_too_data_of_another_target_and_without_answers_is_refused(artifacts, tmp_path):
+    target = draftsmith.load_target(str(artifacts.draft))
+    settings = draftsmith.settings("eagle", max_steps=1, val_share=0.2, output=tmp_path / "run")
+    module = LitDrafter(draftsmith.new_head(settings, target), target, settings)
+    for data in (artifacts.responses, open_dataset(artifacts.responses)):
+        with pytest.raises(InputError, match=r"made with another target\.config"):
+            draftsmith.fit(module, draftsmith.HeadDataModule(data, None, settings))
+    with pytest.raises(InputError, match="train: found prompts without answers, expected responses"):
+        draftsmith.HeadDataModule(artifacts.responses.parent / "prompts", None, settings)
 
 
 def test_data_made_with_another_template_of_the_target_is_refused(artifacts, tmp_path):

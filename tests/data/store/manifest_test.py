@@ -66,6 +66,11 @@ def test_a_directory_that_is_none(tmp_path):
         Manifest.read(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"no manifest\.json"):
         Manifest.read(tmp_path)
+    # A head has a manifest of its own, which must not be deleted.
+    for name in ("config.json", "manifest.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError, match=r"found a model or a head, expected an artifact's directory\. Check"):
+        Manifest.read(tmp_path)
     (tmp_path / "chats.jsonl").write_text("{}")
     with pytest.raises(InputError, match=r"found a file, .* data prompts --source .*chats\.jsonl"):
         Manifest.read(tmp_path / "chats.jsonl")
