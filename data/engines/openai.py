@@ -114,9 +114,10 @@ class ServerEngine:
         if model not in (None, self.model):
             remedy = "Serve the model of --target, and pass the name by which the server calls it."
             raise InputError("server.model", f"a reply by {model[:SHOWN_CHARS]!r}", repr(self.model), remedy)
-        if num_prompt not in (None, expected_prompt):
+        is_other = choice.get("prompt_token_ids") not in (None, row["prompt_ids"])
+        if is_other or num_prompt not in (None, expected_prompt):
             remedy = "Serve the same model and chat template as --target, or pass --server.dialect vllm."
-            found = f"{num_prompt} tokens at the server"
+            found = f"{num_prompt} tokens at the server{', other ones' if is_other else ''}"
             raise InputError(f"prompt {number}", found, f"{expected_prompt}, as here", remedy)
 
         message, limit, count = choice.get("message", {}), self.limit(row), usage.get("completion_tokens")

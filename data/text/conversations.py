@@ -395,11 +395,11 @@ def _content(turn: Mapping[str, Any]) -> Any:
     # OpenAI's content parts.
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         raise RowError("a turn holds something other than text")
-    # Parts of one turn are one text; servers write a tool's one below the other.
+    # As vLLM and llama.cpp join them for templates that read text; SGLang puts a blank between.
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise RowError("a part of a turn says it is text and has none")
-    return ("\n" if _role(turn) == "tool" else "").join(texts)
+    return "\n".join(texts)
 
 
 def _filled(value: Any, what: str) -> str:

@@ -50,6 +50,12 @@ LAYOUTS = [
     ("messages", {"conversations": HI}, HI),
     ("messages", {"messages": [{"role": "system", "content": ""}, *HI]}, HI),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, chat((USER, "Hi"))),
+    # vLLM: "\n".join(texts) in renderers/chat_utils.py.
+    (
+        "parts",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in ("Hi", "you")]}]},
+        chat((USER, "Hi\nyou")),
+    ),
     ("messages", {"prompt": chat((USER, "Hi")), "chosen": "x"}, chat((USER, "Hi"))),
     ("turns", {"question_id": 81, "category": "writing", "turns": ["Hi", "And now?"]}, chat((USER, "Hi"))),
     ("alpaca", {"instruction": "Sum", "input": "1 2", "output": "3"}, chat((USER, "Sum\n\n1 2"), (ASSISTANT, "3"))),

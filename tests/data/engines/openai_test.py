@@ -335,6 +335,10 @@ def test_a_reply_is_checked_against_vocabulary_limits_and_itself(engine, reply, 
     [
         ({"model": "huge"}, r"server\.model: found a reply by 'huge', expected 'tiny'"),
         ({"usage": {"prompt_tokens": 3}}, "prompt 3: found 3 tokens at the server"),
+        (
+            {"choices": [{**GOOD, "prompt_token_ids": [4, 6]}], "usage": {"prompt_tokens": 2}},
+            "prompt 3: found 2 tokens at the server, other ones, expected 2, as here",
+        ),
     ],
 )
 def test_another_model_or_template_ends_the_stage(engine, fields, what):
@@ -375,6 +379,10 @@ def test_tokens_behind_an_end_token_are_refused(chain, engine):
     choice = {"finish_reason": "length", "token_ids": [ids[0], engine.eos_ids[-1], *ids[1:]]}
     with pytest.raises(RowError, match=rf"tokens behind the end token {engine.eos_ids[-1]}, expected a server that st"):
         engine.read(3, PROMPT, {"choices": [choice]})
+    # A text that looks like another turn.
+    written = f"def{engine.tokenizer.decode(engine.eos_ids[-1])}add"
+    with pytest.raises(RowError, match="tokens behind the end token"):
+        engine.read(3, PROMPT, {"choices": [{"finish_reason": "stop", "message": {"content": written}}]})
     engine.settings = AnswerSettings(str(chain.target), SamplingParams(), 9, True, 0)
     assert not engine.read(3, PROMPT, {"choices": [choice]}).ended
 
