@@ -50,6 +50,7 @@ from draftsmith.data.text.template import (
     continued_thought,
     load_chat_tokenizer,
     not_shown,
+    part_separator,
     render,
     shows_date,
     supervised_ids,
@@ -142,7 +143,7 @@ def run(config: PromptsConfig) -> Path:
         return ShardContent(rows, dict(counts))
 
     ends = end_tokens(config.target) if config.supervised else ()
-    encoder = RowEncoder(sources, mapping, tokenizer, config, context, dated, ends)
+    encoder = RowEncoder(sources, mapping, tokenizer, config, context, dated, ends, part_separator(tokenizer))
     with in_processes(encoder, config.num_proc) as encode:
         run_stage(plan, make_shard)
     return config.output
@@ -246,7 +247,8 @@ def may_drop(error: RowError, config: PromptsConfig) -> bool:
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Makes rows of the artifact. dated: the date, for a template that shows it. ends: the target's end tokens."""
+    """Makes rows of the artifact. dated: the date, for a template that shows it. ends: the target's end tokens.
+    between: see `part_separator`."""
 
     sources: Sequence[RowSource]
     mapping: Mapping[str, str]
@@ -255,6 +257,7 @@ class RowEncoder:
     context: int | None
     dated: TemplateInputs
     ends: Collection[int]
+    between: str
 
     def __call__(self, place: Place) -> Encoded:
         try:
@@ -273,7 +276,7 @@ class RowEncoder:
         config, counts = self.config, Counter[str]()
         if config.source == SELF:
             return [open_prompt(row, self.tokenizer, self.dated)], counts
-        chat = read_chat(row, self.mapping)
+        chat = read_chat(row, self.mapping, self.between)
         task, inputs = row_label(row, self.mapping, "task"), {**chat.inputs, **self.dated}
         asked = open_turns(chat, config.turns)
         if config.supervised and config.turns == "all":

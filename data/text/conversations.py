@@ -176,8 +176,8 @@ def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape:
     raise RowError(found, "Map them: --columns prompt=NAME[,answer=NAME].")
 
 
-def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
-    """Read the chat of a row.
+def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str = "\n") -> Chat:
+    """Read the chat of a row. between: see `part_separator`.
 
     Answers may be empty, as where a call of a tool is all that is said: `check_answers` refuses them where they are
     read.
@@ -198,7 +198,8 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
     elif shape == "messages":
         # A system turn without text is common, and means none.
         turns, ignored = openai_turns(_listed(parse_json(row.get(column)), column))
-        spoken = [turn for turn in turns if not (_role(turn) == "system" and _content(turn) in (None, ""))]
+        turns = [_with_text(turn, between) for turn in turns]
+        spoken = [turn for turn in turns if not (_role(turn) == "system" and turn.get("content") in (None, ""))]
         messages = [_message(turn) for turn in spoken]
         if all(message["role"] == "user" for message in messages):
             # No recorded answers: the same as `turns`.
@@ -217,7 +218,7 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
     # The chat's own system message is nearer to it than a column.
     if system is not None:
         (first_turn,), unread = openai_turns([{"role": "system", "content": system}])
-        opening = _message(first_turn)
+        opening = _message(_with_text(first_turn, between))
         if messages and messages[0]["role"] == "system":
             ignored |= {"system"} if opening != messages[0] else set()
         else:
@@ -344,7 +345,7 @@ def _listed(turns: Any, column: str) -> list[Any]:
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Read a turn as a message, with what templates read beside its text."""
-    role, content = _role(turn), _content(turn)
+    role, content = _role(turn), turn.get("content")
     # A tool may print nothing, and an answer be a call.
     if role in ("assistant", "tool") and not _is_text(content) and isinstance(content, str | None):
         content = ""
@@ -388,18 +389,18 @@ def _role(turn: Any) -> str:
     return role
 
 
-def _content(turn: Mapping[str, Any]) -> Any:
-    content = turn.get("content")
+def _with_text(turn: Mapping[str, Any], between: str) -> Mapping[str, Any]:
+    """Return a turn whose content, if it is OpenAI's list of text parts, is one text."""
+    role, content = _role(turn), turn.get("content")
     if not isinstance(content, list):
-        return content
-    # OpenAI's content parts.
+        return turn
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         raise RowError("a turn holds something other than text")
-    # As vLLM and llama.cpp join them for templates that read text; SGLang puts a blank between.
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise RowError("a part of a turn says it is text and has none")
-    return "\n".join(texts)
+    # Servers write a tool's parts one below the other with any template.
+    return {**turn, "content": ("\n" if role == "tool" else between).join(texts)}
 
 
 def _filled(value: Any, what: str) -> str:

@@ -85,6 +85,20 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
     return tokenizer
 
 
+def part_separator(tokenizer: Any) -> str:
+    """Return what stands between text parts of a message: what the template writes there, if it reads lists of parts;
+    else a line break, as vLLM and llama.cpp join them."""
+    first, second = (said["content"] for said in PROBE[::2])
+    parts = [{"type": "text", "text": text} for text in (first, second)]
+    with contextlib.suppress(RowError):
+        behind = render(tokenizer, [{"role": "user", "content": parts}]).partition(first)[2]
+        between, found, _ = behind.partition(second)
+        # A template that reads texts may print the list as Python writes it.
+        if found and not between.strip():
+            return between
+    return "\n"
+
+
 def context_length(target: str) -> int:
     """Return the most positions that the target can read, as its loader decides."""
     return max_position(text_settings(target))

@@ -22,6 +22,7 @@ from draftsmith.data.text.template import (
     TemplateInputs,
     follow_answer,
     load_chat_tokenizer,
+    part_separator,
     prompt_ids,
 )
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
@@ -157,6 +158,7 @@ def chat_prompts(source: str, target: str, split: str | None, turns: Turns, keep
     """Yield prompts of a file or data set of chats."""
     opened, tokenizer = open_source(source, split), load_chat_tokenizer(target)
     tokenizer.deprecation_warnings[LONG_TEXT] = True
+    between = part_separator(tokenizer)
     for number in range(len(opened)):
         with row_errors(opened.where(number)):
             raw = opened.row(number)
@@ -164,7 +166,7 @@ def chat_prompts(source: str, target: str, split: str | None, turns: Turns, keep
             # Only the rows that are kept apply the template, which takes most of the time.
             if not keep(task, (split or "") if opened.split_taken else row_split):
                 continue
-            chat = read_chat(raw, {})
+            chat = read_chat(raw, {}, between)
             asked = open_turns(chat, turns)
         for turn in asked:
             with row_errors(opened.where(number)):

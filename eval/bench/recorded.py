@@ -16,7 +16,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.conversations import check_answers, read_chat, row_label, up_to_last
 from draftsmith.data.text.sources import open_source
-from draftsmith.data.text.template import answered_ids, load_chat_tokenizer
+from draftsmith.data.text.template import answered_ids, load_chat_tokenizer, part_separator
 from draftsmith.eval.bench.kinds import PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import row_errors
 from draftsmith.eval.settings import BenchConfig
@@ -93,10 +93,11 @@ def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingPara
         rows = list(Rows(manifest.directory, manifest, columns, config.limit, vocabulary_size(config.target)).iterate())
     else:
         opened, chat_tokenizer = open_source(str(path)), load_chat_tokenizer(config.target)
+        between = part_separator(chat_tokenizer)
         for number in range(min(len(opened), config.limit or len(opened))):
             with row_errors(opened.where(number), "a conversation that ends with the target's answer"):
                 raw = opened.row(number)
-                chat = read_chat(raw, {})
+                chat = read_chat(raw, {}, between)
                 messages = up_to_last("assistant", chat.messages)
                 check_answers(messages)
                 ids, mask = answered_ids(chat_tokenizer, messages, chat.inputs, ends)

@@ -264,6 +264,22 @@ def test_all_that_the_assistant_says_is_learned_and_nothing_else(family, targets
         assert [learned(tokenizer, row) for row in rows] == [[part] for part in ALONE[family][1:]]
 
 
+# For which vLLM's `_detect_content_format` answers openai: the template gets the list itself.
+LISTS = {"gemma-4", "glm-4.6", "granite-4.0", "kimi-k2", "minimax-m2", "qwen3.5"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_parts_are_joined_as_vllm_joins_them(family, targets, tmp_path):
+    """By the template, if it reads lists, else by line breaks."""
+    target, tokenizer = targets(family)
+    parts = [{"type": "text", "text": text} for text in ("Go", "now?")]
+    asked = {"messages": [{"role": "user", "content": parts}], "tools": TOOLS}
+    (row,), _ = prompts_of(target, asked, tmp_path / "parts")
+    served = [{"role": "user", "content": parts if family in LISTS else "Go\nnow?"}]
+    options = {"tools": TOOLS, "add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    assert row["prompt_ids"] == tokenizer.apply_chat_template(served, **options)["input_ids"]
+
+
 BARE = {
     "qwen3": '<tool_call>\n{"name": "sky", "arguments": {}}\n</tool_call><|im_end|>',
     "qwen3.5": "<tool_call>\n<function=sky>\n</function>\n</tool_call><|im_end|>",
