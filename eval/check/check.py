@@ -175,7 +175,7 @@ def check_head(
         if record["kind"] != format.kind:
             report.problems.append(Problem(RECORD, f"this was exported as {record['format']}"))
         else:
-            report.problems += differences(record["config"], record["tensors"], theirs, types=record.get("types", ()))
+            report.problems += differences(record["config"], record["tensors"], theirs, types=record["types"])
         other = "is another than the model that the head was trained for"
         differing = against_model(record, source.drafter.identity)
         report.problems += [Problem(f"the model's {key}", other) for key in differing]

@@ -47,7 +47,7 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     path = Path(directory) / RECORD
     if not path.exists():
         return None
-    shape = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict, "types?": [str]}
+    shape = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict, "types": [str]}
     return read_object(path, shape, "Export the head again.")
 
 

@@ -140,8 +140,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
     read_back = format.read(head_package(directory, format.name), source.facts)
     record = {"format": format.name, "kind": format.kind, "head": origin, "config": asdict(read_back.config)}
-    tensors = {"tensors": hashes_of(read_back.state), "types": types_of(read_back.state.values())}
-    write_json(directory / RECORD, {**record, **tensors, **made_with()})
+    record |= {"tensors": hashes_of(read_back.state), "types": types_of(read_back.state.values())}
+    write_json(directory / RECORD, {**record, **made_with()})
     report = check_head(directory, format, source, build_head(format.kind, head.config, state))
 
     # Command and card.
