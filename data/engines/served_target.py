@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.openai import ServerEngine
-from draftsmith.data.engines.vllm_states import ServedStates, check_vocabulary, prove_teacher
+from draftsmith.data.engines.vllm_states import ServedStates, check_log_probs, prove_teacher
 from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.text.template import RowError
@@ -115,7 +115,6 @@ class ServedLM(OuterLM):
         asked = most if some else self.info.vocab_size
         try:
             places = self._states.log_probs(text, most if some else -1)[first - 1 :]
-            check_vocabulary(places, self.info.vocab_size)
             if (least := min(map(len, places))) < asked:
                 found, remedy = f"{least:,} log-probabilities of a token", "Serve with a larger --max-logprobs."
                 raise InputError("target_server", found, f"{asked:,}, as asked for", remedy)
@@ -125,6 +124,7 @@ class ServedLM(OuterLM):
             log_note(f"the server gives less than {most:,} log-probabilities (--max-logprobs): {TOP} are asked for")
             self._most = TOP
             return self.log_probs(text, first, params)
+        check_log_probs(places, self.info.vocab_size)
         logits = torch.full((len(places), self.info.vocab_size), -math.inf, dtype=torch.float64)
         known = torch.zeros_like(logits, dtype=torch.bool)
         for row, (place, own) in enumerate(zip(places, text[first:], strict=True)):

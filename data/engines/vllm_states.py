@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import shutil
 import tempfile
 import threading
@@ -398,12 +399,21 @@ def log_probs_of(reply: Any, row: Sequence[int]) -> LogProbs:
     return found
 
 
-def check_vocabulary(log_probs: LogProbs, vocab_size: int) -> None:
-    """Raise InputError if a server gives log-probabilities of other tokens than the target's."""
+def check_log_probs(log_probs: LogProbs, vocab_size: int) -> None:
+    """Raise InputError if a server gives log-probabilities of other tokens than the target's, or numbers that are none,
+    such as logits."""
     tokens = set[int]().union(*log_probs)
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         found = f"log-probabilities of tokens {min(tokens)} to {max(tokens)}"
         raise InputError("server", found, f"0 to {vocab_size - 1} at most", "Serve the model of --target.")
+    for number, given in enumerate(log_probs, 1):
+        # No other token is likelier than the most probable ones, of which the text's own need not be one.
+        own = sorted(map(math.exp, given.values()), reverse=True)
+        most = sum(own) + (vocab_size - len(own)) * own[-2:][0]
+        if sum(own) > 1 + ROUNDING or most < 1 - ROUNDING:
+            found = f"{len(own)} of {vocab_size} probabilities at token {number} with a sum of {sum(own):.3g}"
+            remedy = "Serve with --logprobs-mode raw_logprobs, vLLM's default."
+            raise InputError("server", found, "log-probabilities, of 1 in all", remedy)
 
 
 def norm_words(readout: Readout | None) -> dict[str, Any]:
@@ -429,7 +439,7 @@ def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Seque
 
     def proved(readouts: Iterable[Readout]) -> Proof:
         stored, log_probs = source.read_with_log_probs(row)
-        check_vocabulary(log_probs, outer.info.vocab_size)
+        check_log_probs(log_probs, outer.info.vocab_size)
         states = decode(stored)[places, -outer.info.hidden_size :].to(outer.device)  # [N, H]
 
         @functools.cache

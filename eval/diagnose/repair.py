@@ -93,6 +93,9 @@ def search(
         if best is None and not corrections and first.value < STRONG:
             variants = [variants[0], *pairs_of(variants[1:], variants_of)]
             best, measured = best_of(variants, target, rows)
+            # Among so many readings of a head that is weak, and right, one drafts a little better.
+            if best is not None and Share.of(measured, best, 1).value < STRONG:
+                best = None
         if best is None:
             break
         chosen = variants[best]

@@ -59,6 +59,8 @@ PLAIN_VALUES = {"expert_count": 0, "expert_used_count": 0, "attention.causal": T
 GPT2_SPLITS = ("gpt-2", "mpt", "olmo", "jais", "phi-2", "smollm", "starcoder", "refact", "command-r", "codeshell")
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 LEAST_BYTES = (24, 13)  # of a tensor's and of a setting's entry in the file
+LEAST_ITEM = 8  # bytes of a text, or of an array inside one
+MOST_ITEMS = 2**22  # of an array: ten times the merges of a large vocabulary
 REMEDY = "Use a GGUF file of Llama, Mistral, Qwen2 or Qwen3, or the model's transformers directory."
 
 
@@ -176,7 +178,9 @@ def bounded_reader(file: Path) -> Any:
     Its own class goes on behind the end: an array of 2^62 numbers would take as many rounds, and memory for each.
     """
 
-    class BoundedReader(gguf_package().GGUFReader):  # type: ignore[misc]
+    gguf = gguf_package()
+
+    class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             numbers = super()._get(offset, dtype, min(int(count), len(self.data)), *order, **named)
@@ -185,6 +189,15 @@ def bounded_reader(file: Path) -> Any:
             if end > len(self.data):
                 raise EOFError(f"entries of {end:,} bytes in {len(self.data):,}")
             return numbers
+
+        def _get_field_parts(self, offset: int, kind: int) -> Any:
+            if kind == gguf.GGUFValueType.ARRAY:
+                (item,), (count,) = self._get(offset, np.uint32), self._get(offset + 4, np.uint64)
+                number = self.gguf_scalar_to_np.get(gguf.GGUFValueType(item))
+                size = int(count) * (LEAST_ITEM if number is None else np.dtype(number).itemsize)
+                if size > len(self.data) - offset or count > MOST_ITEMS:
+                    raise EOFError(f"an array of {count:,} items in {len(self.data):,} bytes")
+            return super()._get_field_parts(offset, kind)
 
     return BoundedReader(file)
 
@@ -202,6 +215,8 @@ def read_gguf_head(file: Path) -> Package:
     kind = metadata.get("general.architecture")
     if kind not in HEADS:
         raise InputError(str(file), f"GGUF of {kind}", f"a head's: {' or '.join(HEADS)}", "Check the path.")
+    if not found:
+        raise InputError(str(file), "GGUF without tensors", "a head's weights", "Fetch the file again.")
     tensors = {name: (tensor.tensor_type.name, read_tensor(tensor)) for name, tensor in found.items()}
     stored = {
         name: values if kind in INTEGERS else values.to(STORED.get(kind, torch.float32))

@@ -39,12 +39,19 @@ def read_facts(directory: Path) -> tuple[dict[str, Any], TargetFacts]:
     return raw, TargetFacts(raw)
 
 
+def module_files(directory: Path) -> list[Path]:
+    """Return the files that may hold an MTP module: without an index vLLM reads every one beside the target's, too."""
+    files = checkpoint_files(directory)
+    beside = [] if (directory / INDEX).exists() else sorted({*directory.glob("*mtp*.safetensors")} - {*files})
+    return [*files, *beside]
+
+
 def ships_mtp(directory: Path) -> bool:
     """Return whether a checkpoint holds an MTP module of a family that is known here."""
     facts = TargetFacts(read_model_json(directory / "config.json", CONFIG))
     if facts.family not in FAMILIES:
         return False
-    for file in checkpoint_files(directory):
+    for file in module_files(directory):
         with open_tensors(file, REMEDY) as opened:
             if FAMILIES[facts.family].own(opened.keys(), facts.num_layers or 0):
                 return True
@@ -60,7 +67,7 @@ def mtp_state(directory: Path) -> dict[str, Tensor]:
     """
     facts = read_facts(directory)[1]
     family, tensors, others = mtp_family(facts.family), dict[str, Tensor](), list[str]()
-    for file in checkpoint_files(directory):
+    for file in module_files(directory):
         with open_tensors(file, REMEDY) as opened:
             tensors |= {name: opened.get_tensor(name) for name in family.own(opened.keys(), facts.num_layers or 0)}
             others += [name for name in opened.keys() if ".mtp." in f".{name}"]  # noqa: SIM118 (it is no mapping)

@@ -19,6 +19,7 @@ from worlds import tiny_llama_dir
 from draftsmith.data import prompts, responses
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
+from draftsmith.eval.diagnose import repair
 from draftsmith.eval.diagnose.diagnosis import template
 from draftsmith.eval.diagnose.drafts import agreed
 from draftsmith.eval.settings import DiagnoseConfig
@@ -333,6 +334,19 @@ def test_repair_returns_the_code_of_an_export_that_differs(world, sound, tmp_pat
 def test_repair_of_a_weak_head_says_that_it_is_weak(world, tmp_path, capsys):
     code, found = repaired(world, trained_head(world, tmp_path / "run", 8, ttt_steps=2, **WHOLE), tmp_path / "out")
     assert (code, found) == (1, None) and "a weak head" in capsys.readouterr().out
+
+
+def test_of_a_weak_head_two_changes_at_once_are_no_mistake(world, tmp_path, capsys, monkeypatch):
+    """Of so many readings one drafts better by chance, since the tokens of an answer are no independent draws."""
+    true, calls = repair.best_of, list[int]()
+
+    def lucky(variants, target, rows):
+        calls.append(len(variants))
+        return (None if len(calls) == 1 else 1), true(variants, target, rows)[1]
+
+    monkeypatch.setattr(repair, "best_of", lucky)
+    code, found = repaired(world, trained_head(world, tmp_path / "run", 8, ttt_steps=2, **WHOLE), tmp_path / "out")
+    assert len(calls) == 2 and (code, found) == (1, None) and "WRONG" not in capsys.readouterr().out
 
 
 def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp_path):

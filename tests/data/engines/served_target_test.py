@@ -61,6 +61,10 @@ def places(change: Callable[[Any, int], Any], first: int = 1) -> Callable[[Reply
     return edit
 
 
+def shifted(place: Any, nats: float) -> Any:
+    return {token: {"logprob": value["logprob"] + nats} for token, value in place.items()}
+
+
 def whole(change: Callable[[Reply], Any]) -> Callable[[Reply, list[int], int], None]:
     """Change the reply."""
     return lambda reply, text, top: change(reply)
@@ -78,6 +82,9 @@ UNREADABLE: dict[str, tuple[Callable[[Reply, list[int], int], None], str]] = {
     "ids with a word": (places(lambda place, own: {f"token_id:{key}": place[key] for key in place}), "token 1 of 6"),
     "NaN": (places(lambda place, own: {**place, str(own): {"logprob": math.nan}}, first=5), "token 6 of 6"),
     "more than 1": (places(lambda place, own: {**place, str(own): {"logprob": 0.02}}, first=5), "token 6 of 6"),
+    # Of 60 tokens: more than 1 in all, and so little that the 20 likeliest are not the likeliest.
+    "above their sum": (places(lambda place, own: shifted(place, 0.05)), "with a sum of 1.05, expected log-prob"),
+    "logits": (places(lambda place, own: shifted(place, -2.0)), "with a sum of 0.135, expected log-prob"),
     "another token": (places(lambda place, own: {"2": {"logprob": -1.0}}, first=5), "token 6 of 6"),
     "beyond the vocabulary": (places(lambda place, own: {**place, "60": {"logprob": -9.0}}), "to 60, expected 0 to 59"),
     "a negative id": (places(lambda place, own: {**place, "-1": {"logprob": -9.0}}), "of tokens -1 to"),

@@ -117,15 +117,23 @@ def test_a_record_of_another_form_is_none(tmp_path, record):
     assert quantization(tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", ["array", "text", "key", "tensors", "settings"])
+def test_a_heads_file_without_tensors_is_named_as_such(tmp_path):
+    write_gguf(tmp_path / "head.gguf", "eagle3", {}, {})
+    with pytest.raises(InputError, match="GGUF without tensors, expected a head's weights"):
+        read_gguf_head(tmp_path / "head.gguf")
+
+
+@pytest.mark.parametrize("kind", ["array", "arrays", "text", "key", "tensors", "settings"])
 def test_counts_beyond_the_files_end_are_refused_at_once(tmp_path, kind):
     """Files as the specification of GGUF lays them out; the package's own reader would run for years."""
-    file, key = tmp_path / "model.gguf", struct.pack("<Q1sI", 1, b"a", 9 if kind == "array" else 8)
-    value = {"array": struct.pack("<IQ", 5, 2**62), "text": struct.pack("<Q", 2**62)}.get(kind, b"")
+    file, key = tmp_path / "model.gguf", struct.pack("<Q1sI", 1, b"a", 9 if "array" in kind else 8)
+    arrays = {"array": struct.pack("<IQ", 5, 2**62), "arrays": struct.pack("<IQ", 9, 2**62)}
+    value = {**arrays, "text": struct.pack("<Q", 2**62)}.get(kind, b"")
     counts = {"tensors": (10**8, 0), "settings": (0, 2**62)}.get(kind, (0, 1))
     entry = struct.pack("<Q", 2**63) if kind == "key" else key + value
     file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts) + entry + bytes(4096))
-    with pytest.raises(InputError, match=r"EOFError: entries of [\d,]+ bytes in 4,1\d\d\).*a whole GGUF file"):
+    said = r"an array of 4,611,[\d,]+ items" if "array" in kind else r"entries of [\d,]+ bytes"
+    with pytest.raises(InputError, match=rf"EOFError: {said} in 4,1\d\d.*a whole GGUF file"):
         open_gguf(file)
     with pytest.raises(InputError, match="whole GGUF file"):
         read_gguf_head(file)

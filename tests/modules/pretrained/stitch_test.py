@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 
 from draftsmith.modules.pretrained import stitch as stitching
 from draftsmith.modules.pretrained.files import whole_directory
-from draftsmith.modules.pretrained.stitch import mtp_state, stitch
+from draftsmith.modules.pretrained.stitch import mtp_state, ships_mtp, stitch
 from draftsmith.modules.types import InputError
 
 SHORT = {"mimo_v2_flash": {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}}
@@ -181,6 +181,16 @@ def test_transformers_loads_the_module_of_a_copy(model_type, tmp_path, monkeypat
     names = {"norm.weight": "post_norm.weight"}
     theirs = {names.get(name, name.replace("layer.", "mtp_block.", 1)): tensor for name, tensor in state.items()}
     assert_equal(dict(module.state_dict()), theirs)
+
+
+def test_a_module_in_a_file_that_no_index_names_is_read_as_vllm_reads_it(tmp_path):
+    model = target_of("qwen3_5_text")
+    checkpoint(tmp_path, model)
+    assert not ships_mtp(tmp_path) and not mtp_state(tmp_path)
+    state = random_state(model, 1)
+    save_file(by_file("qwen3_5_text", state), tmp_path / "mtp.safetensors", {"format": "pt"})
+    assert ships_mtp(tmp_path)
+    assert_equal(mtp_state(tmp_path), state)
 
 
 @pytest.mark.parametrize("own", [False, True])
