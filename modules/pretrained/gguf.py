@@ -178,9 +178,9 @@ def bounded_reader(file: Path) -> Any:
     Its own class goes on behind the end: an array of 2^62 numbers would take as many rounds, and memory for each.
     """
 
-    gguf = gguf_package()
+    types = gguf_package().GGUFValueType
 
-    class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
+    class BoundedReader(gguf_package().GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             numbers = super()._get(offset, dtype, min(int(count), len(self.data)), *order, **named)
@@ -191,9 +191,9 @@ def bounded_reader(file: Path) -> Any:
             return numbers
 
         def _get_field_parts(self, offset: int, kind: int) -> Any:
-            if kind == gguf.GGUFValueType.ARRAY:
+            if kind == types.ARRAY:
                 (item,), (count,) = self._get(offset, np.uint32), self._get(offset + 4, np.uint64)
-                number = self.gguf_scalar_to_np.get(gguf.GGUFValueType(item))
+                number = self.gguf_scalar_to_np.get(types(item))
                 size = int(count) * (LEAST_ITEM if number is None else np.dtype(number).itemsize)
                 if size > len(self.data) - offset or count > MOST_ITEMS:
                     raise EOFError(f"an array of {count:,} items in {len(self.data):,} bytes")
