@@ -201,7 +201,7 @@ def test_a_file_may_change_another_one(tmp_path):
         ("stages: [{title: A, run: 'decode {who}'}]", [], "found 'decode'|found '{who}'"),
         ("stages: [{title: A, run: 'data x'}]", [], "data x"),
         ("stages: [{title: A, run: 'run demo'}]", [], "run demo"),
-        ("stages: [{title: A, run: 'data prompts --limit x'}]", [], "no --source"),
+        ("stages: [{title: A, run: 'data prompts --limit x'}]", [], "value for --limit"),
         ("stages: [{title: A, program: no-such-program x}]", [], "A: found no program 'no-such-program x'"),
         ("stages: [{title: A, program: x, when: yes}]", [], "when: found 'yes', expected A == B or A != B"),
         ("stages: [{title: A, run: 'decode {output.foo}'}]", [], "found '{output.foo}'"),

@@ -117,7 +117,8 @@ def test_the_command_prints_a_table_that_fits_and_its_numbers(artifacts, capsys,
     assert plan["memories"]["zero-2"]["libraries"] > 0
 
 
-def test_without_data_a_plan_states_its_assumption(artifacts, tmp_path, capsys):
+def test_without_data_a_plan_states_its_assumption(artifacts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     words = ["--target", str(artifacts.target), "--data", str(tmp_path / "none"), "--plan-samples", "1000"]
     words += ["--plan-length", "100", "--batch-size", "10", "--epochs", "1", "--output", str(tmp_path / "head")]
     assert main(["train", "eagle", "--plan", *words]) == 0
