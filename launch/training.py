@@ -22,7 +22,7 @@ DIAGNOSED = 64
 LEAST_STEPS = 20
 
 
-# Of each recipe's settings those that a CPU changes; whoever gives one of a line chooses the whole line.
+# Settings that the CPU recipe changes. A user who passes one of a line gets the defaults for the rest of that line.
 FOLLOWED = (
     ("ttt_steps", "ttt_steps_after"),
     ("normalizer",),

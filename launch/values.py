@@ -32,7 +32,7 @@ def plain_tokens(argument: Argument) -> list[Token]:
     """
     tokens = argument.tokens
     if argument.name.lstrip("-") not in TEXTS:
-        # A shell names the home directory, though not behind `--output=`; in YAML and Python nobody does.
+        # Shells expand `~`, but not in `--output=~/runs`; YAML and Python do not.
         tokens = [
             token.evolve(value=str(Path.home() / rest)) if start in ("~", "$HOME", "${HOME}") and slash else token
             for token in tokens

@@ -87,7 +87,7 @@ class CheckReport:
 
     @property
     def unclear(self) -> list[Measure]:
-        """What was measured and tells nothing: a weak head's drafts, and other readings that draft as well."""
+        """Inconclusive measures: those of a weak head, and of other readings that draft as well."""
         return [measure for measure in self.measures if measure.passed is None]
 
     @property

@@ -62,7 +62,7 @@ def mtp_state(directory: Path) -> dict[str, Tensor]:
     """Read a checkpoint's own MTP module, by the names of `MtpFamily.from_file`; empty if it has none.
 
     Raises:
-        InputError: the target's family has none that is known here, the checkpoint is quantized, or the module has
+        InputError: the target's family has no known module, the checkpoint is quantized, or the module has
             other names.
     """
     facts = read_facts(directory)[1]

@@ -150,7 +150,7 @@ def _attention(text: Mapping[str, Any], sizes: Mapping[str, Any], reasons: list[
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer keeps of a text. full: keys and values of all of it. linear: a state of fixed size."""
+    """State that a layer caches. full: keys and values of the whole text. linear: a state of fixed size."""
 
     full: bool
     linear: bool

@@ -337,7 +337,7 @@ def test_repair_of_a_weak_head_says_that_it_is_weak(world, tmp_path, capsys):
 
 
 def test_of_a_weak_head_two_changes_at_once_are_no_mistake(world, tmp_path, capsys, monkeypatch):
-    """Of so many readings one drafts better by chance, since the tokens of an answer are no independent draws."""
+    """With many readings, one drafts better by chance: the tokens of an answer are not independent."""
     true, calls = repair.best_of, list[int]()
 
     def lucky(variants, target, rows):

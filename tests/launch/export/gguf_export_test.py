@@ -79,7 +79,7 @@ def test_what_gguf_cannot_hold_is_refused(head, target, tmp_path):
 
 
 def test_a_wrapped_targets_tokenizer_has_the_vocabulary_of_its_text(target, tmp_path):
-    """Of targets that also see, the sizes stand below `text_config`, and some files leave out what their family has."""
+    """Multimodal targets state sizes in `text_config`, and may leave out the defaults of their family."""
     wrapped = Path(shutil.copytree(target, tmp_path / "wrapped"))
     text = json.loads((wrapped / "config.json").read_text()) | {"model_type": "gemma3_text"}
     for size in (text.pop("vocab_size"), 262_208):
