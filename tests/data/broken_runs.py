@@ -30,16 +30,17 @@ def die_at(file_name: str, moment: str) -> None:
     publish = files.publish
 
     def deadly(temporary: Path, path: Path) -> None:
-        if path.name == file_name and moment == "before":
+        if path.name != file_name:
+            return publish(temporary, path)
+        if path.name.startswith("shard-"):
             # Shards are written side by side: the one before has to be whole.
-            number = int(name[6:11]) if (name := path.name).startswith("shard-") else 0
-            before = path.with_name(f"shard-{number - int(os.environ['WORLD_SIZE']):05d}.done.json")
-            while number >= int(os.environ["WORLD_SIZE"]) and not before.exists():
+            number, ranks = int(path.name[6:11]), int(os.environ["WORLD_SIZE"])
+            before = path.with_name(f"shard-{number - ranks:05d}.done.json")
+            while number >= ranks and not before.exists():
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        publish(temporary, path)
-        if path.name == file_name:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if moment == "after":
+            publish(temporary, path)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     files.publish = deadly
 
