@@ -1,13 +1,15 @@
 """Stage `data acceptance`: label tokens that a drafter proposes along the target's text with their acceptance.
 
-Labels `mix` are SpecDec++'s (Huang et al. 2024, section 3.3), one drafted token at every position of an answer: the
-draft reads prompt and response X (teacher forcing) and proposes Y_j ~ q(. | x, X_<j), which the target accepts with
-P_j = min(1, p(Y_j) / q(Y_j)). Labels `rollout` are of whole drafts, as the decoder makes them (data/labels.py).
-Labels hold only for the sampling settings that they were made with, which the manifest records.
+A draft model's labels are SpecDec++'s (Huang et al. 2024, section 3.3), one drafted token at every position of an
+answer: the draft reads prompt and response X (teacher forcing) and proposes Y_j ~ q(. | x, X_<j), which the target
+accepts with P_j = min(1, p(Y_j) / q(Y_j)). A trained head has no states along a text that the target alone wrote: its
+labels are of whole drafts, as the decoder makes them (data/labels.py). Labels hold only for the sampling settings that
+they were made with, which the manifest records.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from draftsmith.data.engines.own import set_threads
@@ -29,11 +31,13 @@ def run(config: AcceptanceConfig) -> Path:
     """Write the artifact `acceptance` or `rollouts` and return its directory."""
     set_threads(config.num_threads)
 
-    def load(path: str) -> CausalLM:
-        # Rollouts read branches in the way of decoding, for which weights are packed.
-        return load_lm(path, **config.loading, packed=config.labels == "rollout")
+    drafts = kind_at(config.draft) is not None
 
-    if kind_at(config.draft) is None:
+    def load(path: str) -> CausalLM:
+        # Drafts are read in the way of decoding, for which weights are packed.
+        return load_lm(path, **config.loading, packed=drafts)
+
+    if not drafts:
         check_same_tokenizer(config.target, config.draft)
     target = load(config.target)
     drafter = load_drafter(config.draft, lambda: target, load)
@@ -44,21 +48,16 @@ def run(config: AcceptanceConfig) -> Path:
 
     # Label with the settings of the responses, unless others are given.
     sampling = config.sampling(manifest.sampling or {})
-    temperatures = [params.temperature for params in sampling]
     labels = labels_of(config, sampling, target, drafter)
     plan = StagePlan(
-        kind="rollouts" if config.labels == "rollout" else "acceptance",
+        kind="rollouts" if drafts else "acceptance",
         stage="data acceptance",
         config=config,
         num_rows=len(rows),
-        fields=ROLLOUT_FIELDS if config.labels == "rollout" else MIXED_FIELDS,
+        fields=ROLLOUT_FIELDS if drafts else MIXED_FIELDS,
         inputs={"responses": manifest.digest},
         identity={**manifest.identity, "target": target.info.identity, "draft": drafter.identity},
-        sampling={
-            "temperature": temperatures if len(temperatures) > 1 else temperatures[0],
-            "top_k": sampling[0].top_k,
-            "top_p": sampling[0].top_p,
-        },
+        sampling=dataclasses.asdict(sampling),
         seed=config.seed,
     )
     run_stage(plan, lambda shard, advance: labels.label_shard(rows, shard, advance))
@@ -66,7 +65,7 @@ def run(config: AcceptanceConfig) -> Path:
 
 
 def labels_of(
-    config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], target: CausalLM, drafter: FrozenDrafter
+    config: AcceptanceConfig, params: SamplingParams, target: CausalLM, drafter: FrozenDrafter
 ) -> MixedTextLabels | Rollouts:
     """Build the labeller.
 
@@ -76,13 +75,9 @@ def labels_of(
     if drafter.head is None:
         # Labels compare p and q, which must be distributions over the same tokens.
         drafter.lm.fit_vocabulary(target.info.vocab_size)
-    if config.labels == "mix":
-        if drafter.head is not None:
-            # It has no states along a text that the target alone wrote.
-            raise InputError("draft", f"{config.draft}, a head", "a language model", "Pass --labels rollout.")
-        return MixedTextLabels(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
+        return MixedTextLabels(target, drafter.lm, params, config.batch_size, config.chunk, config.seed)
     # A draft must fit into both contexts.
     context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
-    return Rollouts(target, drafter, config.depth, config.stride, sampling, config.chunk, config.seed, context)
+    return Rollouts(target, drafter, config.depth, config.stride, params, config.chunk, config.seed, context)

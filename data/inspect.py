@@ -91,12 +91,9 @@ def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
         facts |= {} if grams is None else {"distinct 4-grams": f"{grams:.2f}, each answer for itself"}
     facts["bytes"] = f"{sum(entry.bytes for entry in manifest.files):,}, sizes right, and hashes of what is read"
 
-    def plain(value: Any) -> str:
-        values = value if isinstance(value, list) else [value]
-        return ", ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
-
     for name, value in {"sampling": manifest.sampling or {}, **manifest.identity}.items():
-        parts = [f"{key} {plain(one)}" for key, one in value.items()] if isinstance(value, dict) else [str(value)]
+        items = value.items() if isinstance(value, dict) else [("", value)]
+        parts = [f"{key} {one:g}" if isinstance(one, float) else f"{key} {one}".strip() for key, one in items]
         facts |= {name: ", ".join(parts)} if parts else {}
     return {**facts, "made by": manifest.command}
 
@@ -179,9 +176,8 @@ def print_drafts(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
         for token, prob in zip(row["draft_ids"][tokens], probs, strict=True):
             drafted.append(repr(tokenizer.decode([token]))[1:-1], style=band(prob))
         target_text = Text(repr(tokenizer.decode(ids[start : start + depth]))[1:-1])
-        temperature = f"{row['temperature'][number]:g}"
-        cells.append((start, temperature, target_text, drafted, " ".join(f"{prob:.2f}" for prob in probs)))
-    print_table(table_from_cells("drafts", ("start", "temperature", "target X", "draft Y", "P of each"), cells))
+        cells.append((start, target_text, drafted, " ".join(f"{prob:.2f}" for prob in probs)))
+    print_table(table_from_cells("drafts", ("start", "target X", "draft Y", "P of each"), cells))
     # Means weigh a token by the probability that a round reaches it.
     weights, probs = (np.array(row[name]).reshape(-1, depth) for name in ("reached", "accept_prob"))
     accepted, verified = (weights * probs).sum(0), weights.sum(0)

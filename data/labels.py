@@ -1,9 +1,8 @@
 """Labellers of `data acceptance`: one drafted token at every position of an answer, or whole drafts from some of them.
 
 Whole drafts are made as the decoder makes them: from every `stride`-th token of an answer the drafter drafts K tokens,
-and the target, which reads them all in one pass, gives each its acceptance probability: P = min(1, p/q) for sampled
-drafts, agreement with its argmax for greedy ones. Drafts go on behind a rejected token; `reached` is the probability
-that a round verifies the token.
+and the target, which reads them all in one pass, gives each its acceptance probability. Drafts go on behind a rejected
+token; `reached` is the probability that a round verifies the token.
 """
 
 from __future__ import annotations
@@ -20,24 +19,22 @@ from torch import Tensor
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths, length_batches, pad_right
 from draftsmith.data.responses import TEXT_FIELDS
-from draftsmith.data.store.datasets import DRAFT_COLUMNS
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
 from draftsmith.data.text.answers import spans
-from draftsmith.modules.acceptance.repeats import repeat_scores
-from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.drafters.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.finite import NO_TOKEN, NonFinite, first_broken, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
-from draftsmith.modules.sampling import draw_rows, probabilities, row_probabilities
+from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
+LABELS = ("log_p", "log_q", "accept_prob", "overlap")
 MIXED_FIELDS = (
     *TEXT_FIELDS,
     Field("draft_ids", "list<int32>", ("R",)),
-    *(Field(name, "list<float32>", ("R",)) for name in ("log_p", "log_q", "accept_prob", "overlap")),
+    *(Field(name, "list<float32>", ("R",)) for name in LABELS),
     Field("task", "string"),
 )
 # Lists of drafted tokens, draft after draft: token i of a list has depth i % K + 1 in draft i // K.
@@ -45,10 +42,45 @@ ROLLOUT_FIELDS = (
     *TEXT_FIELDS,
     Field("task", "string"),
     Field("starts", "list<int32>", ("S",)),
-    Field("temperature", "list<float32>", ("S",)),
     Field("draft_ids", "list<int32>", ("S*K",)),
-    *(Field(name, "list<float32>", ("S*K",)) for name in DRAFT_COLUMNS),
+    *(Field(name, "list<float32>", ("S*K",)) for name in (*LABELS, "reached")),
 )
+
+
+def label_tokens(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    params: SamplingParams,
+    tokens: Tensor | None = None,
+    uniforms: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Label drafted tokens [N] by logits [N, V] of the target and of the draft, p and q.
+
+    tokens: those that were drafted; None takes Y ~ q, drawn with uniforms [N] in [0, 1).
+
+    Returns draft_ids [N] int64 (NO_TOKEN where q has a NaN) and, in float32 [N], log_p and log_q of Y (-inf where p is
+    0), accept_prob, the probability that the target accepts Y, min(1, p/q), and overlap, sum_v min(p, q), its
+    expectation over q.
+
+    Greedy distributions are one-hot and say nothing about confidence: then Y is the draft's argmax, accept_prob and
+    overlap are 1 if it is the target's too, else 0, and log_p and log_q are those at temperature 1.
+    """
+    p, q = (
+        probabilities(logits, SamplingParams(1.0) if params.greedy else params)
+        for logits in (target_logits, draft_logits)
+    )  # [N, V]
+    if tokens is None:
+        assert uniforms is not None or params.greedy
+        tokens = best_tokens(draft_logits) if uniforms is None or params.greedy else draw_rows(q, uniforms)
+    p_drafted, q_drafted = (prob.gather(-1, tokens.clamp_min(0)[:, None])[:, 0] for prob in (p, q))
+    if params.greedy:
+        accept_prob = overlap = (best_tokens(target_logits) == tokens).to(p.dtype)
+    else:
+        # Here q > 0: a token of probability zero is never drawn.
+        accept_prob = (p_drafted / q_drafted).clamp(max=1.0)
+        overlap = torch.minimum(p, q).sum(-1).clamp(max=1.0)
+    labels = {"log_p": p_drafted.log(), "log_q": q_drafted.log(), "accept_prob": accept_prob, "overlap": overlap}
+    return {"draft_ids": tokens, **{name: values.float() for name, values in labels.items()}}
 
 
 @dataclass(frozen=True)
@@ -94,7 +126,7 @@ class MixedTextLabels:
         """Label all N positions where the rows' masks [T] are true (never the first), row after row.
 
         One forward per model; distributions exist for `chunk` positions at a time, in float32.
-        uniforms: [N] float64; uniforms[n] draws Y_n. Returns as `label_positions`.
+        uniforms: [N] float64; uniforms[n] draws Y_n. Returns as `label_tokens`.
 
         Raises:
             NonFinite: a model's logits.
@@ -110,51 +142,34 @@ class MixedTextLabels:
         # Distributions [chunk, V] exist for a chunk of positions at a time.
         parts = []
         for piece in pieces(len(positions), self.chunk):
-            target_prob = probabilities(target.lm_head(target_hidden[piece]), params)  # [chunk, V]
-            draft_prob = probabilities(draft.lm_head(draft_hidden[piece]), params).to(target_prob.device)
-            parts.append(label_positions(target_prob, draft_prob, uniforms[piece].to(target_prob.device)))
+            target_logits = target.lm_head(target_hidden[piece])  # [chunk, V]
+            draft_logits = draft.lm_head(draft_hidden[piece]).to(target_logits.device)
+            draws = uniforms[piece].to(target_logits.device)
+            parts.append(label_tokens(target_logits, draft_logits, params, uniforms=draws))
         labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
-        # The overlap is NaN where p or q has a NaN.
-        broken = labels["overlap"].isnan().nonzero()
+        no_draft = labels["draft_ids"] == NO_TOKEN
+        broken = (no_draft | labels["log_p"].isnan()).nonzero()
         if len(broken):
             n = int(broken[0])
-            model = "draft" if labels["draft_ids"][n] == NO_TOKEN else "target"
-            raise NonFinite(model=model, position=int(positions[n]) + 1, row=int(owners[n]))
+            raise NonFinite(
+                model="draft" if no_draft[n] else "target", position=int(positions[n]) + 1, row=int(owners[n])
+            )
         return labels
-
-
-def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
-    """Draw Y ~ q and label it, for distributions p and q [N, V] in float32 or wider.
-
-    Returns draft_ids [N] int64 and, in float32 [N], log_p and log_q of Y (-inf where p is 0), accept_prob, the
-    probability that the target accepts Y, and overlap, sum_v min(p, q), its expectation over q.
-
-    Greedy distributions are one-hot: then Y is the draft's argmax, and accept_prob and overlap are 1 if it is the
-    target's too, else 0. If p or q has a NaN the overlap is NaN; if q has one there is no Y.
-    """
-    drafted = draw_rows(draft_prob, uniforms)
-    p, q = (prob.gather(-1, drafted.clamp_min(0)[:, None])[:, 0] for prob in (target_prob, draft_prob))
-    # Here q > 0: a token of probability zero is never drawn.
-    accept_prob = (p / q).clamp(max=1.0)
-    overlap = torch.minimum(target_prob, draft_prob).sum(-1).clamp(max=1.0)
-    # log p is -inf for a token that the target never samples.
-    labels = {"log_p": p.log(), "log_q": q.log(), "accept_prob": accept_prob, "overlap": overlap}
-    return {"draft_ids": drafted, **{name: values.float() for name, values in labels.items()}}
 
 
 @dataclass(frozen=True)
 class Rollouts:
     """Labeller of whole drafts.
 
-    depth: tokens per draft, K. stride: tokens from one draft's start to the next. sampling: drafts take these in turn.
-    chunk: positions whose distributions are in memory at once. context: most tokens of a text and a draft together.
+    depth: tokens per draft, K. stride: tokens from one draft's start to the next. chunk: positions whose distributions
+    are in memory at once. context: most tokens of a text and a draft together.
     """
 
     target: CausalLM
     drafter: FrozenDrafter
     depth: int
     stride: int
-    sampling: tuple[SamplingParams, ...]
+    params: SamplingParams
     chunk: int
     seed: int
     context: int
@@ -208,44 +223,28 @@ class Rollouts:
         if not starts:
             return None
 
-        # Draft from all S starts. The row's number shifts the settings, so that short responses do not all take the
-        # first.
-        count = len(starts)
-        params = [self.sampling[(number + i) % len(self.sampling)] for i in range(count)]
-        draws = uniforms[1 : 1 + count * depth].view(count, depth)
-        tokens, labels = self.label(branches, ids, starts, params, draws)
+        draws = uniforms[1 : 1 + len(starts) * depth].view(len(starts), depth)
+        labels = self.label(branches, ids, starts, draws)
         broken = labels["log_p"].isnan().nonzero()
         if len(broken):
             draft, level = broken[0].tolist()
             raise NonFinite(model="target", position=starts[draft] + level)
+        labels["reached"] = reached(labels["accept_prob"], labels["draft_ids"], self.target.info.eos_ids)
+        flat = {name: values.flatten().numpy() for name, values in labels.items()}
+        return text_columns(row) | {"starts": starts} | flat
 
-        # Labels that depend on the whole text or draft.
-        labels["repeat"] = repeat_scores(ids, starts, tokens)
-        labels["reached"] = reached(labels["accept_prob"], tokens, self.target.info.eos_ids)
-        labels["draft_ids"] = tokens
-        drafts = {"starts": starts, "temperature": [setting.temperature for setting in params]}
-        return text_columns(row) | drafts | {name: values.flatten().numpy() for name, values in labels.items()}
+    def label(self, branches: BranchDrafter, ids: list[int], starts: list[int], draws: Tensor) -> dict[str, Tensor]:
+        """Draft from S starts; return what `label_tokens` says of the tokens, [S, K] each, on the CPU.
 
-    def label(
-        self,
-        branches: BranchDrafter,
-        ids: list[int],
-        starts: list[int],
-        params: list[SamplingParams],
-        draws: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from S starts; return the tokens [S, K] and what `label_drafts` says of them, [S, K] each, on the CPU.
-
-        params: of each draft. draws: [S, K] uniforms.
+        draws: [S, K] uniforms.
         """
-        count, depth, target = len(starts), self.depth, self.target
-        greedy = all(setting.greedy for setting in self.sampling)
+        count, depth, target, params = len(starts), self.depth, self.target, self.params
         opening = ids[: starts[-1]]
         self.text.open(opening)
         features = self.drafter.features(ids, len(opening)) if self.drafter.aux_layers else self.text.features
         branches.open(opening, features)
         try:
-            drafted = branches.draft(starts, depth, params, None if greedy else draws)
+            drafted = branches.draft(starts, depth, [params] * count, None if params.greedy else draws)
         except NonFinite as error:
             # A head that reads broken features is not to blame for its logits.
             if self.drafter.head is not None and features is not None:
@@ -255,37 +254,12 @@ class Rollouts:
         # Let the target read all drafts, then label their tokens, `chunk` at a time.
         states = target_states(self.text, starts, drafted.tokens).flatten(0, 1)  # [S*K, H]
         hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()  # [S*K, H], [S*K]
-        token_params, levels = [params[i // depth] for i in range(count * depth)], torch.arange(depth).repeat(count)
-        parts = []
+        levels, parts = torch.arange(depth).repeat(count), []
         for piece in pieces(len(tokens), self.chunk):
             p_logits = target.lm_head(states[piece])  # [chunk, V]
             q_logits = branches.lm_head(hidden[piece], levels[piece]).to(states.device)
-            parts.append(self.label_drafts(p_logits, q_logits, tokens[piece].to(states.device), token_params[piece]))
-        labels = {name: torch.cat([part[name] for part in parts]).cpu().view(count, depth) for name in parts[0]}
-        return drafted.tokens.cpu(), labels
-
-    def label_drafts(
-        self,
-        target_logits: Tensor,
-        draft_logits: Tensor,
-        tokens: Tensor,
-        params: Sequence[SamplingParams],
-    ) -> dict[str, Tensor]:
-        """Label N drafted tokens [N] by logits [N, V]: DRAFT_COLUMNS except `reached` and repetitions, float32 [N].
-
-        At temperature 0, log_q, log_max_q, entropy and log_p are those at temperature 1; accept_prob is agreement.
-        """
-        # Greedy distributions are one-hot, and say nothing about confidence.
-        drawn = [SamplingParams(1.0) if setting.greedy else setting for setting in params]
-        p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))  # [N, V]
-        confidences = confidences_of(q, tokens, tokens, tokens)
-        p_drafted = p.gather(-1, tokens[:, None])[:, 0]
-        greedy = torch.tensor([setting.greedy for setting in params], device=p.device)
-        agreed = (target_logits.argmax(-1) == tokens).to(p.dtype)
-        accept_prob = torch.where(greedy, agreed, (p_drafted / confidences.log_q.exp()).clamp(max=1.0))
-        labels = {"log_q": confidences.log_q, "log_max_q": confidences.log_max_q, "entropy": confidences.entropy}
-        labels |= {"log_p": p_drafted.log(), "accept_prob": accept_prob}
-        return {name: values.float() for name, values in labels.items()}
+            parts.append(label_tokens(p_logits, q_logits, params, tokens[piece].to(states.device)))
+        return {name: torch.cat([part[name] for part in parts]).cpu().view(count, depth) for name in parts[0]}
 
 
 def text_columns(row: dict[str, Any]) -> dict[str, Any]:

@@ -421,20 +421,17 @@ class AcceptanceConfig(StageLoading):
         responses: Directory that `data responses` wrote with this target.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        draft: Directory or hub id of the draft model, or embedded:draft; or, for rollout labels, directory of a trained
-            drafter's head.
-        labels: mix: SpecDec++'s, one drafted token at every position of the answer. rollout: whole drafts, as the
-            decoder makes them, from some of the positions.
+        draft: Directory or hub id of the draft model, or embedded:draft: one drafted token is labeled at every position
+            of the answer (SpecDec++). Or directory of a trained drafter's head: whole drafts, as the decoder makes
+            them, from some of the positions.
         temperature: Temperature of target and draft; 0 is greedy, where P is agreement. Default: that of the responses.
-            rollout: several, separated by commas (0,0.7,1), which the drafts take in turn, for a head that reads the
-            temperature.
         top_k: Sample among the k most probable tokens; 0 is all. Default: that of the responses.
         top_p: Sample among the most probable tokens that hold this probability; 1 is all. Default: as top_k.
-        depth: rollout: tokens per draft.
-        stride: rollout: tokens of the answer from one draft's start to the next.
+        depth: Of a head: tokens per draft.
+        stride: Of a head: tokens of the answer from one draft's start to the next.
         seed: Seed of the drafted tokens; each row has random numbers of its own.
         limit: Only the first so many responses; 0 takes all.
-        batch_size: mix: responses read together.
+        batch_size: Of a draft model: responses read together.
         chunk: Positions whose distributions are in memory at once, two rows of the vocabulary's size for each.
         rows_per_shard: Responses per shard; what a killed run loses at most.
     """
@@ -443,8 +440,7 @@ class AcceptanceConfig(StageLoading):
     target: str = volatile()
     output: Path = volatile()
     draft: str = volatile()
-    labels: Literal["mix", "rollout"] = "mix"
-    temperature: tuple[float, ...] = ()
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     depth: int = 10
@@ -458,17 +454,15 @@ class AcceptanceConfig(StageLoading):
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "chunk", "rows_per_shard", "depth", "stride")
         check_not_negative(self, "limit", "num_threads")
-        if self.labels == "mix" and len(self.temperature) > 1:
-            raise InputError("temperature", self.temperature, "one", "Pass --labels rollout for several.")
         # Check them: only those of the responses are not known yet.
         _ = self.sampling({})
 
-    def sampling(self, sampled: Mapping[str, Any]) -> tuple[SamplingParams, ...]:
-        """Return the sampling settings, one per temperature; defaults are those of the responses, `sampled`."""
+    def sampling(self, sampled: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling settings; defaults are those of the responses, `sampled`."""
         top_k = sampled.get("top_k", 0) if self.top_k is None else self.top_k
         top_p = sampled.get("top_p", 1.0) if self.top_p is None else self.top_p
-        temperatures = self.temperature or (sampled.get("temperature", 0.0),)
-        return tuple(SamplingParams(temperature, top_k, top_p) for temperature in temperatures)
+        temperature = sampled.get("temperature", 0.0) if self.temperature is None else self.temperature
+        return SamplingParams(temperature, top_k, top_p)
 
 
 @dataclass(frozen=True)

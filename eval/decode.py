@@ -90,7 +90,7 @@ def choose_method(config: DecodeConfig) -> LabeledMethod:
         else:
             # The acceptance head fits one of several drafters.
             drafter = drafters[-1] if len(drafters) == 1 else trained_for(config.acceptance)
-            label = "online:head=on" + by_drafter(drafter)
+            label = "specdec++" + by_drafter(drafter)
     named = parse_methods(label)
     if len(named) > 1:
         raise InputError("method", repr(label), "one method", "To compare several use `draftsmith eval bench`.")

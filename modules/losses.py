@@ -530,16 +530,15 @@ def token_loss(
 def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w_rej: float = 6.0) -> LossOutput:
     """Return the weighted binary cross-entropy with soft labels (SpecDec++ section 3.3).
 
-    -w_acc P log P^ - w_rej (1-P) log(1-P^) over the tokens of `loss_mask`, P^ = sigmoid(logit), logit [B, T]. Tokens
-    count by their weights, if the batch has any. `sums["kl"]` is the binary KL(P || P^), without w_acc and w_rej.
+    -w_acc P log P^ - w_rej (1-P) log(1-P^) over the tokens of `loss_mask`, P^ = sigmoid(logit), logit [B, T].
+    `sums["kl"]` is the binary KL(P || P^), without w_acc and w_rej.
     """
     chosen = true_places(batch.loss_mask)  # [N]
     prob, z = (values.flatten().index_select(0, chosen).float() for values in (batch.accept_prob, logit))
     accept, reject = F.logsigmoid(z), F.logsigmoid(-z)
-    weight = torch.ones_like(prob) if batch.weight is None else batch.weight.flatten()[chosen].float()
-    total = -(weight * (w_acc * prob * accept + w_rej * (1 - prob) * reject)).sum()
+    total = -(w_acc * prob * accept + w_rej * (1 - prob) * reject).sum()
     entropy = torch.special.entr(prob) + torch.special.entr(1 - prob)
-    kl = (weight * (-(prob * accept + (1 - prob) * reject) - entropy)).sum()
-    count = weight.sum()
+    kl = (-(prob * accept + (1 - prob) * reject) - entropy).sum()
+    count = torch.ones_like(prob).sum()
     sums = {"loss": total.detach(), "kl": kl.detach()}
     return LossOutput(total / count.clamp_min(1e-6), sums, dict.fromkeys(sums, count))

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What an acceptance head reads: the drafter's state after or before the token, and numbers of its distribution.
-State = Literal["after", "before"]
-Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -93,12 +91,9 @@ class FeatureBatch:
 class AcceptanceBatch:
     """Inputs and labels of the acceptance head, aligned: row t describes drafted token y_t."""
 
-    hidden: Tensor  # [B, T, H] the drafter's last hidden state once it has read z_t, or the one that predicted it
+    hidden: Tensor  # [B, T, H] the drafter's last hidden state once it has read z_t
     accept_prob: Tensor  # [B, T] float32 in [0, 1]
     loss_mask: Tensor  # [B, T] bool, true where z_t is a drafted token y_t
-    weight: Tensor | None = None  # [B, T] float32, how much each token counts; None: all alike
-    embeds: Tensor | None = None  # [B, T, H] embeddings of the tokens, for a head that reads the state before them
-    features: Tensor | None = None  # [B, T, F] numbers of the distribution that each was drawn from
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.eval.costs import MeasuredTimes
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop, PredictorStop, ThresholdRule
 from draftsmith.modules.drafters import head_class
@@ -272,10 +271,10 @@ def varied_acceptance_head(hidden_size: int, seed: int = 1, std: float = 0.3, **
 
 
 def specdecpp(
-    head: AcceptanceHead, h: float, min_drafted: int, max_drafted: int, calibrated: bool = False, embed: Any = None
+    head: AcceptanceHead, h: float, min_drafted: int, max_drafted: int, calibrated: bool = False
 ) -> PredictorStop:
     """Make the stop policy of SpecDec++."""
-    return PredictorStop(HeadPredictor(head, embed, calibrated), ThresholdRule(h), min_drafted, max_drafted)
+    return PredictorStop(HeadPredictor(head, calibrated), ThresholdRule(h), min_drafted, max_drafted)
 
 
 # -- models side by side

@@ -47,13 +47,13 @@ def run(config: TrainedConfig, explain: Explain | None = None) -> Path | None:
 def train(config: TrainedConfig, since: float, explain: Explain | None = None) -> Path:
     """Train a head in its output directory, which this process holds."""
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.acceptance import with_defaults
+    from draftsmith.train.acceptance import with_shape
     from draftsmith.train.fit import finished, fit
     from draftsmith.train.module import LitDrafter
     from draftsmith.train.tracking import check_loggers
 
     if isinstance(config, TrainAcceptanceConfig):
-        config = resolve_precision(with_defaults(config))
+        config = resolve_precision(with_shape(config))
     done = finished(config)
     if done is not None:
         return done

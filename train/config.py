@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from draftsmith.data.settings import FeatureDtype, RemoteCode, volatile
 from draftsmith.modules.drafters import head_class, settings_class
-from draftsmith.modules.types import Feature, InputError, State, check_config
+from draftsmith.modules.types import InputError, check_config
 
 if TYPE_CHECKING:
     from draftsmith.modules.drafters.base import DraftHead
@@ -367,36 +367,26 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainAcceptanceConfig(TrainConfig):
-    """Train an acceptance head on the labels of `data acceptance`. On labels of mixed text (--labels mix) it is
-    SpecDec++'s head with the paper's settings for 7B drafts. On labels of real rounds (--labels rollout) it reads the
-    state before the token, the token and the draft's confidence, is initialized as the logistic of its features, and
-    batch_size counts blocks of 64 tokens. A 128-wide draft wants lr 1e-3.
+    """Train an acceptance head (SpecDec++) on the labels of `data acceptance`, with the paper's settings for 7B drafts.
+    A 128-wide draft wants lr 1e-3.
 
     Attributes:
         draft: The draft model, or the trained drafter's head, whose drafts were labeled; frozen.
         target: The target model, if the draft is a head: it makes what the head reads.
-        init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks and inputs;
-            the loss weights are those given here.
-        num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
-        tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
-        state: Hidden state that the head reads: after the token (SpecDec++); or before it, with the token's embedding.
-            Default: after, for rollouts before.
-        features: Numbers of the draft's distribution and of repetitions that it reads too; [] for none. Default: none,
-            for rollouts log_q, logit_q, depth and repeat, and temperature if the labels have several.
-        width: Width of the hidden layers, 0 for the drafter's. Default: 0, for rollouts 128, or as in init.
+        init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks; the loss
+            weights are those given here.
+        num_blocks: Residual blocks of the head.
+        tied: Apply one block num_blocks times, as the paper's published code does.
         w_acc: Loss weight of accepted tokens.
-        w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
-        mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
+        w_rej: Loss weight of rejected tokens.
+        mix: Probability that a draft model reads the target's token instead of its own.
     """
 
     draft: str
     target: str | None = None
     init: Path | None = volatile(None)
-    num_blocks: int | None = None
-    tied: bool | None = None
-    state: State | None = None
-    features: tuple[Feature, ...] | None = None
-    width: int | None = None
+    num_blocks: int = 3
+    tied: bool = False
     w_acc: float = 1.0
-    w_rej: float | None = None
-    mix: float | None = None
+    w_rej: float = 6.0
+    mix: float = 0.15

@@ -54,7 +54,7 @@ class MicroBatch:
     """Samples that one rank computes at once: a part of a step's batch.
 
     data: dataclass of tensors that the collate function made. keys, lengths: its samples, and the tokens of each
-    without padding. tokens: tokens that count in its loss, or the sum of their weights. logit_rows: positions that the
+    without padding. tokens: tokens that count in its loss. logit_rows: positions that the
     loss makes logits for, if the host has counted them. spans: its loss is computed for each of these ranges of packed
     tokens alone (`TrainStep.span`). The last one is repeated where another rank has more, and counts once.
     """
@@ -205,7 +205,7 @@ class Samples(Dataset):
     """Some rows of a dataset, numbered 0, 1, ..., as training reads them.
 
     lengths: tokens of each sample, [N] int64. collate: turns items, dictionaries with a `loss_mask`, into a dataclass
-    of tensors. count: tokens of such a batch that count in the loss, or the sum of their weights. logit_rows: positions
+    of tensors. count: tokens of such a batch that count in the loss. logit_rows: positions
     of such a batch that the loss makes logits for. stream: server of features, which is given the keys of coming
     samples (`features.FeatureStream`).
     """

@@ -155,8 +155,6 @@ def _fit(
     with quiet(), tensor_cores(config):
         arguments = trainer_arguments(config)
         arguments["plugins"].append(checkpoints)
-        if module.validates_first:
-            arguments["num_sanity_val_steps"] = -1
         # Lightning refuses these callbacks where their flags are off.
         kinds = {"checkpointing": Checkpoint, "progress_bar": ProgressBar, "model_summary": ModelSummary}
         for name, kind in kinds.items():

@@ -59,15 +59,14 @@ class LitHead(pl.LightningModule):
 
     Frozen models are not submodules: they are neither optimized, nor broadcast by DDP, nor written to checkpoints.
 
-    monitor: validation metric that picks best/. larger_is_better: its direction. validates_first: validate before the
-    first step too. feature_std: standard deviation of the features' elements, the unit of noise; None until `setup`
-    has measured it. state: what a resumed training continues with. total_steps: of the data module; 0 before `setup`.
+    monitor: validation metric that picks best/. larger_is_better: its direction. feature_std: standard deviation of the
+    features' elements, the unit of noise; None until `setup` has measured it. state: what a resumed training continues
+    with. total_steps: of the data module; 0 before `setup`.
     """
 
     head: Any
     monitor: str
     larger_is_better: bool
-    validates_first = False
     feature_std: float | None = 1.0
     # Measures tau at validations, which then picks best/ (`callbacks.TauProbe`); `fit` sets it.
     probe: Any = None

@@ -6,7 +6,6 @@ with the same policy, one by one, with its limits near the end of the response a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -91,7 +90,7 @@ class PolicyReplay:
         for name, head in heads.items():
             for suffix, calibrated in ((RAW, False), ("", True)):
                 values = head_probs(rollouts.heads[name], head, calibrated)
-                self.predictors[name + suffix] = KnownPredictor(values, head.config.late)
+                self.predictors[name + suffix] = KnownPredictor(values, late=True)
         self._replayed: dict[Policy, list[DecodeTrace]] = {}
 
     def traces(self, policy: Policy) -> list[DecodeTrace]:
@@ -169,10 +168,6 @@ class KnownPredictor(Predictor):
     def prob(self, view: DraftView) -> float:
         place = view.num_drafted - 1 - self.late
         return 1.0 if place < 0 else self._probs[self.row][place]
-
-    def logit(self, view: DraftView) -> float:
-        prob = self.prob(view)
-        return math.log(prob / (1 - prob)) if 0 < prob < 1 else (prob - 0.5) * math.inf
 
 
 def replay_by_prediction(

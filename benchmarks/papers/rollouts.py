@@ -23,8 +23,6 @@ from torch import Tensor
 
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.repeats import repeat_scores
-from draftsmith.modules.decoding.confidence import TokenConfidence
 from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
 from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop
@@ -65,12 +63,11 @@ class ChainRollouts:
         start [S]: tokens of the response before the round.
         token [S, K]: drafted tokens, along X until the first rejection and then as the draft itself continues.
         num_accepted [S]: accepted tokens of a draft of K tokens, not beyond X.
-        log_q, log_max_q, entropy [S, K]: of the distribution that the token was drawn from (greedy: the softmax).
+        log_q, entropy [S, K]: of the distribution that the token was drawn from (greedy: the softmax).
         accept_prob [S, K]: min(1, p/q), greedy 1 or 0, up to the first rejected token; NaN after it and beyond X.
         past_end [S]: drafted tokens accepted after X's end token. A decoder counts them, though it never emits them.
         heads: raw logits [S, K] of each acceptance head; NaN where the head has not read the token.
         accept_along [S, K]: min(1, p/q) with the target reading the draft itself, so after a rejection too; optional.
-        repeat [S, K]: how well the token continues a repetition of the text (`acceptance.repeats`).
     """
 
     answers: list[TargetAnswer]
@@ -79,13 +76,11 @@ class ChainRollouts:
     token: Ints
     num_accepted: Ints
     log_q: Floats
-    log_max_q: Floats
     entropy: Floats
     accept_prob: Floats
     past_end: Ints
     heads: Mapping[str, Floats] = field(default_factory=dict)
     accept_along: Floats | None = None
-    repeat: Floats | None = None
 
     @property
     def depth(self) -> int:
@@ -283,7 +278,7 @@ class ChainRecorder:
     ):
         """answers: of other recordings of the same prompts. along: if sampling, also ask the target about drafted
         tokens after the first rejection."""
-        self._models, self._name, self._how, self._heads = models, drafter, how, heads
+        self._models, self._how, self._heads = models, how, heads
         self._answers = answers or TargetAnswers(models.target, how)
         self._along = BranchedText(models.target, how.depth) if along and not how.params.greedy else None
         # One token more than is kept: the state after a token exists once the next forward has read it.
@@ -300,17 +295,14 @@ class ChainRecorder:
             shape = (len(reading.answer.tokens) - 1, depth)  # [S, K]
             token, read = np.full(shape, -1, np.int64), np.zeros(shape, bool)
             columns: dict[str, Floats] = {}
-            before: list[Tensor] = []  # states that predicted the tokens
-            after: list[Tensor] = []  # states once the drafter has read them
+            states: list[Tensor] = []  # once the drafter has read the tokens
             for row, _ in enumerate(walk(self._drafter, reading, prompt.prompt_ids, self._how, depth + 1, number)):
                 views, self._views = self._views, []
                 kept = views[:depth]
                 if not kept:
                     continue
                 read[row, : len(views) - 1] = True
-                if self._heads:
-                    before += [view.hidden for view in kept]
-                    after += [view.hidden for view in views[1:]]
+                states += [view.hidden for view in views[1:]] if self._heads else []
                 drafted = torch.tensor([view.token for view in kept])
                 distributions = torch.stack([view.distribution for view in kept])  # [k, V]
                 token[row, : len(kept)] = drafted
@@ -320,55 +312,15 @@ class ChainRecorder:
                     columns.setdefault(name, np.full(shape, np.nan))[row, : len(kept)] = values.cpu().numpy()
 
             rollouts = chain_rollouts(reading, token, columns)
-            text = [*prompt.prompt_ids, *reading.answer.tokens]
-            starts = range(len(prompt.prompt_ids) + 1, len(text))
-            repeat = repeat_scores(text, starts, torch.from_numpy(token)).double().numpy()
-            rollouts = replace(rollouts, repeat=repeat)
-            logits = {
-                name: self._head_logits(head, after if head.config.late else before, read, rollouts)
-                for name, head in self._heads.items()
-            }
+            logits = {name: np.full(shape, np.nan) for name in self._heads}
+            for name, own in logits.items():
+                if states:
+                    own[read] = self._heads[name](torch.stack(states)).double().cpu().numpy()
             rollouts = replace(rollouts, heads=logits)
             if self._along is None:
                 return rollouts
             along = accept_along(self._along, self._models.target, prompt.prompt_ids, self._how.params, rollouts)
             return replace(rollouts, accept_along=along)
-
-    def _head_logits(
-        self,
-        head: AcceptanceHead,
-        states: list[Tensor],
-        read: NDArray[np.bool_],
-        rollouts: ChainRollouts,
-    ) -> Floats:
-        """Return raw logits [S, K]; NaN where there is no token, or none that the head can predict for."""
-        config = head.config
-        mask = read if config.late else rollouts.token >= 0
-        logits = np.full(mask.shape, np.nan)
-        if not mask.any():
-            return logits
-        hidden = torch.stack(states)  # [N, H]
-
-        def of_tokens(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values[mask])).to(hidden.device)
-
-        embeds = features = None
-        if config.reads_token:
-            embeds = self._models.embedder(self._name).embed(of_tokens(rollouts.token))
-        if config.features:
-            assert rollouts.repeat is not None
-            depth = of_tokens(np.broadcast_to(np.arange(1, rollouts.depth + 1), mask.shape)).double()
-            confidences = TokenConfidence(
-                of_tokens(rollouts.log_q),
-                of_tokens(rollouts.log_max_q),
-                of_tokens(rollouts.entropy),
-                depth,
-                torch.full_like(depth, self._how.params.temperature),
-                of_tokens(rollouts.repeat),
-            )
-            features = head.feature_values(confidences)
-        logits[mask] = head(hidden, embeds, features).double().cpu().numpy()
-        return logits
 
 
 def confidence_columns(distributions: Tensor, tokens: Tensor, text: TargetText, places: Tensor) -> dict[str, Tensor]:
@@ -380,7 +332,6 @@ def confidence_columns(distributions: Tensor, tokens: Tensor, text: TargetText, 
     q = of_token(distributions)
     columns = {
         "log_q": q.log(),
-        "log_max_q": distributions.amax(-1).double().log(),
         "entropy": entropies(distributions).double(),
     }
     if text.distributions is not None:
@@ -414,7 +365,6 @@ def chain_rollouts(reading: ReadAnswer, token: Ints, columns: Mapping[str, Float
         token=token,
         num_accepted=accepted,
         log_q=column("log_q"),
-        log_max_q=column("log_max_q"),
         entropy=column("entropy"),
         accept_prob=np.where(labeled & drafted, columns.get("accept_prob", same), np.nan),
         past_end=equal - accepted,

@@ -372,7 +372,7 @@ class Study:
 
     @torch.inference_mode()
     def kl_rows(self) -> list[Row]:
-        """Return KL(P || P^) in nats and AUC by (w_rej, D), of the published heads' inputs, on train and eval labels.
+        """Return KL(P || P^) in nats and AUC by (w_rej, D), on train and eval labels.
 
         kl: of the head's output as it is, which the paper's threshold reads; corrected: after log(w_rej / w_acc) was
         added to its logit.
@@ -393,8 +393,6 @@ class Study:
             labels[name] = torch.cat(states), torch.cat(probs)  # [N, H], [N]
         rows = []
         for name, head in self.heads.items():
-            if not head.config.as_published:  # labels of mixed text have nothing that other heads could read
-                continue
             row: dict[str, Any] = {"head": name, "w_rej": head.config.w_rej, "depth": head.config.num_blocks}
             for kind, (hidden, label) in labels.items():
                 raw = head(hidden)
@@ -407,8 +405,7 @@ class Study:
 
 def is_published(head: AcceptanceHead) -> bool:
     config = head.config
-    shape = (config.w_rej / config.w_acc, config.num_blocks)
-    return config.as_published and shape == (PUBLISHED_W_REJ, PUBLISHED_DEPTH)
+    return (config.w_rej / config.w_acc, config.num_blocks) == (PUBLISHED_W_REJ, PUBLISHED_DEPTH)
 
 
 def drafting(rows: Sequence[Row]) -> list[Row]:

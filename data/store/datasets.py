@@ -25,7 +25,6 @@ from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decode, d
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms
-from draftsmith.modules.decoding.confidence import TokenConfidence
 from draftsmith.modules.types import FeatureBatch, InputError
 
 Item = dict[str, Tensor]
@@ -33,13 +32,12 @@ Item = dict[str, Tensor]
 TEXT_COLUMNS = ("input_ids", "loss_mask")
 BATCH_COLUMNS = (*TEXT_COLUMNS, "features", "scale")
 LABEL_COLUMNS = ("accept_prob", "log_q")
-DRAFT_COLUMNS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "reached")
 COLUMNS = {
     "prompts": TEXT_COLUMNS,
     "responses": TEXT_COLUMNS,
     "features": (*TEXT_COLUMNS, "row", "shard"),
     "acceptance": (*TEXT_COLUMNS, "draft_ids", *LABEL_COLUMNS),
-    "rollouts": (*TEXT_COLUMNS, "starts", "temperature", "draft_ids", *DRAFT_COLUMNS),
+    "rollouts": (*TEXT_COLUMNS, "starts", "draft_ids", *LABEL_COLUMNS, "reached"),
 }
 
 
@@ -59,40 +57,25 @@ class AcceptanceTokens:
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """N labeled drafts of K tokens, text after text, before any drafter has read them.
+    """N labeled drafts of K tokens, text after text, before the drafter has read them.
 
-    texts: prompt and response of each row. starts: for each text, the positions of its drafts' first tokens. weight:
-    the probability that a round verifies the token, 0 behind a drafted end token.
+    starts: for each text, the positions of its drafts' first tokens. loss_mask: tokens that a round verifies.
     """
 
-    texts: tuple[tuple[int, ...], ...]
+    input_ids: Tensor  # [T] int64, the texts end to end
+    lengths: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...]
-    owner: Tensor  # [N] int64, the text that each draft continues
-    temperature: Tensor  # [N] float32
     draft_ids: Tensor  # [N, K] int64
-    log_q: Tensor  # [N, K] float32, as all below
-    log_max_q: Tensor
-    entropy: Tensor
-    repeat: Tensor
-    log_p: Tensor
-    accept_prob: Tensor
-    weight: Tensor
     loss_mask: Tensor  # [N, K] bool
-
-    @property
-    def confidences(self) -> TokenConfidence:
-        """Confidences of the drafted tokens, [N, K]."""
-        log_q = self.log_q
-        depth = torch.arange(1, log_q.shape[1] + 1, device=log_q.device, dtype=log_q.dtype)
-        depth, temperature = depth.expand(log_q.shape), self.temperature[:, None].expand(log_q.shape)
-        return TokenConfidence(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat)
+    accept_prob: Tensor  # [N, K] float32
+    log_q: Tensor  # [N, K] float32
 
 
 class ArtifactDataset(Dataset):
     """Rows of an artifact, or pieces of them, as samples.
 
-    lengths: tokens of each sample, [N] int64; of rollouts, its drafts' tokens included. rows: row of each sample, [N].
-    conversations: conversation of each sample, counted from 0, [N].
+    lengths: tokens of each sample, [N] int64. rows: row of each sample, [N]. conversations: conversation of each
+    sample, counted from 0, [N].
     """
 
     def __init__(self, manifest: Manifest, vocab_size: int | None, mix: float, seed: int):
@@ -107,10 +90,7 @@ class ArtifactDataset(Dataset):
         self._lists = [name for name in names if pa.types.is_list(self._table[name].type)]
         self._files = FeatureFiles(self.directory)
 
-        self.lengths = self._list_lengths(self._ids)
-        # Reading a response's drafts costs their tokens too.
-        if manifest.kind == "rollouts":
-            self.lengths = self.lengths + self._list_lengths("draft_ids")
+        self.lengths = pc.list_value_length(self._table[self._ids]).to_numpy().astype(np.int64)
         self.rows = np.arange(len(self.lengths))
         # A row that continues the conversation before it begins at a later turn.
         begins = np.ones(len(self.rows), dtype=bool)
@@ -119,9 +99,6 @@ class ArtifactDataset(Dataset):
             begins[1:] = (self._table["turn"].to_numpy()[1:] == 1) | (ids[1:] != ids[:-1])
         self.conversations = np.cumsum(begins) - 1
         self._starts: np.ndarray | None = None
-
-    def _list_lengths(self, name: str) -> np.ndarray:
-        return pc.list_value_length(self._table[name]).to_numpy().astype(np.int64)
 
     def _values(self, name: str, row: int) -> np.ndarray:
         """Return a row's list as a slice of Arrow's memory, without Python numbers."""
@@ -147,7 +124,7 @@ class ArtifactDataset(Dataset):
         row, kind = int(self.rows[index]), self.manifest.kind
         # Rollouts are never cut: a draft belongs to its whole text.
         if kind == "rollouts":
-            return self._rollout_item(row)
+            return self._rollout_item(row, epoch)
         if kind == "acceptance":
             item = self._mixed_item(row, epoch)
         else:
@@ -184,17 +161,20 @@ class ArtifactDataset(Dataset):
             item[name] = torch.from_numpy(values)
         return item
 
-    def _rollout_item(self, row: int) -> Item:
-        """Return input_ids [T], starts [S], temperature [S], and labels of the S drafts, [S, K] each."""
-        depth, arrays = self.manifest.config["depth"], {name: self._values(name, row) for name in self._lists}
-        item = {name: torch.from_numpy(arrays[name].astype(np.int64)) for name in ("input_ids", "starts")}
-        item["temperature"] = torch.from_numpy(arrays["temperature"].astype(np.float32))
-        item["draft_ids"] = torch.from_numpy(arrays["draft_ids"].astype(np.int64)).view(-1, depth)
-        for name in DRAFT_COLUMNS:
-            item[name] = torch.from_numpy(arrays[name].astype(np.float32)).view(-1, depth)
-        # Tokens that no round reaches do not count.
-        weight = item.pop("reached")
-        return {**item, "weight": weight, "loss_mask": weight > 0}
+    def _rollout_item(self, row: int, epoch: int) -> Item:
+        """Return input_ids [T], starts [S], and draft_ids, loss_mask and labels of the S drafts, [S, K] each.
+
+        The loss counts the tokens that a round verifies, drawn anew in every epoch.
+        """
+        ids, starts, drafted, reached = (
+            torch.tensor(self._values(name, row)) for name in ("input_ids", "starts", "draft_ids", "reached")
+        )
+        shape = len(starts), -1
+        item = {"input_ids": ids.long(), "starts": starts.long(), "draft_ids": drafted.long().view(shape)}
+        # One number a draft: `reached` falls along it, so that the loss counts a draft's beginning.
+        uniforms = torch.from_numpy(row_uniforms(f"reached/{self._seed}", epoch, row, len(starts)))
+        item["loss_mask"] = uniforms[:, None] < reached.view(shape)
+        return item | {name: torch.tensor(self._values(name, row)).view(shape) for name in LABEL_COLUMNS}
 
     @property
     def id_range(self) -> tuple[int, int]:
@@ -248,7 +228,7 @@ def open_dataset(
     """Open what a data command wrote as a torch data set: prompts, responses, features, acceptance or rollouts.
 
     kind, identity, check: what the artifact must be, as of `open_artifact`. vocab_size: of the model that reads it, to
-    check token ids. mix, seed: of acceptance labels, the share of the target's own tokens and the seed of the mixing.
+    check token ids. mix, seed: of acceptance labels, the share of the target's own tokens, and the seed.
 
     Raises:
         InputError: no such artifact, or one that is incomplete, damaged or made with other models.
@@ -345,14 +325,10 @@ def collate_acceptance(items: Sequence[Item]) -> AcceptanceTokens:
 
 def collate_rollouts(items: Sequence[Item]) -> RolloutTokens:
     """Concatenate the drafts of several responses."""
-    counts = torch.tensor([len(item["starts"]) for item in items])
-    joined = {name: torch.cat([item[name] for item in items]) for name in items[0]}
-    del joined["input_ids"], joined["starts"]
     return RolloutTokens(
-        texts=tuple(tuple(item["input_ids"].tolist()) for item in items),
+        lengths=tuple(len(item["input_ids"]) for item in items),
         starts=tuple(tuple(item["starts"].tolist()) for item in items),
-        owner=torch.arange(len(items)).repeat_interleave(counts),
-        **joined,
+        **{name: torch.cat([item[name] for item in items]) for name in items[0] if name != "starts"},
     )
 
 

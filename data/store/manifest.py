@@ -72,7 +72,7 @@ class Manifest:
 
     config: resolved configuration of the stage. inputs: name -> `digest` of the manifest or file that it was made of.
     identity: nested hashes of target, draft, tokenizer and chat template, which `open_artifact` compares.
-    sampling: temperature (a list for labels of several), top_k and top_p that labels or tokens were drawn with; None if
+    sampling: temperature, top_k and top_p that labels or tokens were drawn with; None if
         nothing was drawn.
     counts: rows, tokens and whatever else the stage counts. command: the command line that makes it again.
     teacher: how states were proved against the target's own logits (`targets.proof.Proof.as_json`); None if not.

@@ -7,10 +7,23 @@ from collections.abc import Iterable, Sequence
 from operator import mul
 from typing import Any
 
-from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.acceptance.repeats import RepeatIndex
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, confidence_of, log_odds, sigmoid
-from draftsmith.modules.decoding.stop import DraftView, Learner, Predictor
+from draftsmith.modules.decoding.stop import DraftView, Learner, Predictor, sigmoid
+
+# Beyond these log-odds a softmax in float32 has no precision left.
+MAX_LOGIT = 12.0
+# Stands for 0, which has no logarithm.
+SMALLEST = 1e-38
+
+
+def log_odds(prob: float) -> float:
+    """Return log(q / (1 - q)) of a probability q, within [-MAX_LOGIT, MAX_LOGIT]; NaN stays."""
+    log_prob = math.log(SMALLEST if prob < SMALLEST else prob)
+    if log_prob >= 0:
+        return MAX_LOGIT
+    logit = log_prob - math.log(-math.expm1(log_prob))
+    # Comparisons take less time than `min` and `max`, for every drafted token.
+    return MAX_LOGIT if logit > MAX_LOGIT else -MAX_LOGIT if logit < -MAX_LOGIT else logit
 
 
 class OnlineLogistic(Learner):
@@ -18,21 +31,16 @@ class OnlineLogistic(Learner):
     another probability.
 
     It starts at w = (1, 0, .., 0), which predicts x[0]. A label moves the weights by one step of an online Newton
-    method: A += p (1 - p) z z^T, w += A^-1 z (y - p), with p from before the step. A starts as `prior` times the
-    identity. Over many labels the weights approach the fit to all of them, without a learning rate.
-
-    With a `memory` the text may change: along the z of each label one part in `memory` of the information is forgotten
-    (Kulhavy 1987), unless there is little, so that one label moves the logit by 1 or more.
+    method: A += p (1 - p) z z^T, w += A^-1 z (y - p), with p from before the step. A starts as the identity: an
+    undecided token at x = 1 weighs 1/4. Over many labels the weights approach the fit to all of them, without a
+    learning rate.
     """
 
-    def __init__(self, num_features: int = 1, prior: float = 1.0, memory: float = math.inf):
-        """prior: weight of the start; an undecided token at x = 1 weighs 1/4. memory: labels remembered."""
-        assert prior > 0 and num_features >= 1
+    def __init__(self, num_features: int = 1):
         size = num_features + 1
-        self._memory = memory
         self.weights = [1.0] + [0.0] * num_features
         # The inverse of A.
-        self._inverse = [[(i == j) / prior for j in range(size)] for i in range(size)]
+        self._inverse = [[float(i == j) for j in range(size)] for i in range(size)]
 
     def prob(self, x: Sequence[float]) -> float:
         """Return the probability for features x [F]."""
@@ -48,10 +56,7 @@ class OnlineLogistic(Learner):
         along = [sum(a * b for a, b in zip(row, z, strict=True)) for row in self._inverse]
         spread = sum(a * b for a, b in zip(along, z, strict=True))
         curvature = prob * (1 - prob)
-        # With much information along z, forget one part in `memory` of it.
-        if spread < 1:
-            curvature -= 1 / (self._memory * spread)
-        # 1 + p (1 - p) z^T A^-1 z, less what is forgotten.
+        # 1 + p (1 - p) z^T A^-1 z.
         shrink = 1 + curvature * spread
         for i, row in enumerate(self._inverse):
             for j in range(len(row)):
@@ -76,53 +81,27 @@ class OnlineLogistic(Learner):
 
 
 class OnlinePredictor(Predictor):
-    """Predictor from the draft's confidence and from repetitions of the text, by a logistic that learns from verdicts.
+    """Predictor from the draft's confidence and from repetitions of the text, by a logistic that learns from
+    verdicts."""
 
-    With a trained head, the head's log-odds are the first feature: it starts at the head's prediction, and learns how
-    far to trust it on this text.
-    """
+    late, learns = False, True
 
-    learns = True
-    # `prior` and `memory` with a head. With a prior of 1 the first verdicts move its predictions too far, whether right
-    # or wrong; and in another text the trust has to be learned again.
-    TRUST, MEMORY = 10.0, 500.0
-
-    def __init__(self, head: HeadPredictor | None = None):
-        self.late, self._head = head is not None and head.late, head
+    def __init__(self) -> None:
         self._repeats = RepeatIndex()
-        more = {} if head is None else {"prior": self.TRUST, "memory": self.MEMORY}
-        self.model = OnlineLogistic((head is not None) + 2, **more)
+        self.model = OnlineLogistic(2)
         self.learners = (self.model,)
         self._seen: list[tuple[float, ...]] = []
-        # Of a late head: features of the token that it predicts next.
-        self._before: tuple[float, ...] = ()
 
     def reset(self) -> None:
-        if self._head is not None:
-            self._head.reset()
         self._repeats.reset()
 
     def start_round(self) -> None:
         self._seen = []
-        if self._head is not None:
-            self._head.start_round()
 
     def prob(self, view: DraftView) -> float:
-        features = self.features(view)
-        if self._head is not None:
-            head_logit = self._head.logit(view)
-            if self.late:
-                # The head's prediction and these features must be of the same token.
-                features, self._before = self._before, features
-                if view.num_drafted == 1:
-                    return 1.0
-            features = (min(max(head_logit, -MAX_LOGIT), MAX_LOGIT), *features)
+        features = (log_odds(view.prob), self._repeats.score(view))
         self._seen.append(features)
         return self.model.prob(features)
-
-    def features(self, view: DraftView) -> tuple[float, ...]:
-        """Return the features of the token shown, without the head."""
-        return log_odds(confidence_of(view, "token").log_q), self._repeats.score(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         # Tokens behind the first rejected one were never verified.

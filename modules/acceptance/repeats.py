@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from draftsmith.modules.decoding.stop import DraftView
 
 # Placeholder for a token: no suffix is repeated.
@@ -62,15 +59,3 @@ class RepeatIndex:
         if view.num_drafted == 1:
             self.begin_draft(view.context)
         return self.score_next(view.token)
-
-
-def repeat_scores(text: Sequence[int], starts: Sequence[int], drafted: Tensor) -> Tensor:
-    """Return `RepeatIndex.score_next` of drafts [S, K] that follow the first starts[s] tokens of a text, float32.
-
-    starts: ascending. Tokens below 0 (no draft) have score 0.
-    """
-    index, scores = RepeatIndex(), list[float]()
-    for start, tokens in zip(starts, drafted.tolist(), strict=True):
-        index.begin_draft(text[:start])
-        scores += [index.score_next(token) if token >= 0 else 0.0 for token in tokens]
-    return torch.tensor(scores, dtype=torch.float32).view(drafted.shape)

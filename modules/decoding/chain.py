@@ -68,7 +68,7 @@ def draft_chains(
             stopped = False
             if not fixed:
                 own_states = states if len(lengths) == 1 else states[row : row + 1]
-                own = row_logits[row], distribution, sampler.params.temperature, contexts[row]
+                own = row_logits[row], distribution, contexts[row]
                 view = DraftView(count, token, own_states, *own, batch, place)
                 if on_token is not None:
                     on_token(row, view)

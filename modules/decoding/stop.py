@@ -153,7 +153,6 @@ class DraftView:
     states: Tensor  # [1, H] the drafter's hidden state after its final norm
     logits: Tensor  # [V] raw draft logits, before temperature
     draft_prob: Tensor | None  # [V] the distribution `token` was drawn from; None when greedy
-    temperature: float = 0.0  # of that distribution; 0 when greedy
     context: Sequence[int] = ()  # all tokens before this round's draft
     batch: StepBatch | None = None  # the same step of all rows that draft together, with this row at `place`
     place: int = 0
@@ -293,6 +292,11 @@ class SelfVerifyStop(RunningEntropy, StopPolicy):
 
 
 # -- by predicted acceptance
+
+
+def sigmoid(logit: float) -> float:
+    """Return 1 / (1 + exp(-logit)). Neither branch's exponential can overflow."""
+    return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
 
 
 class Predictor(Protocol):

@@ -147,10 +147,6 @@ class BranchDrafter:
         with as_decoding(self.device):
             self._net.open(tokens, features, self._depth)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return the token embeddings [.., H] that the drafter reads."""
-        return self._net.embed(ids.to(self.device))
-
     def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
         """Return logits [.., V] of the drafter's states hidden [.., H].
 

@@ -21,8 +21,8 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from draftsmith.modules import drafters
+from draftsmith.modules.acceptance.head import HeadPredictor
 from draftsmith.modules.acceptance.online import OnlinePredictor
-from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.stop import (
     ConfidenceStop,
@@ -159,19 +159,11 @@ class BoundedMethod(ChainMethod, ABC):
         check_range("max", self.max, self.min)
 
 
-def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) -> Sequence[HeadPredictor]:
-    """Make predictors of the drafter's acceptance head. calibrated: its probability; else its raw output."""
-    assert models.acceptance is not None
-    first = HeadPredictor(models.acceptance, models.embedder(drafter).embed, calibrated)
-    return [first, *(first.for_row() for _ in range(count - 1))]
-
-
 @dataclass(frozen=True)
 class SpecDecPlusPlusMethod(BoundedMethod):
     """SpecDec++: stopped by the acceptance head once 1 - (product of its outputs) > h.
 
-    min: of heads of state `before`; a published head speaks of a token after the next one is drafted, so that its
-        drafts have two tokens or more.
+    min: 2 or more make a difference: the head speaks of a token after the next one is drafted.
     calibrated: off applies h to the head's raw output, as the paper does; on to its calibrated probability.
     """
 
@@ -182,8 +174,9 @@ class SpecDecPlusPlusMethod(BoundedMethod):
     ranges: ClassVar = {"h": (0.0, 1.0, "()")}
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        predictors = head_predictors(models, self.drafter, rows, self.calibrated)
-        return [PredictorStop(predictor, ThresholdRule(self.h), self.min, self.max) for predictor in predictors]
+        assert models.acceptance is not None
+        predictor = HeadPredictor(models.acceptance, self.calibrated)
+        return [PredictorStop(predictor, ThresholdRule(self.h), self.min, self.max) for _ in range(rows)]
 
 
 # Of the time of one more drafted token, and of verifying it, by the time of a round without a draft; auto measures it
@@ -207,16 +200,17 @@ class CostMethod(BoundedMethod):
 
     c: float | Literal["auto"] = "auto"
     max: int = 16
-    uses = ("acceptance",)
+    uses: ClassVar[tuple[str, ...]] = ("acceptance",)
     ranges: ClassVar = COST
 
-    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
-        """Make a predictor of acceptance for each row."""
-        return head_predictors(models, self.drafter, count, calibrated=True)
+    def predictor(self, models: Models) -> Predictor:
+        """Make a predictor of acceptance."""
+        assert models.acceptance is not None
+        return HeadPredictor(models.acceptance)
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        rules, predictors = cost_rules(self.c, models, self.drafter, rows), self.predictors(models, rows)
-        return [PredictorStop(*both, self.min, self.max) for both in zip(predictors, rules, strict=True)]
+        rules = cost_rules(self.c, models, self.drafter, rows)
+        return [PredictorStop(self.predictor(models), rule, self.min, self.max) for rule in rules]
 
 
 @dataclass(frozen=True)
@@ -224,19 +218,13 @@ class OnlineMethod(CostMethod):
     """Stopped by cost without a head: a logistic regression on the draft's own confidence predicts acceptance, and is
     updated after every verification.
 
-    Whether the token continues a repetition of the text counts too. head: the acceptance head's output counts too, and
-        alone until enough verdicts say otherwise.
+    Whether the token continues a repetition of the text counts too.
     """
 
-    head: bool = False
+    uses = ()
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.drafter, "acceptance") if self.head else (self.drafter,)
-
-    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
-        heads = head_predictors(models, self.drafter, count, calibrated=True) if self.head else [None] * count
-        return [OnlinePredictor(head) for head in heads]
+    def predictor(self, models: Models) -> Predictor:
+        return OnlinePredictor()
 
 
 @dataclass(frozen=True)

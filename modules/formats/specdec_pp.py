@@ -34,7 +34,7 @@ UNCORRECTED = (
 
 
 class SpecDecPP(HeadFormat):
-    """A head that reads the state after the token alone, with tied blocks or at most one."""
+    """A head of tied blocks or at most one."""
 
     name = "specdec_pp"
     system = "SpecDec_pp"
@@ -46,14 +46,6 @@ class SpecDecPP(HeadFormat):
     w_rej = True
 
     def check(self, config: AcceptanceHeadConfig) -> None:
-        if not config.as_published:
-            extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
-            found = f"a head that predicts by {', '.join(extra)}"
-            expected = "one that predicts by the state after the token alone, all that SpecDec_pp's class is fed"
-            raise InputError("head", found, expected, "Train one for it: draftsmith data acceptance --labels mix.")
-        if config.joins:
-            found, expected = f"hidden layers of width {config.width}", f"{config.hidden_size}, the state's"
-            raise InputError("head", found, expected, "Train one for it: draftsmith train acceptance --width 0.")
         if config.num_blocks > 1 and not config.tied:
             found = f"{config.num_blocks} blocks, each with its own weights"
             expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"

@@ -205,17 +205,13 @@ def _tag_and_method(kind: str, head: Mapping[str, Any], drafter: str | None) -> 
     if kind in learned():
         return ("assisted-generation", "spec:k=5") if kind == MODEL else (kind, kind)
     option = f":drafter={drafter}" if drafter else ""
-    is_late = head.get("state", "after") == "after"
-    return "specdec++", f"specdec++:h=0.7{option}" if is_late else f"online:head=on{option}"
+    return "specdec++", f"specdec++:h=0.7{option}"
 
 
 def _data_lines(manifest: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, part in (manifest.get("samples") or {}).items():
         line = f"{name}: {part['samples']:,} samples, {part['tokens']:,} tokens"
-        # A sample of rollouts is a block of drafted tokens: the number of samples says nothing.
-        if manifest.get("labels") == "rollout":
-            line = f"{name}: {part['tokens']:,} tokens of labeled drafts"
         if "answers" in part:
             median = f"median {part['tokens_p50']:,.0f} tokens"
             line += f"; {part['answers']:,} responses of {part['answer_tokens']:,} tokens, {median}"

@@ -44,8 +44,8 @@ COMPANIONS = (
     "chat_template*",
     "generation_config.json",
 )
-# What an acceptance head records of its labels: mix or rollout, sampling or greedy, kind of the drafter.
-LABELS = ("labels", "mode", "drafter")
+# What an acceptance head records of its labels: sampling or greedy, kind of the drafter.
+LABELS = ("mode", "drafter")
 
 
 def head_kinds() -> list[str]:
@@ -298,21 +298,20 @@ def check_sizes(field: str, name: str | Path, settings: Any, width: int, vocab_s
 def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
     """Return a warning if an acceptance head's labels were made with other sampling, with the command for new labels.
 
-    A head of several temperatures covers all between them. None if the mode is the same, or not recorded.
+    None if the mode is the same, or not recorded.
     """
     config = head_config(directory)
     if not (sampling := config.get("sampling")):
         return None
-    recorded, cuts = sampling["temperature"], [sampling.get(name) for name in ("top_k", "top_p")]
-    temperatures = recorded if isinstance(recorded, list) else [recorded]
+    cuts = [sampling.get(name) for name in ("top_k", "top_p")]
     # Greedy decoding has no top-k and top-p.
     same_cuts = params.greedy or cuts == [params.top_k, params.top_p]
-    if same_cuts and min(temperatures) <= params.temperature <= max(temperatures):
+    if same_cuts and sampling["temperature"] == params.temperature:
         return None
     options = f"--temperature {params.temperature:g} --top-k {params.top_k} --top-p {params.top_p:g}"
     return (
         f"{directory} was trained on labels of another mode ({sampling}): it may stop at the wrong places. "
-        f"Make labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} {options}"
+        f"Make labels of this mode: draftsmith data acceptance {options}"
     )
 
 

@@ -26,7 +26,6 @@ from draftsmith.benchmarks.papers.rollouts import (
 )
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.acceptance.repeats import RepeatIndex, repeat_scores
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.method import Models
@@ -69,10 +68,7 @@ def world(tmp_path_factory) -> World:
     rows = [[*p.prompt_ids, *answer][-70:] for p, answer in zip(prompts, answers, strict=True)]
     eagle = quick_eagle_head(target, rows, steps=80)
     torch.manual_seed(5)
-    features = ("log_q", "logit_max_q", "entropy", "depth")
-    before = AcceptanceHeadConfig(32, num_blocks=1, w_rej=1.0, state="before", features=features)
-    late = AcceptanceHeadConfig(32, num_blocks=1, w_rej=1.0, features=("entropy", "depth"))
-    heads = {"before": AcceptanceHead(before), "late": AcceptanceHead(late)}
+    heads = {f"D={blocks}": AcceptanceHead(AcceptanceHeadConfig(32, blocks, w_rej=1.0)) for blocks in (1, 0)}
     for head in heads.values():
         torch.nn.init.normal_(head.out.weight, std=1.0)
         head.requires_grad_(False)
@@ -85,7 +81,7 @@ def world(tmp_path_factory) -> World:
         eos_ids.append(
             next(answer[i] for i in range(20, 58) if all(agrees[i : i + 2]) and answer[i] not in answer[:20])
         )
-    models = run_models(target, draft, eagle=eagle, acceptance=heads["before"], capacity=400)
+    models = run_models(target, draft, eagle=eagle, acceptance=heads["D=1"], capacity=400)
     how = Recording(GREEDY, DEPTH, NEW_TOKENS, 0, tuple(eos_ids))
     chains = {name: record_all(ChainRecorder(models, name, how, heads), prompts) for name in ("draft", "eagle")}
     tree_how = dataclasses.replace(how, depth=TREE_DEPTH)
@@ -98,7 +94,7 @@ def world(tmp_path_factory) -> World:
     "policy",
     [
         Policy("k", 1), Policy("k", 4), Policy("k", 9), Policy("t", 0.5, maximum=9), Policy("t", 0.9, "", 3, 6),
-        Policy("h", 0.6, "late" + RAW, 2, 9), Policy("h", 0.3, "before", 1, 7),
+        Policy("h", 0.6, "D=0" + RAW, 2, 9), Policy("h", 0.3, "D=1", 1, 7),
     ],
     ids=lambda policy: f"{policy.label} {policy.predictor}",
 )  # fmt: skip
@@ -151,22 +147,6 @@ def test_probabilities_along_the_draft_are_those_of_the_target_read_token_by_tok
             assert rollouts.accept_along[row, place] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampling"])
-def test_heads_read_the_repetitions_that_the_text_offers(world, params, monkeypatch):
-    monkeypatch.setattr(RepeatIndex, "SIZES", (2, 1))  # such models repeat little more than a token
-    prompt = BenchPrompt("all tokens", list(range(5, 205)))
-    head = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=0, state="before", features=("repeat",)))
-    for weight in head.requires_grad_(False).parameters():
-        weight.fill_(1.0 if weight is head.direct.weight else 0.0)
-    recorder = ChainRecorder(world.models, "draft", Recording(params, 5, 8, 0, ()), {"repeat": head})
-    rollouts, expected = record_all(recorder, [prompt]), []
-    for row, tokens in enumerate(torch.from_numpy(rollouts.token)):
-        text = [*prompt.prompt_ids, *rollouts.answers[0].tokens[: rollouts.start[row]]]
-        expected += repeat_scores(text, [len(text)], tokens[None])[0].tolist()
-    assert rollouts.heads["repeat"].flatten().tolist() == pytest.approx(expected, abs=1e-4)
-    assert sum(value != 0 for value in expected) > 3
-
-
 # -- rules by hand: halves and quarters, so that a probability equals a threshold exactly
 
 
@@ -182,8 +162,8 @@ def hand_rollouts(agreed: list[list[bool]], depth: int) -> ChainRollouts:
     answer, start = np.array(rounds).T
     zeros = np.zeros(probs.shape)
     return ChainRollouts(
-        answers, answer, start, zeros.astype(np.int64), np.array(accepted), zeros.copy(), zeros, zeros.copy(), probs,
-        np.zeros(len(rounds), np.int64), repeat=zeros,
+        answers, answer, start, zeros.astype(np.int64), np.array(accepted), zeros.copy(), zeros.copy(), probs,
+        np.zeros(len(rounds), np.int64),
     )  # fmt: skip
 
 

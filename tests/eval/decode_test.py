@@ -78,7 +78,7 @@ def test_the_streamed_answer_is_the_targets(models, capsys, method):
         ([], "ar"),
         (["draft"], "online"),
         (["eagle"], "online:drafter=eagle"),
-        (["draft", "acceptance"], "online:head=on"),
+        (["draft", "acceptance"], "specdec++"),
     ],
 )
 def test_the_method_follows_from_the_models_given(models, given, method):
@@ -90,7 +90,7 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
     owner = load_lm(models["target"])
     manifest = {"target": drafter_identity(models["eagle"], owner), "drafter": "eagle"}
     of_eagle = save_head(tmp_path / "head", load_head(models["acceptance"]), manifest, "card")
-    methods = {models["acceptance"]: "online:head=on", str(of_eagle): "online:head=on:drafter=eagle"}
+    methods = {models["acceptance"]: "specdec++", str(of_eagle): "specdec++:drafter=eagle"}
     for directory, method in methods.items():
         config = DecodeConfig("Hi", models["target"], acceptance=directory, draft=(models["draft"], models["eagle"]))
         assert choose_method(config).label == method

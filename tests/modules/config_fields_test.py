@@ -28,7 +28,7 @@ GOOD = [
     BlockConfig(LLAMA, (0, 1), 4, 3),
     MedusaConfig(8, 60, 64),
     HydraConfig(PLAIN),
-    AcceptanceHeadConfig(8, features=("log_q",)),
+    AcceptanceHeadConfig(8),
 ]
 NUMBERS = ["1", [1], True, -1, 10**9, 10**18, 2**70, math.nan, math.inf, -math.inf]
 # Of values like these: others that no head has.
@@ -78,7 +78,6 @@ def test_a_field_refuses_what_it_cannot_be(config):
         (lambda: MedusaConfig(8, 60, 1), "max_position: found 1, expected a whole number from 2"),
         (lambda: dataclasses.replace(LLAMA, num_heads=3, num_kv_heads=2), "num_key_value_heads: found 2"),
         (lambda: Eagle3Config(PLAIN, (0,), 61), "draft_vocab_size: found 61, expected a whole number from 1 to 60"),
-        (lambda: AcceptanceHeadConfig(8, features=("log_q", "log_q")), "each once"),
     ],
 )
 def test_fields_fit_each_other(make, says):

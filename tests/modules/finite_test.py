@@ -12,7 +12,7 @@ from worlds import SMALL, run_models, small_lm, small_models
 
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.labels import MixedTextLabels, Rollouts
-from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.acceptance.head import HeadPredictor
 from draftsmith.modules.decoding.chain import draft_fixed_length
 from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_one
 from draftsmith.modules.decoding.stop import (
@@ -284,7 +284,7 @@ def test_labels_of_rounds(broken, drafting, params):
     target = found.target
     drafter = FrozenDrafter(target, {}, found.heads["eagle"]) if drafting == "eagle" else FrozenDrafter(found.draft, {})
     row = {"id": "x", "input_ids": text, "loss_mask": [at >= start for at in range(len(text))], "turn": 1, "task": ""}
-    how = Rollouts(target, drafter, 3, 1, (params,), 4, 0, CONTEXT)
+    how = Rollouts(target, drafter, 3, 1, params, 4, 0, CONTEXT)
     with pytest.raises(NonFinite) as caught, name_nonfinite(["row-0"]):
         how.label_response(drafter.branches(3), row, 0)
     assert caught.value.model == broken and caught.value.prompt == "row-0"

@@ -15,15 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.modules import flops
-from draftsmith.modules.acceptance.head import (
-    AcceptanceHead,
-    AcceptanceHeadConfig,
-    acceptance_training,
-)
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_loss, eagle_training
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
-from draftsmith.modules.losses import acceptance_loss
-from draftsmith.modules.types import AcceptanceBatch
 
 BATCH, LENGTH = 3, 11
 GROUPED = LlamaConfig(
@@ -101,19 +94,6 @@ def test_training_an_eagle_head(config, ttt_steps):
         forward = counted(lambda: head(embeds, features))
     fusion = flops.linear(2 * config.hidden_size, config.hidden_size, sum(lengths))
     assert forward == fusion + flops.layers_forward(config, lengths) + hidden_half(config, lengths, 1)
-
-
-@pytest.mark.parametrize("num_blocks", [0, 1, 3])
-@pytest.mark.parametrize("shape", [{}, {"tied": True}, {"state": "before"}, {"features": ("log_q", "depth")}])
-def test_training_an_acceptance_head(num_blocks, shape):
-    config = AcceptanceHeadConfig(hidden_size=20, num_blocks=num_blocks, **shape)
-    head, hidden = AcceptanceHead(config), torch.randn(BATCH, LENGTH, 20)
-    embeds = torch.randn(BATCH, LENGTH, 20) if config.state == "before" else None
-    numbers = torch.randn(BATCH, LENGTH, 2) if config.features else None
-    batch = AcceptanceBatch(hidden, torch.rand(BATCH, LENGTH), torch.ones(BATCH, LENGTH, dtype=torch.bool))
-    rows = BATCH * LENGTH
-    trained = counted(lambda: acceptance_loss(head(hidden, embeds, numbers), batch).loss.backward())
-    assert trained == acceptance_training(config, rows)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 50])

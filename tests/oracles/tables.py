@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from worlds import specdecpp
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.online import OnlinePredictor
-from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import ConfidenceStop, CostRule, FixedLengthStop, PredictorStop, SelfVerifyStop
@@ -351,20 +350,12 @@ class TableTrees:
         self._seen += outcome.emitted
 
 
-def stop_policy(name: str, seed: int, reader: TableLM):
-    """The policy that a method's name begins with, with settings that let drafts end at several lengths. reader: the
-    model whose embeddings the drafter uses."""
+def stop_policy(name: str, seed: int):
+    """The policy that a method's name begins with, with settings that let drafts end at several lengths."""
     if name.startswith(("cost", "online")):
-        early = name.startswith("cost:early")
-        on_top = name.startswith("online:head")
-        shape = EARLY if early or on_top else {}
-        head = random_acceptance_head(seed, **shape)
-        trained = HeadPredictor(head, reader.embed) if "cost" in name or on_top else None
-        predictor = trained if "cost" in name else OnlinePredictor(trained)
+        predictor = HeadPredictor(random_acceptance_head(seed)) if "cost" in name else OnlinePredictor()
         # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
-        return PredictorStop(predictor, CostRule(0.15 if early or on_top else 0.1), min_drafted=1, max_drafted=3)
-    if name.startswith("specdec++early"):
-        return specdecpp(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
+        return PredictorStop(predictor, CostRule(0.1), min_drafted=1, max_drafted=3)
     if name.startswith("specdec++"):
         head = random_acceptance_head(seed)
         return specdecpp(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
@@ -381,8 +372,8 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
     if name.startswith(("spec:k=", "specdec++", "cost", "online", "confidence", "self-verify", "eagle:k=")):
         if name.endswith("eagle") or name.startswith("eagle"):
             head = random_eagle_head(seed)
-            return lambda: ChainDrafter(head.net(target), policies(name, seed, target, rows), CAPACITY)
-        return lambda: ChainDrafter(DraftModelNet(draft), policies(name, seed, draft, rows), CAPACITY)
+            return lambda: ChainDrafter(head.net(target), policies(name, seed, rows), CAPACITY)
+        return lambda: ChainDrafter(DraftModelNet(draft), policies(name, seed, rows), CAPACITY)
     if name.startswith("medusa"):
         shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-static"]
         heads = random_medusa_heads(seed, "own" in name)
@@ -409,9 +400,9 @@ def chain_or_tree(net: DraftNet, shape: StaticTree | None, rows: int):
     return TreeDrafter(net, shape, CAPACITY, rows)
 
 
-def policies(name: str, seed: int, reader: TableLM, rows: int):
+def policies(name: str, seed: int, rows: int):
     """A policy for each row."""
-    return [stop_policy(name, seed, reader) for _ in range(rows)]
+    return [stop_policy(name, seed) for _ in range(rows)]
 
 
 def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
@@ -436,12 +427,10 @@ EAGLE_TREES = {
     "eagle-tree:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
     "eagle-tree:nodes=auto:depth=auto": DynamicTree(nodes=9, depth=2, topk=2),
 }
-FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
-EARLY = {"state": "before", "features": FEATURES}
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
-           "specdec++early", "cost", "online", "online:head",
+           "cost", "online",
            "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "medusa-static",
            "medusa:k=2", "medusa-static:own", "medusa-static:drawn",

@@ -12,6 +12,9 @@ from trainings import config
 from worlds import tiny_llama_dir
 
 from draftsmith.data import acceptance, features, prompts, responses
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.command import run
 
 NUM_PROMPTS = 48
@@ -66,15 +69,22 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
 
 
 @pytest.fixture(scope="session")
-def rollouts(artifacts, tmp_path_factory) -> Path:
-    """Labels of real rounds, at two temperatures."""
+def eagle(artifacts, tmp_path_factory) -> Path:
+    """A random EAGLE head."""
+    torch.manual_seed(0)
+    target = load_lm(str(artifacts.target))
+    head = EagleHead(EagleConfig.for_target(target.config))
+    return save_head(tmp_path_factory.mktemp("eagle") / "head", head, {"target": target.info.identity}, "card")
+
+
+@pytest.fixture(scope="session")
+def rollouts(artifacts, eagle, tmp_path_factory) -> Path:
+    """Labels of the EAGLE head's rounds."""
     settings = acceptance.AcceptanceConfig(
         responses=artifacts.responses,
         target=str(artifacts.target),
-        draft=str(artifacts.draft),
+        draft=str(eagle),
         output=tmp_path_factory.mktemp("rollouts") / "labels",
-        labels="rollout",
-        temperature=(0.5, 1.0),
         depth=4,
         num_threads=1,
     )

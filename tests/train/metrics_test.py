@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -34,10 +35,8 @@ def test_ranks_add_up_what_each_has(monkeypatch):
 
 
 def acceptance_module(artifacts, tmp_path) -> LitAcceptance:
-    settings = acceptance.with_defaults(
-        TrainAcceptanceConfig(data=artifacts.acceptance, draft=str(artifacts.draft), output=tmp_path)
-    )
-    reader = MixedText(FrozenDrafter(load_lm(str(artifacts.draft)), {}), False)
+    settings = TrainAcceptanceConfig(data=artifacts.acceptance, draft=str(artifacts.draft), output=tmp_path)
+    reader = MixedText(FrozenDrafter(load_lm(str(artifacts.draft)), {}))
     module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings)
     module.trainer = fake_trainer(open_dataset(artifacts.acceptance))
     return module
@@ -95,7 +94,7 @@ def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artifacts,
 
 def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artifacts, tmp_path):
     module, part = acceptance_module(artifacts, tmp_path), acceptance_part(artifacts, 3)
-    module.reader.lm = Spoiled(module.reader.lm)
+    module.reader.drafter = dataclasses.replace(module.reader.drafter, lm=Spoiled(module.reader.drafter.lm))
     error = named(module, part)
     assert error.model == "draft" and error.prompt == "sample 0, sample 1, sample 2"
 

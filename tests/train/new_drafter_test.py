@@ -87,7 +87,7 @@ def test_a_head_is_fine_tuned(artifacts, tmp_path, trained):
 
 def test_its_drafts_are_labeled_and_an_acceptance_head_learns_from_its_states(artifacts, tmp_path, trained):
     models = {"draft": str(trained), "target": str(artifacts.target), "num_threads": 1}
-    asked = {"labels": "rollout", "temperature": (0.0,), "depth": 3, "limit": 16}
+    asked = {"temperature": 0.0, "depth": 3, "limit": 16}
     made = labels.run(
         labels.AcceptanceConfig(responses=artifacts.responses, output=tmp_path / "labels", **models, **asked)
     )

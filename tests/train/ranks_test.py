@@ -54,8 +54,8 @@ RESUMED_ON_ONE = [("acceptance", "deepspeed_stage_3", 2)]
 class Runs:
     """Trainings of this module by name, under one directory."""
 
-    def __init__(self, artifacts, rollouts: Path, root: Path):
-        self.artifacts, self.rollouts, self.root = artifacts, rollouts, root
+    def __init__(self, artifacts, eagle: Path, rollouts: Path, root: Path):
+        self.artifacts, self.eagle, self.rollouts, self.root = artifacts, eagle, rollouts, root
         self.said = ""
 
     def __getitem__(self, name: str) -> Path:
@@ -70,7 +70,8 @@ class Runs:
             config |= {"data": str(made.acceptance), "draft": str(made.draft)}
         elif head == "rollouts":
             head = "acceptance"
-            config |= {"data": str(self.rollouts), "draft": str(made.draft), "accumulate": 2, "max_steps": 6}
+            config |= {"data": str(self.rollouts), "draft": str(self.eagle), "target": str(made.target)}
+            config |= {"accumulate": 2, "max_steps": 6}
         elif head == "eagle3":  # the target is in the training; some choices of it cannot be drafted
             config |= {"data": str(made.responses), "target": str(made.target), "layers": (0, 1), "draft_vocab": 40}
             config |= {"ttt_steps": 3, "train_lm_head": True, "accumulate": 2, "tau_prompts": 0, "max_steps": 8}
@@ -96,8 +97,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(artifacts, rollouts, tmp_path_factory) -> Runs:
-    runs = Runs(artifacts, rollouts, tmp_path_factory.mktemp("ranks"))
+def runs(artifacts, eagle, rollouts, tmp_path_factory) -> Runs:
+    runs = Runs(artifacts, eagle, rollouts, tmp_path_factory.mktemp("ranks"))
     torch.set_num_threads(1)
     for head in (*HEADS, "eagle3", "dspark", "rollouts"):
         run_job(runs.job(f"{head}-one", head))
@@ -116,7 +117,6 @@ def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
     job = runs.job
     jobs = [job(f"{head}-{name}", head, name) for head, names in STRATEGIES.items() for name in names]
     jobs.append(job(f"acceptance-{OFFLOAD}", "acceptance", OFFLOAD))
-    # Labels of real rounds have weights.
     jobs.append(job("rollouts-ddp", "rollouts", "ddp"))
     jobs += [job(f"packed-{head}-{name}", head, name, span_tokens=14, **PACKED) for head, name in SPANS]
     for name in ("ddp", "deepspeed_stage_2"):

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.confidence import sigmoid
 from draftsmith.modules.decoding.growth import Level
-from draftsmith.modules.decoding.stop import SlotConfidenceStop
+from draftsmith.modules.decoding.stop import SlotConfidenceStop, sigmoid
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks, GroupedConv
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, RowsCache, any_shape, as_bias

@@ -23,7 +23,8 @@ from draftsmith.data.text.answers import (
     origins,
     spans,
 )
-from draftsmith.modules.drafters.eagle import LOOKAHEAD
+from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleConfig, EagleHead
+from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -93,9 +94,10 @@ def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
 
 
 def test_drafts_of_rollouts_begin_within_answers(answered, tmp_path):
-    config = acceptance.AcceptanceConfig(
-        answered, TARGET, tmp_path / "out", "embedded:draft", labels="rollout", depth=3, stride=2, num_threads=1
-    )
+    target = load_lm(TARGET)
+    head = EagleHead(EagleConfig.for_target(target.config))
+    saved = str(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
+    config = acceptance.AcceptanceConfig(answered, TARGET, tmp_path / "out", saved, depth=3, stride=2, num_threads=1)
     rows = rows_of(acceptance.run(config))
     starts = {(row["id"], start) for row in rows for start in row["starts"]}
     allowed = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracles.formulas import repeated
 
-from draftsmith.modules.acceptance.repeats import RepeatIndex, repeat_scores
+from draftsmith.modules.acceptance.repeats import RepeatIndex
 from draftsmith.modules.decoding.stop import DraftView
 
 
@@ -27,8 +27,10 @@ def copying_text(seed: int, length: int) -> list[int]:
     return text
 
 
-def scores(text: list[int], starts: list[int], drafted: list[list[int]]) -> torch.Tensor:
-    return repeat_scores(text, starts, torch.tensor(drafted))
+def scores(text: list[int], start: int, drafted: list[int]) -> list[float]:
+    index = RepeatIndex()
+    index.begin_draft(text[:start])
+    return [index.score_next(token) for token in drafted]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -42,14 +44,13 @@ def test_scores_equal_an_exhaustive_search(seed):
         [by_search(text[:start], own[:j], token) for j, token in enumerate(own)]
         for start, own in zip(starts, drafted, strict=True)
     ]
-    assert scores(text, starts, drafted).tolist() == expected
+    index, found = RepeatIndex(), list[list[float]]()
+    for start, own in zip(starts, drafted, strict=True):
+        index.begin_draft(text[:start])
+        found.append([index.score_next(token) for token in own])
+    assert found == expected
     assert {-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0} >= {value for own in expected for value in own}
     assert any(value != 0 for own in expected for value in own)
-
-
-def test_tokens_after_the_end_of_a_draft_have_none():
-    assert scores([1, 2, 3, 1, 2], [5, 5], [[3, -1], [4, -1]]).tolist() == [[1.0, 0.0], [-1.0, 0.0]]
-    assert repeat_scores([1], [], torch.empty(0, 4, dtype=torch.int64)).shape == (0, 4)
 
 
 def test_scores_follow_a_growing_text_and_reset_with_the_prompt():
@@ -62,7 +63,7 @@ def test_scores_follow_a_growing_text_and_reset_with_the_prompt():
 
     for start in (20, 23, 40, 41):
         drafted = text[start : start + 4]
-        assert shown(text[:start], drafted) == scores(text, [start], [drafted])[0].tolist()
+        assert shown(text[:start], drafted) == scores(text, start, drafted)
     assert any(RepeatIndex.SIZES[-1] / 2 in shown(text[:start], text[start : start + 4]) for start in (42, 50))
     # Another text, at first shorter than what was read of the last one: nothing of that one is left.
     other = copying_text(8, 60)

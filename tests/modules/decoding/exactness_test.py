@@ -143,10 +143,7 @@ def test_a_draft_equal_to_the_target_is_never_rejected():
         ("specdec++", {2, 3}), ("specdec++calibrated", {2, 3}), ("specdec++:eagle", {2, 3}),
         ("confidence", {1, 2, 3}), ("confidence:eagle", {1, 2, 3}), ("self-verify", {1, 2, 3}),
         ("self-verify:eagle", {1, 2, 3}),
-        ("specdec++early", {1, 2, 3}), ("specdec++early:eagle", {1, 2, 3}), ("cost", {1, 2, 3}),
-        ("cost:early", {1, 2, 3}), ("cost:eagle", {1, 2, 3}), ("cost:early:eagle", {1, 2, 3}),
-        ("online", {1, 2, 3}), ("online:eagle", {1, 2, 3}),
-        ("online:head", {1, 2, 3}), ("online:head:eagle", {1, 2, 3}),
+        ("cost", {1, 2, 3}), ("cost:eagle", {1, 2, 3}), ("online", {1, 2, 3}), ("online:eagle", {1, 2, 3}),
     ],
 )  # fmt: skip
 def test_a_stop_policy_ends_drafts_at_several_lengths(name, lengths):

@@ -37,7 +37,6 @@ from draftsmith.modules.types import InputError
 METHODS = [
     "spec:k=1", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "confidence:t=0.2:max=8", "self-verify:k=6", "eagle:k=4",
     "cost:c=0.1:max=6", "online:c=0.02:max=6", "online:c=0.01:max=5:drafter=eagle",
-    "online:head=on:c=0.02:max=6",
     "specdec++:h=0.5:min=1:max=5:drafter=eagle", "confidence:t=0.2:max=6:drafter=eagle",
     "self-verify:k=5:drafter=eagle", "eagle-static", "eagle-tree:nodes=12:depth=3:topk=4",
     "pre-verify:k=4",

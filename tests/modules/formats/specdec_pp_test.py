@@ -159,10 +159,3 @@ def test_blocks_with_their_own_weights_are_refused():
     with pytest.raises(InputError, match=r"repeats one block object.*train acceptance --tied"):
         package_of(our_head(2, tied=False))
     assert package_of(our_head(1, tied=False)).config["num_layers"] == 1
-
-
-def test_a_width_of_its_own_is_refused():
-    """Their class has no layer that would bring the state to it: it would be left out without a word."""
-    config = AcceptanceHeadConfig(HIDDEN, num_blocks=1, width=HIDDEN // 2)
-    with pytest.raises(InputError, match=rf"head: found hidden layers of width {HIDDEN // 2}, expected {HIDDEN}"):
-        FORMAT.check(config)

@@ -93,17 +93,6 @@ def test_tied_blocks_round_trip_as_one_block(tmp_path):
     assert torch.equal(loaded(hidden), head(hidden))
 
 
-def test_what_a_head_standardizes_by_comes_back(tmp_path):
-    head = acceptance_head(width=2, standardize=True, activation="relu")
-    head.mean += 3
-    head.scale *= 2
-    loaded = load_head(save_head(tmp_path / "head", head, {}, CARD))
-    assert loaded.config == head.config
-    assert {name: tensor.tolist() for name, tensor in loaded.named_buffers()} == {
-        name: tensor.tolist() for name, tensor in head.named_buffers()
-    }
-
-
 def edited(directory: Path, **changes) -> Path:
     """Change settings of a head directory, with their hash in its manifest."""
     config, manifest = (json.loads((directory / name).read_text()) for name in ("config.json", "manifest.json"))
@@ -237,13 +226,12 @@ def test_a_head_that_cannot_be_trained_on_is_refused(saved, directory, kind, wid
     ("sampling", "params", "expected"),
     [
         ({"temperature": 0.0}, SamplingParams(0.0, top_k=5), None),
-        ({"temperature": [0.5, 1.0]}, SamplingParams(0.7), None),
-        ({"temperature": 1.0}, SamplingParams(), r"'temperature': 1.0.*--labels mix --temperature 0 "),
+        ({"temperature": 1.0}, SamplingParams(), r"'temperature': 1.0.*data acceptance --temperature 0 "),
         ({"temperature": 1.0}, SamplingParams(1.0, top_k=9), r"'top_k': 0.* --temperature 1 --top-k 9 "),
     ],
 )
 def test_another_mode_than_the_labels_is_a_warning_with_a_command(tmp_path, sampling, params, expected):
-    manifest = {"sampling": {"top_k": 0, "top_p": 1.0, **sampling}, "labels": "mix"}
+    manifest = {"sampling": {"top_k": 0, "top_p": 1.0, **sampling}}
     warning = another_mode(save_head(tmp_path / "head", acceptance_head(), manifest, "card"), params)
     assert warning is None if expected is None else re.search(expected, str(warning))
 
