@@ -244,7 +244,7 @@ class Rollouts:
         features = self.drafter.features(ids, len(opening)) if self.drafter.aux_layers else self.text.features
         branches.open(opening, features)
         try:
-            drafted = branches.draft(starts, depth, [params] * count, None if params.greedy else draws)
+            drafted = branches.draft(starts, depth, params, draws)
         except NonFinite as error:
             # A head that reads broken features is not to blame for its logits.
             if self.drafter.head is not None and features is not None:

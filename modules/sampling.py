@@ -62,17 +62,6 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     return scaled.softmax(-1)
 
 
-def row_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Apply `probabilities` to logits [N, V] with settings for each row."""
-    if len(set(params)) == 1:
-        return probabilities(logits, params[0])
-    distributions = logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-    for same in dict.fromkeys(params):
-        rows = torch.tensor([i for i, own in enumerate(params) if own == same], device=logits.device)
-        distributions[rows] = probabilities(logits[rows], same)
-    return distributions
-
-
 def best_token(logits: Tensor) -> int:
     """Return the argmax of logits [V], of equal ones the lowest index; NO_TOKEN if the best logit is not finite.
 

@@ -37,7 +37,7 @@ from draftsmith.modules.pretrained.directory import foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError
 
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
 LARGEST_DIFFERENCE = 1e-4
@@ -241,7 +241,7 @@ def outputs_along(
         branches = BranchDrafter(head.net(lm), depth)
         starts = torch.arange(max(text["loss_mask"].index(True) + 1, branches.min_start), len(ids) + 1)
         branches.open(ids.tolist(), lm.features(ids[None].to(lm.device), aux_layers=head.aux_layers)[0])
-        drafted = branches.draft(starts.tolist(), depth, [SamplingParams()] * len(starts))
+        drafted = branches.draft(starts.tolist(), depth)
         read = torch.cat([ids[starts - 1][:, None], drafted.tokens[:, :-1].cpu()], 1)  # [S, K]
         outputs = []
         for level, hidden in enumerate(drafted.hidden.unbind(1)):

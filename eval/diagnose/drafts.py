@@ -22,7 +22,7 @@ from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.pretrained.models import shape_of
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError
 
 Rows = Sequence[Mapping[str, Any]]
 MOST_TOKENS = 2048  # of a text, whose logits are computed at once
@@ -174,7 +174,7 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
             if not len(starts):
                 continue
             branches.open(ids.tolist(), torch.cat([states[layer] for layer in variant.layers], -1))
-            drafted = branches.draft(starts.tolist(), depths[number], [SamplingParams()] * len(starts))
+            drafted = branches.draft(starts.tolist(), depths[number])
             hit, compared = agreed(drafted.tokens.cpu(), starts, ids, choices)  # [S, K] each
             lengths[number].append(hit.sum(1).clamp_max(COMPARED))
             if number == 0:

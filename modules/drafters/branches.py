@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import best_tokens, draw_rows, row_probabilities
+from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams, check_range
 
@@ -25,6 +25,7 @@ from draftsmith.modules.types import SamplingParams, check_range
 # there: a larger group wastes arithmetic, a smaller one calls.
 GROUP_TOKENS = 512
 
+GREEDY = SamplingParams()
 # (slice of the starts, place in the draft from 0, logits [s, V]) -> tokens [s].
 Draw = Callable[[slice, int, Tensor], Tensor]
 
@@ -155,18 +156,18 @@ class BranchDrafter:
         return self._net.logits(hidden, level)
 
     def draft(
-        self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
+        self, starts: Sequence[int], depth: int, params: SamplingParams = GREEDY, uniforms: Tensor | None = None
     ) -> Drafted:
         """Draft `depth` tokens from each of S starts, none before `min_start` or behind the text.
 
-        params: one for each start. uniforms: [S, depth] float64 in [0, 1) that draw the tokens; None if all is greedy.
+        uniforms: [S, depth] float64 in [0, 1) that draw the tokens, if not greedily.
         """
-        assert uniforms is not None or all(own.greedy for own in params), "drawing needs uniforms"
 
         def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
-            if uniforms is None:
+            if params.greedy:
                 return best_tokens(logits)
-            return draw_rows(row_probabilities(logits, params[piece]), uniforms[piece, level].to(logits.device))
+            assert uniforms is not None, "drawing needs uniforms"
+            return draw_rows(probabilities(logits, params), uniforms[piece, level].to(logits.device))
 
         return self.grow(starts, depth, draw)
 

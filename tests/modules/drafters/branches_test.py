@@ -52,7 +52,7 @@ def one_by_one(make_drafter, text, features, starts, params, uniforms):
         own = [*([] if uniforms is None else uniforms[number].tolist()), 0.5]
         read = torch.empty(0) if features is None else features[: start - 1]
         drafter.begin(0, text[: start - 1], read, text[start - 1])
-        (tree,) = drafter.propose([DEPTH + 1], Sampler(params[number], [Given(own)]))
+        (tree,) = drafter.propose([DEPTH + 1], Sampler(params, [Given(own)]))
         tokens.append(tree.tokens[:DEPTH])
         states.append(torch.stack(spy.hidden))
     return torch.tensor(tokens), torch.stack(states)
@@ -60,10 +60,8 @@ def one_by_one(make_drafter, text, features, starts, params, uniforms):
 
 def check(drafter, make_drafter, text, features, vocab):
     starts, rng = [3, 4, 7, len(text), 11], torch.Generator().manual_seed(0)
-    warps = [SamplingParams(1.0), SamplingParams(0.5, 7, 0.9), SamplingParams(), SamplingParams(1.0)]
-    for params in ([*warps, SamplingParams(2.0)], [SamplingParams()] * 5):
-        greedy = all(own.greedy for own in params)
-        uniforms = None if greedy else torch.rand(5, DEPTH, generator=rng, dtype=torch.float64)
+    for params in (SamplingParams(1.0), SamplingParams(0.5, 7, 0.9), SamplingParams(2.0), SamplingParams()):
+        uniforms = None if params.greedy else torch.rand(5, DEPTH, generator=rng, dtype=torch.float64)
         expected, hidden = one_by_one(make_drafter, text, features, starts, params, uniforms)
         drafter.open([1, 2, 3], None if features is None else features[:3])  # leaves nothing behind
         drafter.open(text, features)
@@ -140,7 +138,7 @@ def test_a_training_around_it_changes_nothing_and_may_use_the_states(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):
         drafter.open([1, 2, 3])
         states = drafter.states(starts, drafts)
-        drafted = drafter.draft(starts, 2, [SamplingParams()] * 2)
+        drafted = drafter.draft(starts, 2)
     assert torch.equal(states, expected) and torch.equal(drafted.hidden[:, 0], expected[:, 0])
     weight = torch.ones((), requires_grad=True)
     (weight * states).sum().backward()  # no tensor of inference mode

@@ -296,7 +296,8 @@ class Spy(FixedLengthStop):
         self.results.append((num_drafted, num_accepted))
 
 
-def test_its_branches_draft_what_its_chains_draft(drafter):
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0), SamplingParams(0.5, 3)], ids=str)
+def test_its_branches_draft_what_its_chains_draft(drafter, params):
     """From several places of a text side by side, greedily and drawn, by the same logits."""
     target, text, drafter = TableLM(1), [2, 0, 1, 3, 0, 1, 2], drafter.double()
     features = captured(
@@ -306,13 +307,12 @@ def test_its_branches_draft_what_its_chains_draft(drafter):
     branches.open(text[::-1], features)  # leaves nothing behind
     branches.open(text, features)
     uniforms = torch.rand(4, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    params = [SamplingParams(1.0), SamplingParams(), SamplingParams(0.5, 3), SamplingParams(2.0)]
     drafted = branches.draft(starts, 3, params, uniforms)
     for number, start in enumerate(starts):
         spy = Spy(3)
         chain = ChainDrafter(drafter.net(target), [spy], CAPACITY)
         chain.begin(0, text[: start - 1], features[: start - 1], text[start - 1])
-        (tree,) = chain.propose([3], Sampler(params[number], [Given(uniforms[number])]))
+        (tree,) = chain.propose([3], Sampler(params, [Given(uniforms[number])]))
         assert drafted.tokens[number].tolist() == list(tree.tokens)
         logits = branches.lm_head(drafted.hidden[number], torch.arange(3))
         # Rotations are in float32.
@@ -339,7 +339,7 @@ def test_it_drafts_in_the_targets_type_whatever_its_own_is(drafter, own, theirs)
     for head in (drafter, copy.deepcopy(drafter).to(theirs)):
         branches = BranchDrafter(head.net(target), 3)
         branches.open(text, features)
-        found = [branches.draft([len(text)], 3, [SamplingParams()]).tokens.tolist()]
+        found = [branches.draft([len(text)], 3).tokens.tolist()]
         drafters = [ChainDrafter(head.net(target), [FixedLengthStop(3)], CAPACITY)]
         if head.drafts:  # a draft model has chains only
             drafters.append(TreeDrafter(head.net(target), shape, CAPACITY))
