@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
@@ -157,7 +159,7 @@ def pick(probs: Tensor, uniform: float) -> int:
     return index if index < len(probs) else _last(probs.numpy(), cumulative[-1], 0)
 
 
-def _last(probs: Any, total: float, first: int) -> int:
+def _last(probs: NDArray[np.floating], total: float, first: int) -> int:
     """Return `first` plus the last place with mass, where uniform * total was rounded up; NO_TOKEN for a bad total."""
     return first + int(probs.nonzero()[0][-1]) if 0 < total < math.inf else NO_TOKEN
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Whole numbers, in nested lists of one shape.
+Integers = Sequence[int] | Sequence[Sequence[int]]
 
-def to_device(values: Any, device: torch.device) -> Tensor:
+
+def to_device(values: Tensor | Integers, device: torch.device) -> Tensor:
     """Send a tensor, or integers as int64, from the host without waiting for the device's work.
 
     A tensor that is on a device already is returned as it is.
@@ -21,7 +23,7 @@ def to_device(values: Any, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def to_device_together(values: Sequence[Any], device: torch.device) -> list[Tensor]:
+def to_device_together(values: Sequence[Integers], device: torch.device) -> list[Tensor]:
     """Send several sets of integers in one transfer."""
     tensors = [torch.tensor(own, dtype=torch.int64) for own in values]
     if device.type == "cpu":

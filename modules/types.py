@@ -12,15 +12,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import Tensor
 
-# What an acceptance head reads: the drafter's state after or before the token, and numbers of its distribution.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -123,13 +122,13 @@ def check_range(name: str, value: object, low: float = -math.inf, high: float = 
         raise InputError(name, _shown(value), expected, "Correct it.")
 
 
-def check_ranges(config: Any, **ranges: Range) -> None:
+def check_ranges(config: object, **ranges: Range) -> None:
     """Apply `check_range` to some fields of a config."""
     for name, span in ranges.items():
         check_range(name, getattr(config, name), *(span if isinstance(span, tuple) else (span,)))
 
 
-def check_config(config: Any, **ranges: tuple[float, float] | tuple[float, float, str]) -> None:
+def check_config(config: DataclassInstance, **ranges: tuple[float, float] | tuple[float, float, str]) -> None:
     """Check every field of a config dataclass by its annotated type, and its numbers by their ranges.
 
     Called in a config's `__post_init__`, so that no command sees a wrong value from a file or a caller.
@@ -146,11 +145,15 @@ def check_config(config: Any, **ranges: tuple[float, float] | tuple[float, float
             raise InputError(spec.name, _shown(value), expected, "Correct it.")
 
 
-_hints: Any = functools.cache(get_type_hints)
-_NAMES: Mapping[Any, str] = {bool: "true or false", str: "text"}
+@functools.cache
+def _hints(config: type) -> dict[str, type]:
+    return get_type_hints(config)
 
 
-def _expected(value: object, kind: Any, span: tuple[Any, ...]) -> str:
+_NAMES = {bool: "true or false", str: "text"}
+
+
+def _expected(value: object, kind: type, span: tuple[float, float] | tuple[float, float, str]) -> str:
     """Describe the values of this type and range; empty if `value` is one of them."""
     origin, args = get_origin(kind), get_args(kind)
     # Configs have a type or None.
@@ -169,7 +172,7 @@ def _expected(value: object, kind: Any, span: tuple[Any, ...]) -> str:
     return "" if isinstance(value, kind) else _NAMES.get(kind, f"a {kind.__name__}")
 
 
-def _expected_number(value: Any, kind: type, low: float, high: float, ends: str = "[]") -> str:
+def _expected_number(value: object, kind: type, low: float, high: float, ends: str = "[]") -> str:
     # NaN is in no range; infinity would be in an open one.
     if isinstance(value, int if kind is int else int | float) and not isinstance(value, bool) and abs(value) < math.inf:
         at_end = (value == low and ends[0] == "(") or (value == high and ends[1] == ")")
