@@ -27,10 +27,9 @@ from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import parse_method
-from draftsmith.modules.formats import formats
+from draftsmith.modules.formats import check_served, formats
 from draftsmith.modules.formats.base import TargetFacts
-from draftsmith.modules.formats.families import SERVERS
-from draftsmith.modules.formats.systems import DEEPSEEK
+from draftsmith.modules.formats.families import SGLANG_DEEPSEEK
 from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import load_lm, load_outer, text_settings
@@ -86,6 +85,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 EXPORTED = ("eagle3", "dspark")
+SERVERS = ("vllm", "sglang", "speculators", "llamacpp")
 # Architectures that may come out otherwise on another CPU, whose sums round otherwise.
 NEAR_TIES = 2
 
@@ -353,12 +353,13 @@ def exported(head: DraftHead, system: str, lm: CausalLM) -> bool | None:
     """Whether a system's directory holds the head's tensors and names no problem; None if it refuses the head."""
     format, facts, state = formats()[system, head.kind], TargetFacts(read_config(lm.info.path)), stored_tensors(head)
     raw, config = facts.raw, head.config
-    if system == "sglang" and head.kind == "eagle3" and facts.family in DEEPSEEK:
+    if system == "sglang" and head.kind == "eagle3" and facts.family in SGLANG_DEEPSEEK:
         # It cannot be given layers from 1 of these, as of a target with few layers; heads of real ones read from 2.
         raw = {**raw, "num_hidden_layers": raw["num_hidden_layers"] + 1}
         config = replace(config, aux_layers=tuple(number + 1 for number in config.aux_layers))
     facts = TargetFacts(raw, lm.embed(list(range(lm.info.vocab_size))), lm.lm_head_weight())
     try:
+        check_served(format, facts)
         package = format.write(config, state, torch.float32, facts)
     except InputError:
         return None

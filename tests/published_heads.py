@@ -23,7 +23,7 @@ from draftsmith.eval.check.check import CheckReport, check_head
 from draftsmith.eval.check.states import StateSource
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Problem, TargetFacts
-from draftsmith.modules.formats.foreign import ForeignHead, detect
+from draftsmith.modules.formats.foreign import detect
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.types import InputError
 
@@ -321,7 +321,7 @@ def cells(head: Published, directory: Path) -> str:
     write(head, facts, directory)
     source = StateSource("", None, facts)
     try:
-        own = detect(ForeignHead.of(read_package(str(directory))))
+        own = detect(read_package(str(directory)), facts)
     except InputError as error:
         what = str(error.found).partition(", ")[0]
         return f"refused: {what} | - | -"

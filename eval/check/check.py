@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from draftsmith.data.console import print_table, print_text, table_from_cells
-from draftsmith.eval.check.record import RECORD, against_model, differences, hashes_of, read_record
+from draftsmith.eval.check.record import against_model, differences, hashes_of
 from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
 from draftsmith.eval.diagnose.diagnosis import STRONG
 from draftsmith.eval.diagnose.drafts import (
@@ -27,13 +27,14 @@ from draftsmith.eval.diagnose.drafts import (
 )
 from draftsmith.eval.diagnose.drafts import measure as measure_texts
 from draftsmith.eval.settings import SYSTEMS, CheckConfig
+from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import GGUF, MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHere, Problem, largest
-from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
-from draftsmith.modules.pretrained.directory import foreign_package
+from draftsmith.modules.formats.foreign import detect, head_kind, named_format
+from draftsmith.modules.pretrained.directory import RECORD, foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
 from draftsmith.modules.targets.base import CausalLM
@@ -115,11 +116,13 @@ def run(config: CheckConfig) -> int:
         wanted = MTP
     # All formats of a name read the same model: a missing --target is reported before the directory is read.
     named = next((format for (name, _), format in formats().items() if name == wanted), None)
-    source = state_source(named, *models) if named else None
-    if named is None or named.name != MTP:
-        foreign = ForeignHead.of(foreign_package(config.directory), read_record(config.directory))
-        named = named_format(wanted, foreign) if named else detect(foreign)
-    format, source = named, source or state_source(named, *models)
+    if named is not None:
+        source = state_source(named.predicts, *models)
+        format = named if wanted == MTP else named_format(wanted, foreign_package(config.directory))
+    else:
+        package = foreign_package(config.directory)
+        source = state_source(head_kind(package) == AcceptanceHead.kind, *models)
+        format = detect(package, source.facts)
     head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)
@@ -171,7 +174,7 @@ def check_head(
     report.read = theirs
     report.problems += theirs.problems
     report.notes += theirs.notes
-    if (record := read_record(directory)) is not None:
+    if (record := package.exported) is not None:
         if record["kind"] != format.kind:
             report.problems.append(Problem(RECORD, f"this was exported as {record['format']}"))
         else:

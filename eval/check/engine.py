@@ -33,7 +33,7 @@ from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python,
 from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, Served, TargetFacts
-from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect, named_format
+from draftsmith.modules.formats.foreign import causal_lm, detect, named_format
 from draftsmith.modules.formats.readings import Reading, engine_readings, readings
 from draftsmith.modules.formats.systems import served_kind, vllm_command
 from draftsmith.modules.layers import rope_settings
@@ -169,12 +169,11 @@ def our_drafter(config: CheckConfig, target: CausalLM, facts: TargetFacts) -> Ou
     if config.engine == "llamacpp" and (file := gguf_file(config.directory)) is not None and is_gguf_model(file):
         return OurDrafter(MODEL, load_fitting(str(file), target, **config.loading))
     package = foreign_package(config.directory)
-    foreign = ForeignHead.of(package)
-    if causal_lm(foreign):
+    if causal_lm(package):
         check_same_tokenizer(config.target, path, MODEL)
         return OurDrafter(MODEL, load_fitting(path, target, **config.loading))
     named = config.format in {name for name, _ in formats()}
-    format = named_format(config.format, foreign) if named else detect(foreign)
+    format = named_format(config.format, package) if named else detect(package, facts)
     if (config.engine, format.kind) not in formats():
         found = f"a head of kind {format.kind}"
         raise InputError("directory", found, f"one that {SYSTEMS[config.engine]} serves", "Check it with --format.")

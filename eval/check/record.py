@@ -1,4 +1,4 @@
-"""Record that an export leaves in its directory: the head that was exported, to compare what is read with."""
+"""The record of an export, which names the head that was exported: compare what is read with it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters import learned
 from draftsmith.modules.formats.base import ImportedHead, Problem
 from draftsmith.modules.formats.llama import frequencies
 from draftsmith.modules.layers import RopeScaling, RotarySettings
 from draftsmith.modules.pretrained.provenance import compare_identity
-from draftsmith.modules.pretrained.reading import read_object
-
-RECORD = "draftsmith.json"
 
 
 def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -36,19 +31,6 @@ def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
 def types_of(tensors: Iterable[Tensor]) -> list[str]:
     """Return the types of weights, such as `bfloat16`."""
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.is_floating_point()})
-
-
-def read_record(directory: Path) -> dict[str, Any] | None:
-    """Read the record of an export; None for a directory that this project did not write.
-
-    Raises:
-        InputError: a damaged file.
-    """
-    path = Path(directory) / RECORD
-    if not path.exists():
-        return None
-    shape = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict, "types": [str]}
-    return read_object(path, shape, "Export the head again.")
 
 
 def differences(
@@ -92,15 +74,11 @@ def differences(
     return problems
 
 
-def against_model(
-    record: Mapping[str, Any] | None, identity: Mapping[str, str], with_drafter: bool = True
-) -> list[str]:
+def against_model(record: Mapping[str, Any] | None, identity: Mapping[str, str]) -> list[str]:
     """Return the names of the hashes by which a model is not the one that the head was trained for.
 
-    record: None, or without a target, for a head of unknown origin. with_drafter: compare the hash of a drafting head,
-    whose hidden states an acceptance head reads.
+    record: None, or without a target, for a head of unknown origin.
     """
     recorded = (record or {}).get("head", {}).get("target") or {}
-    recorded = {key: value for key, value in recorded.items() if with_drafter or key not in learned()}
     differing = compare_identity({"model": identity}, {"model": recorded}) if recorded else []
     return [key.removeprefix("model.") for key, _, _ in differing]

@@ -14,7 +14,7 @@ from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.eval.diagnose.drafts import answered
-from draftsmith.modules.formats.base import HeadFormat, TargetFacts
+from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
 from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
@@ -63,8 +63,8 @@ class StateSource:
     head_path: str | None = None
 
 
-def state_source(format: HeadFormat, target: str | None, draft: str | Path | None, loading: Any) -> StateSource:
-    """Load what a head of this format reads: the target, or for an acceptance head the draft.
+def state_source(predicts: bool, target: str | None, draft: str | Path | None, loading: Any) -> StateSource:
+    """Load what a head reads: the target, or for an acceptance head, which predicts, the draft.
 
     draft: a model, or the directory of a drafting head for the target. loading: arguments of `load_target`.
 
@@ -77,7 +77,7 @@ def state_source(format: HeadFormat, target: str | None, draft: str | Path | Non
             raise InputError("target", "none", "the target", "Pass --target.")
         return load_target(target, **loading)
 
-    if not format.predicts:
+    if not predicts:
         lm = named_target()
         return StateSource(str(target), FrozenDrafter(lm, lm.info.identity), facts_of(str(target), lm))
     if draft is None:

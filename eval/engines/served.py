@@ -39,7 +39,7 @@ from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.eval.settings import SYSTEMS, ServedConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
-from draftsmith.modules.formats.foreign import ForeignHead, causal_lm, detect
+from draftsmith.modules.formats.foreign import causal_lm, head_kind
 from draftsmith.modules.formats.systems import served_kind, vllm_command
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json
@@ -143,7 +143,7 @@ def llamacpp_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Set
     if drafter is None or target.suffix != ".gguf" or not target.is_file():
         found = f"{target} and {config.draft}"
         raise InputError("draft", found, "two GGUF files", "Export the head with --format llamacpp.")
-    kind = "simple" if is_gguf_model(drafter) else detect(ForeignHead.of(foreign_package(drafter))).kind
+    kind = "simple" if is_gguf_model(drafter) else head_kind(foreign_package(drafter))
     binary, drafting = server_binary(config.engine_path), ServedModels(target, drafter, f"draft-{served_kind(kind)}")
     settings = [PLAIN, *(Setting(n, p_min) for n in config.lengths if n for p_min in config.thresholds)]
     with contextlib.ExitStack() as stack:
@@ -161,8 +161,7 @@ def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting
     """Start a vLLM server of one setting after another. longest: prompt with its answer."""
     assert config.draft is not None
     python, package = engine_python(config.engine_path), foreign_package(config.draft)
-    foreign = ForeignHead.of(package)
-    kind = "draft_model" if causal_lm(foreign) else detect(foreign).kind
+    kind = "draft_model" if causal_lm(package) else head_kind(package)
     if kind != "draft_model" and ("vllm", kind) not in formats():
         raise InputError("draft", f"a head of kind {kind}", "one that vLLM serves", "Export it with --format vllm.")
     target = str(model_directory(config.target).absolute())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,17 @@ import torch
 from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.eval.check.check import CheckReport, Measure, check_head, original, print_report
-from draftsmith.eval.check.record import RECORD, hashes_of, types_of
+from draftsmith.eval.check.record import hashes_of, types_of
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ExportConfig
-from draftsmith.modules.formats import GGUF, MTP, formats, formats_of
+from draftsmith.modules.formats import GGUF, MTP, check_served, formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX
-from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text, write_torch
+from draftsmith.modules.pretrained.directory import RECORD
+from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.gguf import copied_tokenizer
 from draftsmith.modules.pretrained.gguf_writer import (
     rounded_to_q8,
@@ -59,6 +60,7 @@ GGUF_HEAD, GGUF_DRAFT = "head.gguf", "draft.gguf"
 # Largest difference of logits, as a share of the largest, that rounding to a type explains.
 GGUF_ERROR = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "q8_0": 0.1}
 TARGET_INDEX = "target-index.json"
+NUM_DRAFTED = 3  # tokens a round in printed commands, if nothing was measured
 MOST_BY_TAU = 5  # drafted tokens, however long training's own drafts were accepted
 
 
@@ -97,8 +99,6 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     path = head_directory(_given(config, "head", "the head's directory")).resolve()
     # What can be refused is refused before the models are read.
     format, settings = format_for(path, config.format)
-    if format.float32 and config.weights not in ("auto", "float32"):
-        raise InputError("weights", config.weights, f"float32: {format.name} reads nothing else", "Leave it out.")
     format.check(settings)
     drafts = getattr(settings, "drafts", None)
     if drafts is not None and config.num_drafted > drafts:
@@ -106,8 +106,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
         raise InputError("num_drafted", config.num_drafted, expected, "Lower it.")
     manifest = read_object(path / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
     recorded = manifest.get("config") or manifest.get("imported") or {}
-    target, draft = config.target or recorded.get("target"), config.draft or recorded.get("draft")
-    source = state_source(format, target, draft, config.loading)
+    source = state_source(False, config.target or recorded.get("target"), None, config.loading)
+    check_served(format, source.facts)
     head: Any = original(path, format.kind, source)
 
     # Convert and write, by default in the type of the head's file.
@@ -119,8 +119,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
     if weights == "q8_0":
         state = {name: rounded_to_q8(stored) for name, stored in state.items()}
-    package = format.write(head.config, state, dtype, source.facts)
     model, written = loadable(source.path), str(config.output)
+    package = format.write(head.config, state, dtype, dataclasses.replace(source.facts, path=model))
     if format.name == GGUF:
         kind = package.config["gguf"]
         metadata, tensors = head_to_gguf(package)
@@ -131,27 +131,24 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     elif format.name == MTP:
         stitch(model_directory(source.path), directory, package.tensors)
     else:
-        fields = dict(package.config)
-        for name, value in format.extra_fields(source.facts.raw, model).items():
-            fields[name] = {**fields.get(name, {}), **value} if isinstance(value, dict) else value
-        write_package(directory, Package(fields, package.tensors, package.metadata), format.weights_files)
+        write_package(directory, package)
 
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
     read_back = format.read(head_package(directory, format.name), source.facts)
-    record = {"format": format.name, "kind": format.kind, "head": origin, "config": asdict(read_back.config)}
+    record = {"format": format.name, "kind": format.kind, "head": origin}
+    record |= {"config": dataclasses.asdict(read_back.config)}
     record |= {"tensors": hashes_of(read_back.state), "types": types_of(read_back.state.values())}
     write_json(directory / RECORD, {**record, **made_with()})
     report = check_head(directory, format, source, build_head(format.kind, head.config, state))
 
     # Command and card.
     measured = measured_of(path)
-    verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
     tau = (manifest.get("metrics") or {}).get("tau")
-    count = config.num_drafted or num_drafted(measured, format, drafts, tau)
+    count = config.num_drafted or num_drafted(measured, format.kind, drafts, tau)
     window = getattr(getattr(settings, "llama", None), "sliding_window", None)
     confidence = bool(getattr(settings, "confidence", False))
-    command = format.serve(Served(model, written, count, verifier, source.facts.family, window, confidence))
+    command = format.serve(Served(model, written, count, source.facts.family, window, confidence))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.path, directory)):
         notes.append(note)
@@ -209,7 +206,7 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantized")
     (directory / f"{GGUF_DRAFT}.dequantized.lock").unlink(missing_ok=True)
     model = str(target_file(config, target) or "TARGET.gguf")
-    served = Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or HeadFormat.num_drafted)
+    served = Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or NUM_DRAFTED)
     return report, llamacpp_command("simple", served)
 
 
@@ -240,16 +237,12 @@ def format_for(head: Path, name: str) -> tuple[HeadFormat, Any]:
     return formats()[name, kind], head_settings(head, config)
 
 
-def write_package(directory: Path, package: Package, files: tuple[str, ...] = ("model.safetensors",)) -> None:
-    """Write `config.json` and the weights. files: names; torch's own format has a shared tensor under all its names."""
+def write_package(directory: Path, package: Package) -> None:
+    """Write `config.json` and the weights."""
     write_json(directory / "config.json", dict(package.config), indent=2)
     tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
-    for name in files:
-        if not name.endswith(".safetensors"):
-            write_torch(directory / name, package.all_tensors())
-            continue
-        # transformers and the servers want to know that the tensors are torch's.
-        write_tensors(directory / name, tensors, {"format": "pt", **package.metadata})
+    # transformers and the servers want to know that the tensors are torch's.
+    write_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
 
 
 def index_for_target(target: str, directory: Path) -> str:
@@ -275,15 +268,15 @@ def measured_chains(measured: Mapping[str, Any] | None, kind: str) -> dict[int, 
 
 
 def num_drafted(
-    measured: Mapping[str, Any] | None, format: HeadFormat, drafts: int | None = None, tau: float | None = None
+    measured: Mapping[str, Any] | None, kind: str, drafts: int | None = None, tau: float | None = None
 ) -> int:
     """Return the drafted tokens a round of the fastest measured chain, else a whole block's, else by tau.
 
-    tau: tokens per target call in training, one of them the target's own. Without it, the format's default.
+    tau: tokens per target call in training, one of them the target's own. Without it, NUM_DRAFTED.
     """
-    if chains := measured_chains(measured, format.kind):
+    if chains := measured_chains(measured, kind):
         return max(chains, key=lambda count: chains[count]["speedup"])
-    return drafts or (format.num_drafted if tau is None else min(MOST_BY_TAU, max(1, round(tau))))
+    return drafts or (NUM_DRAFTED if tau is None else min(MOST_BY_TAU, max(1, round(tau))))
 
 
 def expected_gain(head: Path, measured: Mapping[str, Any] | None, kind: str, tau: float | None) -> list[str]:

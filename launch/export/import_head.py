@@ -12,13 +12,15 @@ from torch import Tensor
 
 from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.eval.check.record import against_model, read_record
+from draftsmith.eval.check.record import against_model
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.export import num_drafted
 from draftsmith.launch.export.settings import ImportConfig
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.formats import MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead
-from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
+from draftsmith.modules.formats.foreign import detect, head_kind, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.directory import package_directory, read_package, weight_files
@@ -40,33 +42,34 @@ def run(config: ImportConfig) -> Path:
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
     if config.format == MTP:
-        format, package = formats()[MTP, MTP], head_package(model_directory(config.directory), MTP)
+        package, kind = head_package(model_directory(config.directory), MTP), MtpHead.kind
         if not package.tensors:
             remedy = "Train one: `draftsmith train mtp` begins with random weights."
             found = f"{config.directory}, without MTP tensors"
             raise InputError("directory", found, "a target that ships some", remedy)
     else:
         package = read_package(config.directory)
-        foreign = ForeignHead.of(package, read_record(package_directory(config.directory)))
-        format = detect(foreign) if config.format == "auto" else named_format(config.format, foreign)
+        kind = head_kind(package) if config.format == "auto" else named_format(config.format, package).kind
     # Flags of the other kind of head would be ignored.
-    other = "target" if format.predicts else "draft"
+    predicts = kind == AcceptanceHead.kind
+    reads, other = ("draft", "target") if predicts else ("target", "draft")
     if getattr(config, other) is not None:
-        expected = f"--{format.reads}: this is {named_kind(format.kind)} head ({format.name})"
-        raise InputError(other, getattr(config, other), expected, f"Pass --{format.reads} in its place.")
-    if not format.w_rej and config.w_rej != 1.0:
-        raise InputError("w_rej", config.w_rej, f"a head of specdec_pp: this is one of {format.name}", "Leave it out.")
+        expected = f"--{reads}: this is {named_kind(kind)} head"
+        raise InputError(other, getattr(config, other), expected, f"Pass --{reads} in its place.")
+    if not predicts and config.w_rej != 1.0:
+        raise InputError("w_rej", config.w_rej, f"an acceptance head: this is {named_kind(kind)} head", "Leave it out.")
 
     # The model whose hidden states it reads, if it was named.
     source, facts, identity, models = None, None, None, {}
-    if getattr(config, format.reads) is not None:
+    if getattr(config, reads) is not None:
         loading: dict[str, Any] = {"dtype": "auto", "engine": config.engine, "device": "cpu"}
         loading |= {"trust_remote_code": config.trust_remote_code, "server": config.target_server}
-        source = state_source(format, config.target, config.draft, loading)
+        source = state_source(predicts, config.target, config.draft, loading)
         facts, identity = source.facts, source.drafter.identity
-        models = {format.reads: identity, **tokenizer_identity(source.path)}
+        models = {reads: identity, **tokenizer_identity(source.path)}
+    format = detect(package, facts) if config.format == "auto" else formats()[config.format, kind]
     imported = format.read(package, facts)
-    if format.w_rej and config.w_rej != 1.0:
+    if config.w_rej != 1.0:
         notes = tuple(note for note in imported.notes if note != UNCORRECTED)
         weighted = dataclasses.replace(imported.config, w_rej=config.w_rej)
         imported = dataclasses.replace(imported, config=weighted, notes=notes)
@@ -74,11 +77,10 @@ def run(config: ImportConfig) -> Path:
         info = source.drafter.lm.info
         check_sizes("head", config.directory, imported.config, info.hidden_size, info.vocab_size)
         # An export of ours names the target that it was trained for, which another model's identity would hide.
-        record = read_record(package_directory(config.directory))
-        if differing := against_model(record, source.drafter.identity, with_drafter=False):
+        if differing := against_model(package.exported, source.drafter.identity):
             found = f"{source.path}, another model than the head was trained for ({', '.join(differing)} differ)"
-            remedy = f"Pass that one; or leave --{format.reads} out, and train the head on with --init."
-            raise InputError(format.reads, found, "the model it was trained for", remedy)
+            remedy = f"Pass that one; or leave --{reads} out, and train the head on with --init."
+            raise InputError(reads, found, "the model it was trained for", remedy)
 
     head = build_head(format.kind, imported.config, imported.state)
     if odd := [name for name, tensor in imported.state.items() if not bool(tensor.isfinite().all())]:
@@ -94,7 +96,7 @@ def run(config: ImportConfig) -> Path:
             "path": config.directory,
             # An MTP module is a part of its target's files, whose hashes are in its identity.
             "sha256": {} if format.name == MTP else hashes(package_directory(config.directory)),
-            format.reads: getattr(config, format.reads),
+            reads: getattr(config, reads),
             "notes": list(imported.notes),
             "problems": [f"{problem.where}: {problem.text}" for problem in imported.problems],
         },
@@ -140,6 +142,6 @@ def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHe
     if format.predicts:
         models, method = f"--target TARGET --draft {path} --acceptance {out}", "specdec++:h=0.7"
     else:
-        count = num_drafted(None, format, getattr(imported.config, "drafts", None))
+        count = num_drafted(None, format.kind, getattr(imported.config, "drafts", None))
         models, method = f"--target {path} --draft {out}", f"{format.kind}:k={count}"
     print_text(f"  draftsmith eval bench {models} --methods {method} --prompts FILE")

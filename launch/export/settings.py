@@ -18,18 +18,17 @@ class ExportConfig(ServedLoading):
 
     Attributes:
         format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
-            speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; llamacpp an EAGLE-3 head of
-            version 3 or 3-norm, a DFlash or DSpark head, or a draft model, as one GGUF file; mtp writes a copy of the
-            target's checkpoint with an MTP module, and links to the files that stay as they are.
+            speculators all but EAGLE-1; llamacpp an EAGLE-3 head of version 3 or 3-norm, a DFlash or DSpark head, or a
+            draft model, as one GGUF file; mtp writes a copy of the target's checkpoint with an MTP module, and links to
+            the files that stay as they are.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
         target_gguf: The target's GGUF file, whose tokenizer a file for llama.cpp carries. Default: --target if it is
             one, else it is made of the target's tokenizer.
-        draft: The draft model to be exported as llamacpp; or the draft whose hidden states an acceptance head reads: a
-            model, or the directory of a drafting head (default: the one named in its manifest).
+        draft: The draft model to be exported as llamacpp.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
-            else the head's tau in training, at most 5, else 3 (20 with a stop rule); a block drafter's whole block.
+            else the head's tau in training, at most 5, else 3; a block drafter's whole block.
         weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
         license: License of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.targets.shape import is_hybrid, layer_kinds, num_layers, text_config
+from draftsmith.modules.targets.shape import is_hybrid, layer_kinds, num_layers, stated_positions, text_config
 from draftsmith.modules.types import InputError
+
+Raw = Mapping[str, Any]  # a `config.json`
 
 # Types of weights that layers compute with; integers and float8 are quantized weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -27,19 +29,14 @@ class NotReadHere(InputError):
 
 @dataclass(frozen=True)
 class Package:
-    """Content of a head's directory: `config.json`, and tensors and metadata of its weights files."""
+    """Content of a head's directory: `config.json`, the tensors of its weights files, and the record of an export.
 
-    config: Mapping[str, Any]
+    exported: `draftsmith.json`, which an export leaves; None in a directory that this project did not write.
+    """
+
+    config: Raw
     tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-    def all_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors under all of their names.
-
-        Of tensors that share storage, safetensors keeps one; the metadata maps the other names to it.
-        """
-        aliases = {alias: self.tensors[name] for alias, name in self.metadata.items() if name in self.tensors}
-        return {**self.tensors, **aliases}
+    exported: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,16 +45,18 @@ class TargetFacts:
 
     raw: its `config.json`. embed_tokens, lm_head: [V, H], if they are loaded. scale: of its logits, against their
     products. left_out: what else makes its logits, and no system does to those of a head that borrows lm_head.
+    path: by which servers load it.
     """
 
-    raw: Mapping[str, Any]
+    raw: Raw
     embed_tokens: Tensor | None = None
     lm_head: Tensor | None = None
     scale: float = 1.0
     left_out: str = ""
+    path: str = ""
 
     @property
-    def text(self) -> Mapping[str, Any]:
+    def text(self) -> Raw:
         """The config's settings about text."""
         return text_config(self.raw)
 
@@ -90,6 +89,11 @@ class TargetFacts:
     def num_layers(self) -> int | None:
         return num_layers(self.text)
 
+    @property
+    def max_position(self) -> int:
+        """The context length as servers take it, 0 if it is unknown."""
+        return stated_positions(self.text)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -118,7 +122,6 @@ class Served:
     """Paths and numbers in the command that serves a head.
 
     model: whose hidden states the head reads.
-    verifier: the target of an acceptance head's draft model.
     family: of the model, as of `TargetFacts`; empty if it is unknown.
     window: most tokens that the head attends to, itself included.
     confidence: the head predicts what is accepted, and the server is to verify no more.
@@ -127,7 +130,6 @@ class Served:
     model: str
     directory: str
     num_drafted: int
-    verifier: str | None = None
     family: str = ""
     window: int | None = None
     confidence: bool = False
@@ -144,18 +146,12 @@ class HeadFormat(ABC):
     writes: bool = True
     # The head is an acceptance head, which reads a draft's hidden states.
     predicts: bool = False
-    # Drafted tokens a round in printed commands if nothing was measured.
-    num_drafted: int = 3
-    # The system reads no other type.
-    float32: bool = False
-    # Files that are written; the system reads the last.
-    weights_files: tuple[str, ...] = ("model.safetensors",)
+    # Values of `architectures` by which the system builds the head.
+    classes: tuple[str, ...] = ()
     # The system finds the target's tensors through an index of shards.
     target_index: bool = False
     # Lines for users, printed with the command and on the card.
     notes: tuple[str, ...] = ()
-    # The loss weight of rejected tokens is not in the file and can be passed to the import.
-    w_rej: bool = False
 
     @property
     def reads(self) -> Literal["target", "draft"]:
@@ -171,6 +167,14 @@ class HeadFormat(ABC):
         Raises:
             InputError: a tensor is missing, unknown or of another shape; an option is not supported by our head.
         """
+
+    def unserved(self, target: TargetFacts) -> str:
+        """Return why the system cannot draft with such a head for a target, or an empty string."""
+        return ""
+
+    def wrote(self, package: Package) -> bool:
+        """Return whether a directory is the system's own, by what no other system's has."""
+        return False
 
     def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)
         """Raise InputError if the format cannot hold a head of these settings."""
@@ -188,10 +192,6 @@ class HeadFormat(ABC):
     def serve(self, served: Served) -> str:
         """Return the command that serves the head."""
         raise NotImplementedError(f"{self.name} is read only")
-
-    def extra_fields(self, target: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return fields of `config.json` that depend on the target's config and path."""
-        return {}
 
     def holds(self, config: Any) -> bool:
         """Return whether `check` passes."""

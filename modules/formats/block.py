@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, default_layers
-from draftsmith.modules.formats.base import NotReadHere, same_values
+from draftsmith.modules.formats.base import NotReadHere, Package, Raw, TargetFacts, same_values
 from draftsmith.modules.formats.llama import (
-    HeadFiles,
-    LlamaFormat,
-    Raw,
+    Fields,
     flat,
     inner_object,
     layer_window,
+    llama_fields,
     to_halves,
+    window_fields,
 )
+from draftsmith.modules.formats.llama_format import PLAIN_VALUES, BiasFields, HeadFiles, LlamaFormat, Refusal
 from draftsmith.modules.layers import PARTIAL, LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
+KINDS = ("dflash", "dflash2", "dspark")
 # Tensors of a file; the embedding and lm_head are the target's, and servers share them.
 #
 #   fc.weight                                         [H, n H]     over the target's n states
@@ -69,10 +72,92 @@ OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
 DEFAULT_BLOCK = 16
 
 
-class BlockFormat(LlamaFormat):
-    """Directory of a block drafter."""
+# Values of `architectures`, which vLLM and SGLang share; the first is written.
+CLASSES = {
+    "dflash": ("DFlashDraftModel",),
+    "dflash2": ("DFlash2DraftModel",),
+    "dspark": ("Qwen3DSparkModel", "DSparkDraftModel"),
+}
 
+
+class BlockFormat(LlamaFormat[BlockConfig]):
+    """Directory of a block drafter of one kind.
+
+    class_names: `classes` by kind.
+    own_names: beginnings of tensors' names that no other system knows, and ours.
+    anchored: kinds whose blocks are anchor-first if `config.json` does not say.
+    reads_part: the system rotates a part of each head where the target's settings name one, not `rope_dim` alone.
+    asks_confidence: `config.json` says whether the system uses a confidence head.
+    neox_fields: fields of `config.json` that may say that neighbors rotate in place of halves.
+    markov_types: Markov heads that the system computes.
+    """
+
+    model_type = "qwen3"
     vocabularies = ("vocab_size", "draft_vocab_size")
+    # Layers may have a window, and are causal within it.
+    plain_values = {name: value for name, value in PLAIN_VALUES.items() if name != "is_causal"}
+    bias_fields = BiasFields(qkv=("attention_bias",), o=("attention_bias",))
+    class_names: Mapping[str, tuple[str, ...]] = CLASSES
+    own_names: Mapping[str, str] = MappingProxyType({})
+    anchored: tuple[str, ...] = ("dspark",)
+    reads_part = True
+    asks_confidence = True
+    neox_fields: tuple[str, ...] = ()
+    markov_types: tuple[str, ...] = ("vanilla", "gated", "rnn")
+
+    def __init__(self, kind: str):
+        self.kind, self.classes = kind, self.class_names[kind]
+
+    def wrote(self, package: Package) -> bool:
+        return super().wrote(package) or any(bare_module(name) in self.own_names for name in package.tensors)
+
+    def refused(self, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
+        yield from super().refused(config, target)
+        if self.kind != "dspark":
+            if config.layout != "fill-in":
+                expected = f"fill-in: {self.system} samples no block of this kind from its anchor"
+                yield "layout", config.layout, expected, "Train it with --layout fill-in, or `train dspark`."
+            if config.markov_rank or config.confidence:
+                found = config.markov_rank or config.confidence
+                yield "markov_rank, confidence", found, f"neither in a {self.kind} head", "Train it as `train dspark`."
+        elif not config.markov_rank:
+            expected = f"a Markov head: {self.system} refuses DSpark without one"
+            yield "markov_rank", 0, expected, "Train it with --markov-rank 64, or `train dflash`."
+        elif config.markov_type not in self.markov_types:
+            expected = f"{' or '.join(self.markov_types)}: {self.system} computes no other"
+            yield "markov_type", config.markov_type, expected, "Train it with --markov-type vanilla."
+
+    def fields(self, config: BlockConfig, dtype: torch.dtype, target: TargetFacts | None) -> Fields:
+        """Return what vLLM and SGLang both read."""
+        own: Fields = {"mask_token_id": config.mask_token, OUTPUTS: [number - 1 for number in config.aux_layers]}
+        own |= self.selector_fields(config)
+        capped = None if target is None else target.text.get(SOFTCAP)
+        if self.kind == "dflash2" and capped:
+            own[SOFTCAP] = capped
+        return {
+            **qwen3_fields(config, dtype),
+            "architectures": [CLASSES[self.kind][0]],
+            "num_target_layers": None if target is None else target.num_layers,
+            "block_size": config.block_size,
+            **(own if self.kind == "dspark" else {"dflash_config": own}),
+            **self.switches(config),
+        }
+
+    def switches(self, config: BlockConfig) -> Fields:
+        """Return the switches, all of them: systems differ in what an absent one means."""
+        switches: Fields = {"sample_from_anchor": config.layout == "anchor-first"}
+        if self.kind == "dspark":
+            switches |= {
+                "markov_rank": config.markov_rank,
+                "markov_head_type": config.markov_type,
+                "enable_confidence_head": config.confidence,
+                "confidence_head_with_markov": config.confidence,
+            }
+        return switches
+
+    def selector_fields(self, config: BlockConfig) -> Fields:
+        """Return the sizes of a DFlash2 head's convolutions and selector."""
+        return {theirs: getattr(config, ours) for ours, theirs in SELECTOR.items()} if self.kind == "dflash2" else {}
 
     def check_common(self, config: BlockConfig) -> None:
         llama = config.llama
@@ -102,17 +187,17 @@ class BlockFormat(LlamaFormat):
 
     def top_level(self, config: Raw) -> Raw:
         raw = settings(config)
-        if self.row.whole_heads(raw):
-            ropes = {name: {**inner_object(raw, name), PARTIAL: None} for name in ("rope_scaling", "rope_parameters")}
-            raw |= {name: rope for name, rope in ropes.items() if len(rope) > 1} | {PARTIAL: None}
-        return {**self.row.fills(raw), **raw}
+        ropes = {name: inner_object(raw, name) for name in ("rope_scaling", "rope_parameters")}
+        if self.reads_part or any("rope_dim" in rope for rope in ropes.values()):
+            return raw
+        return {**raw, **{name: {**rope, PARTIAL: None} for name, rope in ropes.items() if rope}, PARTIAL: None}
 
     def read_config(self, files: HeadFiles, llama: LlamaConfig) -> BlockConfig:
         raw = files.raw
-        if any(raw.get(name) is False for name in self.row.neox_fields):
+        if any(raw.get(name) is False for name in self.neox_fields):
             _halve(files, llama)
-        names = [name for name in files.package.tensors if name.removeprefix("model.").split(".")[0] in FLAT | CONTEXT]
-        if names and self.name not in ("modelopt", "torchspec"):
+        unknown = (FLAT | CONTEXT).keys() - self.own_names.keys()
+        if names := [name for name in files.package.tensors if bare_module(name) in unknown]:
             files.add_problems({names[0]: (True, f"knows it as {self.our_name(names[0].removeprefix('model.'))}")})
         self._drop_tables(files, llama.vocab_size)
         # A gated Markov head's gate_proj is none of an MLP.
@@ -132,14 +217,14 @@ class BlockFormat(LlamaFormat):
                 llama,
                 max_position=files.longest_text(llama),
                 qk_norm=True,
-                qkv_bias=biases["qkv_bias"],
-                o_bias=biases["o_bias"],
+                qkv_bias=biases.qkv,
+                o_bias=biases.o,
                 sliding_window=window(raw, llama.num_layers),
             ),
             aux_layers=self._aux_layers(files, llama.hidden_size),
             block_size=block_size,
             mask_token=_mask_token(raw, llama.vocab_size),
-            layout="anchor-first" if (self.row.anchor_first if first is None else first) else "fill-in",
+            layout="anchor-first" if (self.kind in self.anchored if first is None else first) else "fill-in",
             markov_rank=rank,
             markov_type=raw.get("markov_head_type") or "vanilla",
             confidence=confidence,
@@ -163,7 +248,7 @@ class BlockFormat(LlamaFormat):
         weight = tensors.get("confidence_head.proj.weight")
         present, width = weight is not None, positive(raw, "hidden_size", 1)
         said = raw.get("enable_confidence_head", raw.get("use_confidence_head", present))
-        if not (said if self.row.asks_confidence else present):
+        if not (said if self.asks_confidence else present):
             if weight is not None:
                 name = "enable_confidence_head"
                 files.add_problems({name: (True, "drops the confidence head and says nothing: write true")})
@@ -172,7 +257,7 @@ class BlockFormat(LlamaFormat):
                     tensors.pop(f"confidence_head.proj.{part}", None)
             return False
         reads_token = bool(rank and raw.get("confidence_head_with_markov", True))
-        if weight is not None and self.row.classes and reads_token != (weight.numel() > width):
+        if weight is not None and self.classes and reads_token != (weight.numel() > width):
             wrong = f"raises: it wants another width than {weight.numel()}"
             files.add_problems({"confidence_head_with_markov": (True, wrong)})
         if rank and weight is not None and weight.shape == (1, width):
@@ -216,12 +301,33 @@ class BlockFormat(LlamaFormat):
         return layers
 
 
-def settings(config: Raw) -> dict[str, Any]:
+def bare_module(name: str) -> str:
+    """Return the first part of a tensor's name, without the prefix `model.`."""
+    return name.removeprefix("model.").split(".")[0]
+
+
+def settings(config: Raw) -> Raw:
     """Return a `config.json` with everything at the top; trainers and servers keep settings in objects inside."""
-    raw = flat(config)
+    raw = dict(flat(config))
     for place in ("dspark_config", "dflash_config"):
         raw |= {name: value for name, value in inner_object(raw, place).items() if value is not None}
     return raw
+
+
+def qwen3_fields(config: BlockConfig, dtype: torch.dtype) -> Fields:
+    """Return the fields of transformers' Qwen3Config."""
+    llama = config.llama
+    # SGLang's block drafters read the part that is rotated from here alone.
+    part = {} if llama.rope_scaling.partial_rotary_factor == 1 else {"rope_dim": llama.rotary_dim}
+    fields = {
+        **llama_fields(llama, dtype, part),
+        "model_type": "qwen3",
+        "attention_bias": False,
+        **window_fields(llama),
+        "max_window_layers": llama.num_layers if llama.sliding_window is None else 0,
+    }
+    del fields["pretraining_tp"]
+    return fields
 
 
 def window(raw: Raw, num_layers: int) -> int | None:

@@ -8,27 +8,20 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
-from draftsmith.modules.formats.base import NotReadHere, Problem, TargetFacts
-from draftsmith.modules.formats.llama import (
-    IDS,
-    HeadFiles,
-    LlamaFormat,
-    Raw,
-    check_layer,
-    flat,
-    inner_object,
-    layer_window,
-)
+from draftsmith.modules.formats.base import NotReadHere, Problem, Raw, TargetFacts
+from draftsmith.modules.formats.llama import Fields, flat, inner_object, layer_window, llama_fields
+from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, check_layer
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
+IDS = "eagle_aux_hidden_state_layer_ids"
 # Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
 # reduced.
 #
@@ -44,8 +37,43 @@ from draftsmith.modules.types import InputError
 OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
-class Eagle3Format(LlamaFormat):
-    """Directory of an EAGLE-3 head."""
+class Flags(NamedTuple):
+    """Switches of EAGLE-3 heads, as of `Eagle3Config`."""
+
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+
+    @classmethod
+    def read(cls, raw: Raw) -> Flags:
+        """Read the switches by their own names, as most systems do."""
+        before = bool(raw.get("norm_before_fc") or inner_object(raw, "eagle_config").get("norm_before_fc"))
+        return cls(*(bool(raw.get(name)) for name in cls._fields))._replace(norm_before_fc=before)
+
+
+class Eagle3Format(LlamaFormat[Eagle3Config]):
+    """Directory of an EAGLE-3 head.
+
+    layer_names: names of the head's layer that the system knows; the first is written.
+    """
+
+    kind = "eagle3"
+    layer_names: tuple[str, ...] = ("midlayer", "layers.0")
+
+    def flags(self, raw: Raw) -> Flags:
+        """Return the switches by which the system computes."""
+        return Flags.read(raw)
+
+    def layers(self, raw: Raw, target: TargetFacts | None) -> tuple[int, ...] | None:
+        """Return the layers that a `config.json` names, by our numbers; None if the system takes its default ones."""
+        return layer_ids(raw)
+
+    def fields(self, config: Eagle3Config, dtype: torch.dtype, target: TargetFacts | None) -> Fields:
+        """Return what all systems but speculators read, without the layers."""
+        flags = {name: True for name in Flags._fields if getattr(config, name)}
+        shape = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config.draft_vocab_size}
+        return {**llama_fields(config.llama, dtype), **shape, **flags}
 
     def check_common(self, config: Eagle3Config) -> None:
         expected = "no bias of q, k and v: SafeAILab/EAGLE and SGLang have none in EAGLE-3"
@@ -60,7 +88,7 @@ class Eagle3Format(LlamaFormat):
         return tensors
 
     def disk_name(self, name: str) -> str:
-        return re.sub(r"^layer\.", f"{self.row.layer_names[0]}.", name)
+        return re.sub(r"^layer\.", f"{self.layer_names[0]}.", name)
 
     def our_name(self, name: str) -> str:
         return re.sub(r"^(midlayer|layers\.0)\.", "layer.", OLD_NORMS.get(name, name))
@@ -70,7 +98,7 @@ class Eagle3Format(LlamaFormat):
 
     def read_config(self, files: HeadFiles, llama: LlamaConfig) -> Eagle3Config:
         """Read settings by this system's fields, and tensors by any system's names."""
-        raw, tensors, row = files.raw, files.tensors, self.row
+        raw, tensors = files.raw, files.tensors
         if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):
             raise NotReadHere("config.json, target_hidden_size", width, "the head's own width")
         if inner_object(raw, "eagle_config").get("use_aux_hidden_state") is False:
@@ -79,37 +107,35 @@ class Eagle3Format(LlamaFormat):
         layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in names}
         if "layers.1" in layers:
             raise NotReadHere("layers", f"{len(layers - {''})} decoder layers", "one")
-        for wrong in sorted(layers - {"", *row.layer_names})[:1]:
-            files.add_problems({wrong: (True, f"knows the layer as {row.layer_names[0]} only")})
+        for wrong in sorted(layers - {"", *self.layer_names})[:1]:
+            files.add_problems({wrong: (True, f"knows the layer as {self.layer_names[0]} only")})
         # The norms of the target's states show in the file, the other switches only in config.json.
-        flags = row.flags(raw)
+        flags = self.flags(raw)
         for name, norm in {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}.items():
             if (said := getattr(flags, name)) != (normed := norm in tensors):
                 text = f"{'norms' if normed else 'no norm'} of the target's states in the file ({norm})"
                 remedy = f'Write "{name}": {str(normed).lower()} in config.json.'
                 raise InputError(f"config.json, {name}", text, f"what config.json says ({said})", remedy)
-        aux_layers = self.aux_layers(files, llama.hidden_size)
+        aux_layers = self._aux_layers(files, llama.hidden_size)
         drafted = take_vocabulary(files, llama)
-        biases: dict[str, Any] = files.take_biases()
-        del biases["fc_bias"]
-        window = layer_window(raw, 1)
-        if row.name == "sglang" and window:
-            flag = f"--speculative-draft-window-size {window - 1}"
-            files.notes.append(f"SGLang reads no window from the files: without {flag} the head attends to all tokens")
-        own = dict[str, Any](qk_norm="layer.self_attn.q_norm.weight" in tensors, max_position=files.longest_text(llama))
-        llama = dataclasses.replace(llama, num_layers=1, sliding_window=window, **own, **biases)
+        biases = files.take_biases()
+        llama = dataclasses.replace(
+            llama,
+            num_layers=1,
+            sliding_window=layer_window(raw, 1),
+            qk_norm="layer.self_attn.q_norm.weight" in tensors,
+            max_position=files.longest_text(llama),
+            qkv_bias=biases.qkv,
+            o_bias=biases.o,
+            mlp_bias=biases.mlp,
+        )
         return Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
 
-    def aux_layers(self, files: HeadFiles, size: int) -> tuple[int, ...]:
+    def _aux_layers(self, files: HeadFiles, size: int) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""
         # fc says how many states it reads, and nothing else in the file says which.
-        count, row = files.num_states(size), self.row
-        layers = layer_ids(files.raw, *row.id_places, field=row.id_field)
-        if layers is not None:
-            # SGLang and vLLM read the states in the order of the layers, whatever the list's.
-            layers = tuple(sorted(set(layers)) if row.sorts_ids else layers)
-            layers = tuple(number + row.output_ids(layers, files.target) for number in layers)
-        elif files.target is not None:
+        count, layers = files.num_states(size), self.layers(files.raw, files.target)
+        if layers is None and files.target is not None:
             layers = default_layers(files.target)
         if layers is None:
             expected = "the target: this is a head that reads its target's layers 2, L/2 and L-3"
@@ -123,16 +149,14 @@ def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
     return None if target.num_layers is None else layers_of_target(target.num_layers)
 
 
-def layer_ids(raw: Raw, *places: str, field: str = IDS) -> tuple[int, ...] | None:
-    """Read layer ids from the first of these objects of `config.json` that has any; "" is the top."""
-    for place in places:
-        ids = (inner_object(raw, place) if place else raw).get(field)
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
-            raise InputError(f"config.json, {field}", repr(ids), "a list of integers", "Correct config.json.")
-        return tuple(ids)
-    return None
+def layer_ids(raw: Raw, place: str = "", field: str = IDS) -> tuple[int, ...] | None:
+    """Return the layer ids in an object of `config.json`; "" is the top. None if it has none."""
+    ids = (inner_object(raw, place) if place else raw).get(field)
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
+        raise InputError(f"config.json, {field}", repr(ids), "a list of integers", "Correct config.json.")
+    return tuple(ids)
 
 
 def valid_table(ids: Tensor, marks: Tensor | None, vocab: int) -> bool:

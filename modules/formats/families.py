@@ -8,9 +8,6 @@ modeling_qwen3_kv.py.
 
 from __future__ import annotations
 
-from draftsmith.modules.formats.base import TargetFacts
-
-SERVERS = ("vllm", "sglang", "speculators", "llamacpp")
 SAFEAILAB = {"llama", "qwen3"}
 LLAMACPP = {
     "deepseek_v4", "gemma4", "gemma4_unified", "gpt_oss", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "llama",
@@ -27,6 +24,10 @@ SGLANG_EAGLE3 = SGLANG_BLOCKS | {
     "apertus", "deepseek_v4", "exaone_moe", "gemma3", "glm4_moe", "longcat_flash", "minimax_m2", "qwen2",
     "qwen2_5_vl", "qwen2_moe",
 }  # fmt: skip
+# Types of targets that SGLang's models/deepseek_v2.py and glm4_moe_lite.py build.
+SGLANG_DEEPSEEK = {
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "glm_moe_dsa",
+}  # fmt: skip
 SGLANG_SCALES = {"gemma4", "gemma4_unified"}  # in the module of its embedding, which block drafters borrow
 VLLM = {
     "afmoe", "apertus", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5",
@@ -35,29 +36,3 @@ VLLM = {
     "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl", "ministral3", "mistral", "nemotron_h", "phi3",
     "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
 }  # fmt: skip
-
-
-def unserved(system: str, kind: str, target: TargetFacts) -> str:
-    """Return why a system cannot draft with a head of this kind for a target, or an empty string.
-
-    system: the name of its format. EAGLE-1 heads read the last state only, which every model gives.
-    """
-    family = target.family
-    if kind == "eagle":
-        # Its states, which are read again, cannot hold the factor.
-        scaled = f"leaves out the factor {target.scale:.4g} on the target's logits, whose lm_head the head borrows"
-        return scaled if target.scale != 1 else ""
-    if not family:
-        return ""
-    if system == "eagle" and family not in SAFEAILAB:
-        return f"captures no layers of a target of type {family}"
-    if system == "llamacpp" and family not in LLAMACPP:
-        return f"aborts: its {family} graphs do not give the states of their layers"
-    if system == "sglang" and family not in (SGLANG_EAGLE3 if kind == "eagle3" else SGLANG_BLOCKS):
-        return f"raises: its {family} class does not capture the states of its layers"
-    if system == "sglang" and kind != "eagle3" and family in SGLANG_SCALES:
-        return "multiplies embeddings of Gemma by the root of their width, which the head reads as they are"
-    if system in ("vllm", "speculators") and family not in VLLM and target.hybrid:
-        whose = "has no states of its layers: its own" if system == "vllm" else "is served by vLLM, and vLLM's"
-        return f"{whose} {family} class gives none, and its transformers backend reads no hybrid"
-    return ""

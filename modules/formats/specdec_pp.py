@@ -9,21 +9,12 @@ thresholds are run-time values, and the loss weights are nowhere.
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.formats.base import (
-    HeadFormat,
-    ImportedHead,
-    Package,
-    Served,
-    TargetFacts,
-    check_tensors,
-)
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, TargetFacts, check_tensors
 from draftsmith.modules.types import InputError
 
 PARTS = ("weight", "bias")
@@ -39,38 +30,8 @@ class SpecDecPP(HeadFormat):
     name = "specdec_pp"
     system = "SpecDec_pp"
     kind = "acceptance"
+    writes = False
     predicts = True
-    float32 = True
-    num_drafted = 20
-    weights_files = ("model.safetensors", "pytorch_model.bin")
-    w_rej = True
-
-    def check(self, config: AcceptanceHeadConfig) -> None:
-        if config.num_blocks > 1 and not config.tied:
-            found = f"{config.num_blocks} blocks, each with its own weights"
-            expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
-            remedy = "Train one for it: draftsmith train acceptance --tied true (or --num-blocks 1)."
-            raise InputError("head", found, expected, remedy)
-
-    def write(
-        self,
-        config: AcceptanceHeadConfig,
-        state: Mapping[str, Tensor],
-        dtype: torch.dtype = torch.float32,
-        target: TargetFacts | None = None,
-    ) -> Package:
-        # In float32 whatever `dtype`: their code runs it in float32 beside a draft of any type. The correction for the
-        # loss weights and the calibration have no place in the file.
-        self.check(config)
-        n = config.num_blocks
-        tensors = {f"model.0.linear.{part}": state[f"blocks.0.linear.{part}"] for part in PARTS if n}
-        # Our logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z).
-        for part in PARTS:
-            accepted = state[f"out.{part}"]  # [1, H] or [1]
-            tensors[f"model.{n}.{part}"] = torch.cat([torch.zeros_like(accepted), accepted])
-        tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
-        aliases = {f"model.{i}.linear.{part}": f"model.0.linear.{part}" for i in range(1, n) for part in PARTS}
-        return Package({"hidden_size": config.hidden_size, "num_layers": n}, tensors, aliases)
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         width, n = package.config.get("hidden_size"), package.config.get("num_layers", 0)
@@ -100,13 +61,3 @@ class SpecDecPP(HeadFormat):
         with torch.device("meta"):
             check_tensors(AcceptanceHead(config), {**state, **tensors}, disk_name)
         return ImportedHead(config, {name: value.detach().float() for name, value in state.items()}, (UNCORRECTED,))
-
-    def serve(self, served: Served) -> str:
-        # SpecDec_pp's own benchmark, to be run in a clone of it. The model that the head reads is their `assistant`;
-        # 0.7 is the stop threshold in their sample.py.
-        words = ["python3", "specdec_pp/evaluate.py", "--model_name", served.verifier or "TARGET"]
-        words += ["--assistant_name", served.model, "--num_assistant_tokens_schedule", "ada"]
-        words += ["--assist_acc_head_dir", served.directory, "--stop_threshold", "0.7"]
-        words += ["--bound", str(min(2, served.num_drafted)), str(served.num_drafted)]
-        words += ["--do_sample", "--data_path", "data/alpaca_data/test.json", "--save_path", "results"]
-        return shlex.join(words)

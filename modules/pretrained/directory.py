@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import warnings
@@ -17,7 +18,7 @@ from draftsmith.modules.pretrained.checkpoint import read_model_json, weight_map
 from draftsmith.modules.pretrained.gguf import read_gguf_head
 from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.reading import open_tensors, unreadable
+from draftsmith.modules.pretrained.reading import open_tensors, read_object, unreadable
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.
@@ -28,6 +29,8 @@ FETCH = "Fetch it again, or ask its author for safetensors."
 TORCH_FILE = "pytorch_model.bin"
 WRAPPERS = ("module.", "_orig_mod.")
 STORED = "tensors by their names, nothing else"
+RECORD = "draftsmith.json"  # what an export leaves in its directory
+RECORD_SHAPE = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict, "types": [str]}
 
 
 def package_directory(path: str) -> Path:
@@ -46,23 +49,22 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_package(path: str) -> Package:
-    """Read config, tensors and metadata of a foreign directory or hub id; tensors as stored, on the CPU.
+    """Read config, tensors and record of a foreign directory or hub id; tensors as stored, on the CPU.
 
     Raises:
         InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
     """
-    if (gguf := gguf_file(Path(path))) is not None:
-        return read_gguf_head(gguf)
     directory = package_directory(path)
+    exported = read_record(directory)
+    if (gguf := gguf_file(Path(path))) is not None:
+        return dataclasses.replace(read_gguf_head(gguf), exported=exported)
     config = read_model_json(member(directory, "config.json", "the directory"))
     tensors: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
     files, other = weight_files(directory), directory / TORCH_FILE
     for file in files:
         if file.suffix == ".safetensors":
             with open_tensors(file, FETCH) as opened:
                 tensors |= {name: opened.get_tensor(name).clone() for name in list(opened.keys())}
-                metadata |= opened.metadata() or {}
         else:
             tensors |= read_torch(file)
     # SafeAILab's code reads this one, others the safetensors beside it, which hold no tensor twice.
@@ -77,7 +79,17 @@ def read_package(path: str) -> Package:
     # Messages show names, and a terminal obeys control characters.
     if odd := [name for name in tensors if not name.isprintable()]:
         raise InputError(str(directory), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
-    return Package(config, tensors, metadata)
+    return Package(config, tensors, exported)
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+    """Read the record of an export; None for a directory that this project did not write.
+
+    Raises:
+        InputError: a damaged file.
+    """
+    path = directory / RECORD
+    return read_object(path, RECORD_SHAPE, "Export the head again.") if path.exists() else None
 
 
 def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

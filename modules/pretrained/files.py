@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import io
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -153,14 +151,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         mode = temporary.stat().st_mode
         save_file(dict(tensors), temporary, dict(metadata) if metadata is not None else None)
         temporary.chmod(mode)
-
-
-def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write plain tensors in torch's own format, which `torch.load(weights_only=True)` reads."""
-    # Into memory first: torch's writer ends the process if a disk refuses it.
-    file = io.BytesIO()
-    torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
-    write_bytes(path, file.getvalue())
 
 
 def write_table(path: Path, table: Any, **options: Any) -> None:

@@ -22,7 +22,7 @@ from draftsmith.modules.pretrained.checkpoint import (
     checkpoint_files,
     read_model_json,
 )
-from draftsmith.modules.pretrained.directory import KINDS, foreign_package
+from draftsmith.modules.pretrained.directory import KINDS, foreign_package, read_record
 from draftsmith.modules.pretrained.files import check_disk, link_file, write_json, write_tensors
 from draftsmith.modules.pretrained.reading import open_tensors
 from draftsmith.modules.types import InputError
@@ -79,7 +79,7 @@ def mtp_state(directory: Path) -> dict[str, Tensor]:
 
 def head_package(directory: Path, format: str) -> Package:
     """Read what a format reads of a head's directory: of a checkpoint with an MTP module, that alone."""
-    return Package({}, mtp_state(directory)) if format == MTP else foreign_package(directory)
+    return Package({}, mtp_state(directory), read_record(directory)) if format == MTP else foreign_package(directory)
 
 
 def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:

@@ -16,11 +16,11 @@ from worlds import tiny_llama_dir
 
 from draftsmith.eval.check import check as check_command
 from draftsmith.eval.check.check import run as check
-from draftsmith.eval.check.record import RECORD
 from draftsmith.eval.diagnose.drafts import head_variants
 from draftsmith.eval.settings import CheckConfig
 from draftsmith.modules.drafters.eagle import EagleHead
 from draftsmith.modules.formats.llama import to_adjacent
+from draftsmith.modules.pretrained.directory import RECORD
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

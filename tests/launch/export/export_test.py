@@ -24,7 +24,6 @@ from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.launch.export.import_head import tied_to_target
 from draftsmith.launch.export.settings import ExportConfig, ImportConfig
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
-from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ImportedHead
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
@@ -174,11 +173,11 @@ def test_the_command_drafts_whole_blocks_and_no_more(exchange, tmp_path, capsys,
 
 
 def test_the_command_drafts_what_the_heads_own_measurements_make_worth_it():
-    format, rows = formats()["vllm", "eagle3"], [("eagle3:k=2", 1.1), ("eagle3:k=4", 1.3), ("pld", 2.0)]
+    kind, rows = "eagle3", [("eagle3:k=2", 1.1), ("eagle3:k=4", 1.3), ("pld", 2.0)]
     measured = {"methods": [{"method": method, "speedup": speedup} for method, speedup in rows]}
-    assert num_drafted(measured, format, tau=1.2) == 4
-    assert [num_drafted(None, format, tau=tau) for tau in (None, 1.0, 1.2, 2.6, 9.0)] == [3, 1, 1, 3, 5]
-    assert num_drafted(None, formats()["vllm", "dflash"], 7, 1.2) == 7  # a block is drafted at once
+    assert num_drafted(measured, kind, tau=1.2) == 4
+    assert [num_drafted(None, kind, tau=tau) for tau in (None, 1.0, 1.2, 2.6, 9.0)] == [3, 1, 1, 3, 5]
+    assert num_drafted(None, "dflash", 7, 1.2) == 7  # a block is drafted at once
     said = [expected_gain(Path("head"), m, "eagle3", t) for m, t in ((measured, 1.2), (None, 1.2), (None, 2.0))]
     assert ["diagnose head" in "".join(lines) for lines in said] == [False, True, False]
     assert "1.30 times" in said[0][0] and "2.00 tokens" in said[2][0]

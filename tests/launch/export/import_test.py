@@ -135,12 +135,12 @@ def test_the_check_that_an_import_proposes_finds_no_difference(tmp_path, target,
 
 
 def test_a_directory_that_its_system_cannot_compute_is_told_and_another_proposed(tmp_path, target, capsys):
-    fields = eagle_fields(target, architectures=["LlamaForCausalLMEagle"], rope_parameters={"rope_theta": 10000.0})
+    fields = eagle_fields(target, architectures=["LlamaForCausalLMEagle"], rope_parameters={"rope_theta": 20000.0})
     del fields["rope_theta"]
     theirs = write(tmp_path / "theirs", fields, dict(original(target).named_parameters()), "model.safetensors")
     assert main(["import", theirs, "--output", str(tmp_path / "ours"), "--target", target]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "SGLang would not compute this head from the directory as it is: fc.bias" in said
+    assert "vLLM would not compute this head from the directory as it is: architectures" in said
     proposed = said.partition("Next: draftsmith ")[2].split(" draftsmith ")[0]
     assert main(proposed.replace(" DIR", f" {tmp_path / 'export'}").split()) == 0
 

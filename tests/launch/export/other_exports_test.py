@@ -1,23 +1,27 @@
-"""Acceptance heads for SpecDec_pp, from the command's settings to the files."""
+"""Acceptance heads of SpecDec_pp, from the settings of `import` and `check` to the files."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from worlds import tiny_llama_dir, varied_acceptance_head
+from safetensors.torch import save_file
+from worlds import tiny_llama_dir
 
 from draftsmith.eval.check.check import run as check
 from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.launch.export.settings import ExportConfig, ImportConfig
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
-from draftsmith.modules.pretrained.heads import drafter_identity, load_head, save_head
+from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
+
+SIZE, COUNT = 32, 3
 
 
 @pytest.fixture(scope="module")
@@ -25,62 +29,43 @@ def draft(tmp_path_factory) -> str:
     return str(tiny_llama_dir(tmp_path_factory.mktemp("draft")))
 
 
-@pytest.fixture(scope="module")
-def tied(draft, tmp_path_factory):
-    """A head of three tied blocks, as `train acceptance --tied` saves it, with opinions that differ."""
+@pytest.fixture
+def theirs(tmp_path) -> tuple[Path, torch.nn.ModuleDict]:
+    """A head of three places of one block, as SpecDec_pp saves it, with opinions that differ."""
     torch.manual_seed(3)
-    head = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=3, tied=True)).requires_grad_(False)
-    for weight in head.parameters():
+    block = torch.nn.ModuleDict({"linear": torch.nn.Linear(SIZE, SIZE)})
+    head = torch.nn.ModuleDict({"model": torch.nn.Sequential(*[block] * COUNT, torch.nn.Linear(SIZE, 2))})
+    for weight in head.requires_grad_(False).parameters():
         torch.nn.init.normal_(weight, std=0.2)
-    identity = load_lm(draft).info.identity
-    return save_head(tmp_path_factory.mktemp("tied") / "head", head, {"target": identity}, "card")
+    directory = tmp_path / "theirs"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"hidden_size": SIZE, "num_layers": COUNT}))
+    save_file(dict(head.named_parameters()), directory / "model.safetensors")
+    return directory, head
 
 
-def test_a_tied_acceptance_head_comes_back_from_specdec_pp_as_it_was(tied, draft, tmp_path, capsys):
-    there, back = tmp_path / "there", tmp_path / "back"
-    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, target="big", output=there)) == 0
-    assert "--model_name big" in capsys.readouterr().out
-    import_head(ImportConfig(directory=str(there), output=back, draft=draft, w_rej=6.0))
-    head, again = load_head(tied), load_head(back)
-    assert head.config == again.config and again.config.w_rej == 6
-    states = torch.randn(50, 32)
-    assert torch.equal(head(states), again(states))
-
-
-def test_an_acceptance_head_loads_in_specdec_pps_own_environment(tied, draft, tmp_path):
-    """By the rule of PyTorchModelHubMixin before huggingface_hub 0.18: `pytorch_model.bin` alone is read, into a class
-    whose blocks are one object."""
-    there = tmp_path / "there"
-    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=there)) == 0
-    state = torch.load(there / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    size, count = (json.loads((there / "config.json").read_text())[name] for name in ("hidden_size", "num_layers"))
-    block = torch.nn.ModuleDict({"linear": torch.nn.Linear(size, size)})
-    theirs = torch.nn.ModuleDict({"model": torch.nn.Sequential(*[block] * count, torch.nn.Linear(size, 2))})
-    theirs.load_state_dict(state, strict=True)
-    states = torch.randn(50, size)
+def test_a_head_of_specdec_pp_is_imported_with_its_loss_weight(theirs, draft, tmp_path):
+    directory, head = theirs
+    import_head(ImportConfig(directory=str(directory), output=tmp_path / "ours", draft=draft, w_rej=6.0))
+    ours, states = load_head(tmp_path / "ours"), torch.randn(50, SIZE)
+    assert isinstance(ours, AcceptanceHead) and ours.config.w_rej == 6 and ours.config.tied
     hidden = states
-    for _ in range(count):
-        hidden = hidden + torch.nn.functional.silu(theirs["model"][0]["linear"](hidden))
-    prob = theirs["model"][count](hidden).softmax(-1)[:, 1]
-    assert torch.allclose(prob, load_head(tied)(states).sigmoid(), atol=1e-6)  # float32 sums in another order
-    assert {path.name for path in there.iterdir()} >= {"model.safetensors", "pytorch_model.bin"}
+    for _ in range(COUNT):
+        hidden = hidden + torch.nn.functional.silu(head["model"][0]["linear"](hidden))
+    prob = head["model"][COUNT](hidden).softmax(-1)[:, 1]
+    assert torch.allclose(prob, ours(states).sigmoid(), atol=1e-6)  # float32 sums in another order
+    expected = "an acceptance head, expected an? .*No format holds an acceptance head"
+    with pytest.raises(InputError, match=expected):
+        export(ExportConfig(format="vllm", head=tmp_path / "ours", output=tmp_path / "out"))
 
 
-def test_what_specdec_pp_cannot_hold_is_refused_with_the_remedy(tied, draft, tmp_path):
-    with pytest.raises(InputError, match="weights: found bfloat16, expected float32"):
-        export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=tmp_path / "out", weights="bfloat16"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(tmp_path, draft):
-    target = load_lm(draft)
-    eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(target.config)), {}, "card")
-    manifest = {"target": drafter_identity(eagle, target), "drafter": "eagle"}
-    head = save_head(tmp_path / "head", varied_acceptance_head(32, tied=True), manifest, "card")
-    there, models = tmp_path / "there", {"target": draft, "draft": str(eagle)}
+def test_a_head_of_specdec_pp_is_checked_on_a_draft_models_states_or_a_drafting_heads(theirs, draft, tmp_path):
+    directory, _ = theirs
+    eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(load_lm(draft).config)), {}, "card")
+    for models in ({"draft": draft}, {"target": draft, "draft": str(eagle)}):
+        for format in ("auto", "specdec_pp"):
+            assert check(CheckConfig(directory=directory, format=format, **models)) == 0
     with pytest.raises(InputError, match="draft: found none"):
-        export(ExportConfig(format="specdec_pp", head=head, output=there))
-    assert export(ExportConfig(format="specdec_pp", head=head, output=there, **models)) == 0
-    assert check(CheckConfig(directory=there, format="specdec_pp", **models)) == 0
-    with pytest.raises(InputError, match=r"head: found .* an acceptance head, expected a drafter"):
-        check(CheckConfig(directory=there, format="specdec_pp", target=draft, draft=str(head)))
+        check(CheckConfig(directory=directory, target=draft))
+    with pytest.raises(InputError, match="target: found"):
+        import_head(ImportConfig(directory=str(directory), output=tmp_path / "ours", target=draft))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from foreign_heads import (
@@ -27,7 +29,7 @@ from foreign_heads import (
 from oracles.heads import PlainEagle3
 
 from draftsmith.modules.formats.base import ImportedHead, Package
-from draftsmith.modules.formats.foreign import ForeignHead, detect
+from draftsmith.modules.formats.foreign import detect, head_kind
 from draftsmith.modules.formats.llama import flat
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.types import InputError
@@ -65,7 +67,7 @@ def test_a_head_comes_back_bit_by_bit(case, name):
         assert again.keys() == stored_tensors(head).keys()
         for key, tensor in stored_tensors(head).items():
             assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor), key
-        other = detect(ForeignHead.of(package)).read(package, TARGET)
+        other = detect(package, TARGET).read(package, TARGET)
         assert other.config == head.config
 
 
@@ -85,8 +87,9 @@ def test_a_written_head_drafts_as_a_plain_implementation(case, name):
 
 def test_layers_are_numbered_as_each_system_does_and_left_out_if_they_are_its_default():
     configs = {name: written(name, aux_layers=(1, 4, 11)).config for name in ("vllm", "sglang", "speculators")}
-    assert configs["vllm"][IDS] == configs["speculators"][IDS] == [1, 4, 11] and IDS not in configs["sglang"]
+    assert configs["vllm"][IDS] == configs["speculators"][IDS] == [1, 4, 11] and configs["sglang"] == configs["vllm"]
     assert configs["sglang"]["eagle_config"] == {"use_aux_hidden_state": True, IDS: [0, 3, 10]}
+    assert "eagle_config" not in written("vllm", aux_layers=(0, 4, 11)).config  # SGLang has no number for the first
     assert written("vllm", aux_layers=(1, 4), fc_norm=True).config["num_aux_hidden_states"] == 2
     for name in EAGLE3:
         config = written(name).config
@@ -95,6 +98,17 @@ def test_layers_are_numbered_as_each_system_does_and_left_out_if_they_are_its_de
     assert EAGLE3["vllm"].write(head.config, stored_tensors(head), torch.float32, other).config[IDS] == list(DEFAULT)
     with pytest.raises(InputError, match=r"layers: found \[2, 6, 9\], expected \[2, 8, 13\].*--format vllm"):
         EAGLE3["eagle"].write(head.config, stored_tensors(head), torch.float32, other)
+
+
+def test_a_head_names_the_type_of_its_targets_text_and_speculators_the_target():
+    """SGLang runs it in the type that its own config names."""
+    head = random_eagle3()
+    for fields in ({"torch_dtype": "bfloat16"}, {"text_config": {**TARGET.raw, "dtype": "bfloat16"}}):
+        target = dataclasses.replace(TARGET, raw={**TARGET.raw, "architectures": ["A"], **fields}, path="org/model")
+        for name in ("vllm", "sglang", "speculators"):
+            config = EAGLE3[name].write(head.config, stored_tensors(head), torch.float32, target).config
+            assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert config["speculators_config"]["verifier"] == {"name_or_path": "org/model", "architectures": ["A"]}
 
 
 def test_a_window_is_read_where_each_server_has_it():
@@ -172,7 +186,7 @@ def test_foreign_spellings_are_one_head():
         "with the target's embedding": changed(plain, {}, {"embed_tokens.weight": TARGET.embed_tokens}),
     }
     for name, package in packages.items():
-        imported = detect(ForeignHead.of(package)).read(package, TARGET)
+        imported = detect(package, TARGET).read(package, TARGET)
         assert imported.config == head.config, name
         assert all(torch.equal(imported.state[key], tensor) for key, tensor in stored_tensors(head).items())
     order = torch.randperm(len(D2T), generator=torch.Generator().manual_seed(1))
@@ -245,7 +259,7 @@ def test_names_of_the_layer_that_a_system_does_not_know():
     for name, format in EAGLE3.items():
         package = written(name)
         for layer in ("midlayer", "layers.0"):
-            known = format.row.layer_names
+            known = format.layer_names
             tensors = {key.replace(known[0], layer): tensor for key, tensor in package.tensors.items()}
             problems = [] if layer in known else [layer]
             assert where(format.read(Package(package.config, tensors), TARGET)) == problems
@@ -291,4 +305,4 @@ def test_a_head_that_ours_cannot_be_is_refused_in_one_line(config, tensors, word
 
 
 def test_eagle3_of_two_states_is_not_taken_for_eagle1():
-    assert detect(ForeignHead.of(written("vllm", aux_layers=(1, 4)))).kind == "eagle3"
+    assert head_kind(written("vllm", aux_layers=(1, 4))) == "eagle3"

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.foreign import ForeignHead, detect, named_format
+from draftsmith.modules.formats.base import Package, TargetFacts
+from draftsmith.modules.formats.foreign import detect, head_kind, named_format
 from draftsmith.modules.types import InputError
 
 H, V, INTER, AUX = 64, 512, 176, 3
-LLAMA = {"model_type": "llama", "hidden_size": H, "vocab_size": V, "num_attention_heads": 4, "rope_theta": 10000.0}
+LLAMA = {
+    "model_type": "llama", "hidden_size": H, "vocab_size": V, "num_attention_heads": 4, "rope_theta": 10000.0,
+    "num_key_value_heads": 2, "intermediate_size": INTER, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+TARGET = TargetFacts({"num_hidden_layers": 12, "hidden_size": H, "vocab_size": V}, torch.ones(V, H), torch.ones(V, H))
 EAGLE_1 = LLAMA | {"architectures": ["LlamaForCausalLM"], "bias": False, "rope_scaling": None}
+
+
+def package(config: dict, shapes: dict) -> Package:
+    """A directory of tensors of ones; the draft vocabulary is the target's first tokens."""
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    if "d2t" in shapes:
+        drafted = shapes["d2t"][0]
+        tensors |= {"d2t": torch.zeros(drafted).long(), "t2d": torch.arange(V) < drafted}
+    return Package(config, tensors)
 
 
 def layer(prefix: str, width: int = H, norms: tuple[str, ...] = ("post_attention_layernorm",), **more) -> dict:
@@ -120,7 +135,7 @@ REFUSED = [
     ),
     ("Hydra heads", {}, {"hydra_mlp.0.0.linear.weight": (H, 2 * H), "hydra_lm_head.0.weight": (V, H)}),
     ("Hydra heads", {"hydra_head_arch": "eagle-attn"}, HYDRA_EAGLE | layer("attn", norms=PLAIN)),
-    ("of the architecture Qwen2ForCausalLMEagle", of("Qwen2ForCausalLMEagle"), EAGLE | QKV_BIAS),
+    ("a class that is not read, Qwen2ForCausalLMEagle", of("Qwen2ForCausalLMEagle"), EAGLE | QKV_BIAS),
     ("a causal language model, LlamaForCausalLM", of("LlamaForCausalLM"), LM),
     ("a causal language model", {}, {"wte.weight": (V, H), "h.0.attn.c_attn.weight": (H, 3 * H)}),
     ("quantized weights", EAGLE_1, {"fc.qweight": (8, H), "fc.scales": (1, H)}),
@@ -134,7 +149,7 @@ REFUSED = [
 EAGLE_3_READ = [
     ("eagle", EAGLE_1 | {"draft_vocab_size": 128}, EAGLE_3),
     ("sglang", {}, {n: s for n, s in EAGLE_3.items() if n not in ("fc.weight", "d2t", "t2d")}),  # that lost its class
-    ("sglang", of("LlamaForCausalLMEagle3"), EAGLE_3),
+    ("sglang", of("LlamaForCausalLMEagle3") | {"draft_vocab_size": 128}, EAGLE_3),
     ("sglang", {"norm_before_fc": True}, EAGLE_3),  # SafeAILab's have no such norm
     ("sglang", EAGLE_1, EAGLE_3 | {"input_norm.weight": (AUX * H,)}),
     ("sglang", of("LlamaForCausalLMEagle3") | {"fc_norm": True}, FULL_VOCABULARY),
@@ -142,7 +157,6 @@ EAGLE_3_READ = [
     ("vllm", of("Eagle3LlamaForCausalLM"), AS_LAYERS),
     ("vllm", of("LlamaForCausalLMEagle3") | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, EAGLE_3),
     ("vllm", of("LlamaForCausalLMEagle3") | {"norm_before_residual": True}, EAGLE_3),
-    ("vllm", of("LlamaEagle3DraftModel"), {f"model.{n}": s for n, s in AS_LAYERS.items()}),
     ("speculators", speculators("eagle3"), AS_LAYERS | {"embed_tokens.weight": (V, H)}),
 ]
 
@@ -169,22 +183,30 @@ RECOGNIZED = [
 
 
 @pytest.mark.parametrize(("name", "kind", "config", "shapes"), RECOGNIZED)
-def test_the_producer_is_recognized(name, kind, config, shapes):
-    foreign = ForeignHead(config, shapes)
-    format = detect(foreign)
+def test_the_system_that_reads_a_directory_best_is_recognized(name, kind, config, shapes):
+    directory = package(config, shapes)
+    format = detect(directory, TARGET)
     assert format is formats()[name, kind or format.kind]
     if kind == "eagle3":
-        assert all(named_format(other, foreign).kind == kind for other in ("eagle", "vllm", "sglang"))
+        assert all(named_format(other, directory).kind == kind for other in ("eagle", "vllm", "sglang"))
+
+
+def test_an_export_is_recognized_by_its_record():
+    """SGLang reads the same head in it, which would else decide."""
+    directory = package(LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 128}, EAGLE_3)
+    assert detect(directory, TARGET).name == "sglang"
+    for name in ("vllm", "sglang"):
+        assert detect(Package(directory.config, {}, {"format": name, "kind": "eagle3"})) is formats()[name, "eagle3"]
 
 
 @pytest.mark.parametrize(("said", "config", "shapes"), REFUSED)
 def test_a_known_layout_that_is_not_read_is_refused_by_its_name(said, config, shapes):
     with pytest.raises(InputError) as error:
-        detect(ForeignHead(config, shapes))
+        head_kind(package(config, shapes))
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLMEagle", [None], 7])
 def test_architectures_of_another_form_are_ignored(architectures):
-    format = detect(ForeignHead(LLAMA | {"architectures": architectures}, EAGLE))
+    format = detect(package(EAGLE_1 | {"architectures": architectures}, EAGLE), TARGET)
     assert (format.name, format.kind) == ("eagle", "eagle")

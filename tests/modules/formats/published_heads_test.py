@@ -9,7 +9,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from draftsmith.modules.formats.foreign import ForeignHead, detect
+from draftsmith.modules.formats.foreign import detect
 from draftsmith.modules.formats.llama import frequencies
 from draftsmith.modules.layers import rope_attention_scale
 from draftsmith.modules.pretrained.directory import read_package
@@ -32,7 +32,7 @@ def read(request, tmp_path_factory):
     tensors = write(head, facts, directory)
     package = read_package(str(directory))
     try:
-        return head, tensors, detect(ForeignHead.of(package)).read(package, facts)
+        return head, tensors, detect(package, facts).read(package, facts)
     except InputError as error:
         pytest.skip(f"refused, as the page says: {error.field}")
 

@@ -9,7 +9,6 @@ import pytest
 
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served, TargetFacts
-from draftsmith.modules.formats.families import unserved
 
 MODEL, HEAD = "org/target", "my heads/one"
 SGLANG = ["python", "-m", "sglang.launch_server", "--model-path", MODEL, "--speculative-algorithm"]
@@ -34,17 +33,12 @@ COMMANDS = {
     ("mtp", "mtp"): [
         "vllm", "serve", HEAD, "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 4}',
     ],
-    ("specdec_pp", "acceptance"): [
-        "python3", "specdec_pp/evaluate.py", "--model_name", "big", "--assistant_name", MODEL,
-        "--num_assistant_tokens_schedule", "ada", "--assist_acc_head_dir", HEAD, "--stop_threshold", "0.7",
-        "--bound", "2", "4", "--do_sample", "--data_path", "data/alpaca_data/test.json", "--save_path", "results",
-    ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "kind"), COMMANDS)
 def test_the_command_survives_a_shell(name, kind):
-    assert shlex.split(formats()[name, kind].serve(Served(MODEL, HEAD, 4, "big"))) == COMMANDS[name, kind]
+    assert shlex.split(formats()[name, kind].serve(Served(MODEL, HEAD, 4))) == COMMANDS[name, kind]
 
 
 @pytest.mark.parametrize(
@@ -99,17 +93,11 @@ def test_a_target_is_taken_by_the_systems_that_give_states_of_its_layers(family,
     text = {"model_type": f"{family}_text", "layer_types": LAYERS.get(family), "mamba_d_state": 8}
     names = [name for name, known in formats() if known == kind and formats()[name, known].writes]
     for raw in ({"model_type": "wrapper", "text_config": text}, text):
-        assert {name for name in names if not unserved(name, kind, TargetFacts(raw))} == SERVING[family, kind]
+        served = {name for name in names if not formats()[name, kind].unserved(TargetFacts(raw))}
+        assert served == SERVING[family, kind]
 
 
 def test_a_factor_on_logits_is_refused_of_heads_whose_states_cannot_hold_it():
     target = TargetFacts({"model_type": "granite"}, scale=0.125)
-    assert "leaves out the factor 0.125" in unserved("vllm", "eagle", target)
-    assert not unserved("vllm", "dspark", target) and not unserved("vllm", "eagle3", target)
-
-
-@pytest.mark.parametrize("target", [{"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}])
-def test_a_head_names_the_type_of_its_targets_text(target):
-    """SGLang runs it in the type that its own config names."""
-    for name in ("vllm", "sglang", "speculators"):
-        assert formats()[name, "eagle3"].extra_fields(target, "x")["torch_dtype"] == "bfloat16"
+    assert "leaves out the factor 0.125" in formats()["vllm", "eagle"].unserved(target)
+    assert not any(formats()["vllm", kind].unserved(target) for kind in ("dspark", "eagle3"))

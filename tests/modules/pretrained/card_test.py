@@ -115,10 +115,7 @@ def test_the_calibration_of_an_acceptance_head_is_on_its_card():
     assert '"temperature": 0.5' in text
     assert "held-out tokens: 0.05" in text
     assert "--target TARGET --draft 'a draft' --acceptance DIR" in sections["How to use it"]
-    assert "--format specdec_pp" in sections["How to use it"]
     assert "decode PROMPT --target t --draft 'a draft'" in model_card("acceptance", manifest, measured=MEASURED)
-    untied = {**manifest, "head": {**manifest["head"], "tied": False}}
-    assert "specdec_pp" not in model_card("acceptance", untied)
 
 
 def test_an_exports_card_says_how_to_serve_it_and_what_was_checked():

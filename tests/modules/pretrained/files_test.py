@@ -28,7 +28,6 @@ from draftsmith.modules.pretrained.files import (
     write_table,
     write_tensors,
     write_text,
-    write_torch,
 )
 from draftsmith.modules.pretrained.reading import misfits, read_lines
 from draftsmith.modules.types import InputError
@@ -91,7 +90,6 @@ WRITERS = {
     "text": lambda path: write_text(path, "x" * 20_000),
     "JSON": lambda path: write_json(path, ["x"] * 9_000),
     "tensors": lambda path: write_tensors(path, {"a": torch.zeros(9_000)}),
-    "torch": lambda path: write_torch(path, {"a": torch.zeros(9_000)}),
     "table": lambda path: write_table(path, pa.table({"a": list(range(20_000))})),
     "copy": lambda path: copy_file(Path(torch.__file__), path),
 }

@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoConfig
 
 from draftsmith.modules.drafters.eagle3 import default_layers
+from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import TargetFacts
-from draftsmith.modules.formats.families import VLLM, unserved
+from draftsmith.modules.formats.families import VLLM
 from draftsmith.modules.layers import captured_layers
 from draftsmith.modules.targets.shape import plain_shape
 
@@ -82,7 +83,7 @@ def test_hybrids_and_their_full_layers_are_those_of_transformers_lists(family: s
     facts, shape = TargetFacts(config.to_dict()), plain_shape(config.to_dict())
     assert facts.hybrid == (wanted is not None)
     assert list(shape.full_layers) == ([] if wanted is None else wanted(config))
-    assert bool(unserved("vllm", "eagle3", facts)) == (facts.hybrid and family not in VLLM)
+    assert bool(formats()["vllm", "eagle3"].unserved(facts)) == (facts.hybrid and family not in VLLM)
 
 
 def test_default_layers_of_a_hybrid_stand_behind_attention():
