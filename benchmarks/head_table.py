@@ -1,4 +1,5 @@
-"""Make EAGLE-2's table 1 on the shipped models: `python benchmarks/head_table.py --output DIR` (benchmarks/README.md).
+"""Make EAGLE-2's table 1 on the shipped models: `python benchmarks/head_table.py --output DIR` (benchmarks/README.md),
+in the repository's folder.
 
 Heads of every kind are trained on the same answers for the same CPU seconds with several seeds, as in recipes.py. Then
 each seed's heads, and the methods without a head, decode the same test prompts, greedy and at T=1, beside `ar`.
@@ -27,9 +28,10 @@ from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import check_range
 
 HEADS = ("base", "eagle1", "medusa", "hydra")  # EAGLE-3 is recipes.py's base
+TREE = "benchmarks/papers/drafters/medusa-63.yaml"
 METHODS = (
-    *("pld", "lookahead", "medusa-static:tree=medusa-63", "hydra-static:tree=medusa-63"),
-    *("eagle-static:tree=eagle-1", "eagle-static:tree=medusa-63", "eagle-tree", "eagle3-tree"),
+    *("pld", "lookahead", f"medusa-static:tree={TREE}", f"hydra-static:tree={TREE}"),
+    *("eagle-static:tree=eagle-1", f"eagle-static:tree={TREE}", "eagle-tree", "eagle3-tree"),
 )
 
 

@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from draftsmith.benchmarks.papers.drafters import FOLDER, register
 from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
@@ -50,7 +51,9 @@ BASE = "base"
 CONFIGS = {"embedded": "{}-embedded", "smollm2-135m": "smollm2-135m-{}"}
 # Of a kind of head, the method that drafts chains.
 CHAINS = {kind: f"{kind}:k={K}" for kind in ("eagle", "eagle3", "mtp", "dflash", "dspark")}
-CHAINS |= {"medusa": "medusa", "hydra": "hydra"}
+# Drafters of the papers, registered as a user's own.
+PAPERS = ("medusa", "hydra")
+CHAINS |= {kind: kind for kind in PAPERS}
 EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
 
 # Beside EAGLE-3.
@@ -240,13 +243,16 @@ class RecipesConfig:
         # The features are stored already.
         rest = ["--features", "online", "--val-share", "0.02", "--tau-prompts", "0", "--loggers", "csv"]
         rest += ["--num-threads", "1"]
-        config = CONFIGS[self.configs].format(recipe.kind)
+        config = (
+            str(FOLDER / f"{self.configs}.yaml") if recipe.kind in PAPERS else CONFIGS[self.configs].format(recipe.kind)
+        )
         return ["--config", config, *data, *self.layers(recipe), *rest, *recipe.words]
 
 
 @sole_writer()
 def run(config: RecipesConfig) -> Path:
     """Make the data, measure the steps, train and decode what is missing, write the tables; return recipes.json."""
+    register()
     make_data(config)
     costs = step_costs(config)
     steps = {name: max(1, round(config.cpu_seconds / costs[costs_like(name)])) for name in config.names}

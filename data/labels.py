@@ -254,10 +254,10 @@ class Rollouts:
         # Let the target read all drafts, then label their tokens, `chunk` at a time.
         states = target_states(self.text, starts, drafted.tokens).flatten(0, 1)  # [S*K, H]
         hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()  # [S*K, H], [S*K]
-        levels, parts = torch.arange(depth).repeat(count), []
+        parts = []
         for piece in pieces(len(tokens), self.chunk):
             p_logits = target.lm_head(states[piece])  # [chunk, V]
-            q_logits = branches.lm_head(hidden[piece], levels[piece]).to(states.device)
+            q_logits = branches.lm_head(hidden[piece]).to(states.device)
             parts.append(label_tokens(p_logits, q_logits, params, tokens[piece].to(states.device)))
         return {name: torch.cat([part[name] for part in parts]).cpu().view(count, depth) for name in parts[0]}
 

@@ -360,8 +360,8 @@ class ResponsesConfig(Sampling, RemoteCode):
         draft: Draft model or directory of a trained head, in process. Responses have the target's distribution with
             any drafter.
         method: Drafting method, name:setting=value as in `draftsmith eval bench`; pld needs no --draft. Default: chains
-            of the draft. Greedy, and with methods that choose nodes (pld, lookahead, trees), responses equal those
-            without a drafter to the token.
+            of the draft. Greedy, and with methods that choose nodes (pld, trees), responses equal those without a
+            drafter to the token.
         lm_engine: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.

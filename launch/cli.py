@@ -20,6 +20,7 @@ from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS, TRUTH
 from draftsmith.launch.commands import (
     COMMANDS,
     SECTIONS,
+    add_trainers,
     check_dashes,
     command_name,
     configure,
@@ -30,6 +31,7 @@ from draftsmith.launch.commands import (
 from draftsmith.launch.errors import UsageError, user_message
 from draftsmith.modules.types import without_controls
 
+DRAFTERS = "DRAFTSMITH_DRAFTERS"  # environment variable: folders of a user's own drafters, separated as in PATH
 CONTINUED = ("run ", "data ", "train ", "eval bench ")  # commands whose finished work is kept
 # Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -158,6 +160,9 @@ def output_options(options: Set[str]) -> Iterator[Callable[..., str]]:
 
 def dispatch(args: list[str]) -> int:
     """Run the command at the beginning of `args`, or print the version or the overview."""
+    for folder in filter(None, os.environ.get(DRAFTERS, "").split(os.pathsep)):
+        draftsmith.add_drafters(folder)
+    add_trainers()
     if args and args[0] in {"--version", "-V"}:
         print(f"draftsmith {draftsmith.__version__}")
         return 0

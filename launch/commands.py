@@ -52,12 +52,6 @@ class Command:
         return self.function()(config)
 
 
-# `train KIND` for every trained drafter of modules/drafters.
-DRAFTERS = {
-    f"train {kind}": Command("train.config:drafter_config", "launch.training", line.removesuffix("."), drafter=kind)
-    for kind, line in learned().items()
-}
-
 # Commands by sections of the overview, in the order in which a newcomer needs them.
 SECTIONS: dict[str, dict[str, Command]] = {
     "Start here": {
@@ -93,7 +87,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "train acceptance": Command(
             "train.config:TrainAcceptanceConfig", "launch.training", "Acceptance head: when to stop drafting"
         ),
-        **DRAFTERS,
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(
@@ -161,6 +154,16 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
 }
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
+
+
+def add_trainers() -> None:
+    """Add `train KIND` of every trained drafter that is registered by now (`draftsmith.add_drafters`)."""
+    for kind, line in learned().items():
+        command = Command("train.config:drafter_config", "launch.training", line.removesuffix("."), drafter=kind)
+        SECTIONS["Train heads"][f"train {kind}"] = COMMANDS[f"train {kind}"] = command
+
+
+add_trainers()
 
 
 def leading_words(args: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.launch.arguments import from_values
-from draftsmith.launch.commands import COMMANDS
+from draftsmith.launch.commands import COMMANDS, add_trainers
 from draftsmith.launch.errors import did_you_mean
 from draftsmith.modules.types import InputError
 
@@ -26,6 +26,7 @@ def run(command: str, **values: Any) -> Any:
     Raises:
         InputError: as the command line prints it.
     """
+    add_trainers()
     if command not in COMMANDS:
         expected = f"one of {', '.join(COMMANDS)}"
         raise InputError("command", repr(command), expected, f"Choose one.{did_you_mean(command, list(COMMANDS))}")

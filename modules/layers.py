@@ -96,7 +96,7 @@ class LlamaConfig:
             vocab_size=(1, MOST_SIZE),
             hidden_size=(1, MOST_SIZE),
             intermediate_size=(1, MOST_SIZE),
-            # Hydra heads without prefix attention have none.
+            # Heads without attention have none.
             num_layers=(0, MOST_LAYERS),
             num_heads=(1, MOST_HEADS),
             num_kv_heads=(1, MOST_HEADS),

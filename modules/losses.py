@@ -492,38 +492,6 @@ def along_drafts(
     return sums, counts, (places[whole], tokens[whole])
 
 
-# -- Medusa, Hydra
-
-
-def token_loss(
-    lm_head: Callable[..., Tensor],
-    vocab_size: int,
-    hidden: Tensor,
-    labels: Tensor,
-    weights: Sequence[Tensor] = (),
-    teacher: tuple[LmHead, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sum the cross-entropies of lm_head(hidden [N, H], *weights) with labels [N], and count the labels it ranks first.
-
-    weights: get a gradient if they require one. teacher: an lm_head and its states [N, H'], whose distribution takes
-    the labels' place in the cross-entropy.
-    """
-    hits = torch.zeros((), dtype=torch.int64, device=labels.device)
-    rows = [hidden, labels] if teacher is None else [hidden, labels, teacher[1]]
-
-    def loss(hidden: Tensor, labels: Tensor, *given: Tensor) -> Iterator[Tensor]:
-        logits = wide(lm_head(hidden, *given[len(rows) - 2 :]))  # [C, V]
-        hits.add_((logits.argmax(-1) == labels).sum())
-        if teacher is None:
-            yield compare(logits, None, labels)[0].sum()
-        else:
-            with torch.no_grad():
-                p = softmax_(wide(teacher[0](given[0])))  # [C, V]
-            yield compare(logits, p)[0].sum()
-
-    return chunked(loss, vocab_size, rows, weights), hits
-
-
 # -- the acceptance head
 
 

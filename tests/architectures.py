@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import papers_drafters  # noqa: F401
 import torch
 import torch.nn.functional as F
 import transformers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+import papers_drafters  # noqa: F401
 import pytest
 import torch
 

@@ -78,7 +78,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 # Programs of a reader's machine, which need not be on this one.
-OTHERS = ("vllm", "llama-server", "python", "pip", "git", "jq", "cd", ".")
+OTHERS = ("vllm", "llama-server", "python", "pip", "git", "jq", "cd", "export", ".")
 # What stands for a value of the reader's.
 STANDING = {"T": "0.7", "N": "3", "SEED": "0"}
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from worlds import quick_eagle3_head, tiny_llama_dir
 
 import draftsmith
+from draftsmith.benchmarks.papers import medusa2
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.tree import StaticTree
@@ -97,8 +98,8 @@ def test_a_policy_in_a_file_of_ones_own(drafters_registry):
     assert answer.tokens == draftsmith.generate(target, prompt, max_new_tokens=24).tokens
 
 
-def test_a_policy_on_the_command_line(drafters_registry, capsys):
-    draftsmith.add_drafters(str(EXAMPLES / "drafters"))
+def test_a_policy_on_the_command_line(drafters_registry, capsys, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_DRAFTERS", str(EXAMPLES / "drafters"))
     words = ["decode", "Rename a to b: a = 1", "--draft", "embedded:draft", "--method", "streak:low=2"]
     assert main([*words, "--max-new-tokens", "8"]) == 0
     assert "streak:low=2: drafted and accepted" in capsys.readouterr().err
@@ -115,9 +116,12 @@ BIGRAM = (EXAMPLES / "drafters" / "bigram.py").read_text()
             {"prompt_lookup.py": "raise AssertionError('never imported')"},
             "drafters: found prompt_lookup in .*, expected names that",
         ),
-        ({"medusa.py": "", "mine.py": ""}, "drafters: found medusa in"),
+        ({"eagle3.py": "", "mine.py": ""}, "drafters: found eagle3 in"),
         ({"stops.py": "METHODS = {'pld': None}"}, "METHODS: found pld in stops.py"),
-        ({"mine.py": BIGRAM}, "kind: found bigram in mine.py, expected mine"),
+        (
+            {"mine.py": BIGRAM.replace('kind = "bigram"', 'kind = "eagle"')},
+            "HEADS: found eagle in mine.py, expected kinds",
+        ),
         ({"fails.py": "1 / 0"}, "division by zero"),
     ],
 )
@@ -130,7 +134,7 @@ def test_a_folder_that_cannot_be_registered_is_refused_each_time(files, error, t
 
 
 def test_medusa2_saves_another_target_and_heads_that_decode_it(target, responses, tmp_path):
-    new_target, heads = example("medusa2").main(responses, target, tmp_path / "run", steps=4, batch_size=4)
+    new_target, heads = medusa2.main(responses, target, tmp_path / "run", steps=4, batch_size=4)
     original, changed = draftsmith.load_target(target), draftsmith.load_target(str(new_target))
     assert changed.info.identity != original.info.identity
     with pytest.raises(draftsmith.InputError, match="another model"):

@@ -248,7 +248,7 @@ def outputs_along(
         read = torch.cat([ids[starts - 1][:, None], drafted.tokens[:, :-1].cpu()], 1)  # [S, K]
         outputs = []
         for level, hidden in enumerate(drafted.hidden.unbind(1)):
-            outputs.append([branches.lm_head(hidden, level).float()])
+            outputs.append([branches.lm_head(hidden).float()])
             if getattr(head.config, "confidence", False):
                 states = hidden[:, : head.config.hidden_size]
                 outputs[-1].append(head.confidence(states, read[:, level].to(lm.device)).float())

@@ -48,7 +48,7 @@ class AcceptanceHeadConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), with W = 0 at the start, as in Medusa's heads."""
+    """x + SiLU(W x + b), with W = 0 at the start, as in SpecDec++ and Medusa."""
 
     def __init__(self, size: int):
         super().__init__()

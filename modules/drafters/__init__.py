@@ -7,40 +7,61 @@ without importing torch. The names of decoding methods follow from it (methods.p
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from draftsmith.modules.drafters.base import DraftHead
 
-# Kind of each trained drafter -> module of this package, and its line of help.
+
+@dataclass(frozen=True)
+class Kind:
+    """Names of a trained drafter's classes, `module:class` in this package, and its line of help.
+
+    settings: the class of its options, from a module that needs no torch; empty for that of the head.
+    """
+
+    head: str
+    help: str
+    settings: str = ""
+
+
 HEADS = {
-    "dflash": ("block.head", "DFlash: drafts a whole block in one pass, each token from its slot (Chen et al. 2026)."),
-    "dflash2": (
-        "block.head",
+    "dflash": Kind(
+        "block.head:DFlashHead",
+        "DFlash: drafts a whole block in one pass, each token from its slot (Chen et al. 2026).",
+        "settings:DFlashSettings",
+    ),
+    "dflash2": Kind(
+        "block.head:DFlash2Head",
         "DFlash2: drafts a block in one pass, its tokens chosen in order among the likeliest (z-lab/dflash 2026).",
+        "settings:DFlash2Settings",
     ),
-    "draft": (
-        "draft_model",
+    "draft": Kind(
+        "draft_model:DraftModelHead",
         "Draft model: some of the target's layers, distilled on its answers (DistillSpec, Zhou et al. 2023).",
+        "settings:DraftModelSettings",
     ),
-    "dspark": (
-        "block.head",
+    "dspark": Kind(
+        "block.head:DSparkHead",
         "DSpark: drafts a block in one pass, its tokens in order, with a confidence head (deepseek-ai/DeepSpec 2026).",
+        "settings:DSparkSettings",
     ),
-    "eagle": ("eagle", "EAGLE head: drafts from the target's own features (Li et al. 2024, both papers)."),
-    "eagle3": (
-        "eagle3",
+    "eagle": Kind(
+        "eagle:EagleHead",
+        "EAGLE head: drafts from the target's own features (Li et al. 2024, both papers).",
+        "settings:EagleSettings",
+    ),
+    "eagle3": Kind(
+        "eagle3:Eagle3Head",
         "EAGLE-3: drafts from several layers of the target, trained on its own states (Li et al. 2025).",
+        "settings:Eagle3Settings",
     ),
-    "hydra": (
-        "hydra",
-        "Hydra: Medusa's heads made sequential, each reading the tokens drafted before its own (Ankner et al. 2024).",
+    "mtp": Kind(
+        "mtp:MtpHead",
+        "MTP: the multi-token-prediction layer that ships with the target (DeepSeek-V3; Qwen3-Next).",
+        "settings:MtpSettings",
     ),
-    "medusa": (
-        "medusa",
-        "Medusa-1: heads beside the target's own that guess the tokens further ahead (Cai et al. 2024).",
-    ),
-    "mtp": ("mtp", "MTP: the multi-token-prediction layer that ships with the target (DeepSeek-V3; Qwen3-Next)."),
 }
 
 
@@ -50,19 +71,20 @@ MODEL = "draft"
 
 def learned() -> dict[str, str]:
     """Return the kind of every trained drafter with its line of help."""
-    return {kind: summary for kind, (_, summary) in sorted(HEADS.items())}
+    return {kind: names.help for kind, names in sorted(HEADS.items())}
 
 
 def head_class(kind: str) -> type[DraftHead]:
     """Import the head of a kind. Raises KeyError for an unknown kind."""
-    from draftsmith.modules.drafters.base import DraftHead
-
-    values = vars(importlib.import_module(f"{__name__}.{HEADS[kind][0]}")).values()
-    return next(v for v in values if isinstance(v, type) and issubclass(v, DraftHead) and vars(v).get("kind") == kind)
+    return _import(HEADS[kind].head)
 
 
 def settings_class(kind: str) -> type:
     """Return the class of the options of `train KIND`; it needs no torch, but for a user's own head."""
-    from draftsmith.modules.drafters.settings import SETTINGS
+    return _import(HEADS[kind].settings) if HEADS[kind].settings else head_class(kind).Settings
 
-    return SETTINGS[kind] if kind in SETTINGS else head_class(kind).Settings
+
+def _import(name: str) -> type:
+    module, _, attribute = name.partition(":")
+    found: type = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    return found

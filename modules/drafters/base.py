@@ -1,7 +1,7 @@
 """Interface of a trained draft head: network, loss, and how it drafts.
 
-A head is a file NAME.py of this folder, or a folder NAME/ with a head.py, that defines a `DraftHead` with kind = "NAME"
-and is listed in HEADS (modules/drafters/__init__.py). Commands find it there: `train NAME` takes the options of its
+A head is a file of this folder with a `DraftHead` that HEADS (modules/drafters/__init__.py) lists, or a file of any
+folder with a HEADS of its own (`methods.add_folder`). Commands find it there: `train KIND` takes the options of its
 `Settings`, `data features` stores the states it reads, and decoding and `data acceptance` draft with its `net`.
 docs/examples/drafters/bigram.py is a small one.
 
@@ -105,14 +105,14 @@ class DraftHead(nn.Module, ABC):
     A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `net`; `flops` adds its
     cost to the telemetry and the plan.
 
-    kind: name of its file or folder, in config.json and on the command line.
+    kind: its name in config.json and on the command line. title: its name in model cards; empty for `KIND head`.
     Config: class of `config`, a frozen dataclass of JSON values. It has the target's hidden_size and vocab_size, and
         max_position, the longest text that head and target can read.
     Settings: class of the options of `train KIND` beside those of every training (train/config.py): a frozen dataclass
         of keyword fields with defaults (settings.py). `__post_init__` checks values; a field with metadata {"volatile":
         True} has no effect on the weights. An option that shapes the head (`shape`) defaults to None.
     drafts: shapes of its drafts, each a method (`methods.OF_HEADS`).
-    default_k: drafted tokens of its chains, if the user says nothing; 0 takes as many as it can.
+    default_k: drafted tokens of its chains, if the user says nothing, at most `longest_draft`.
     num_lost_rows: tokens at the end of a sequence that give no training row; pieces of a long one overlap by so many.
     ttt_steps: name of the option with the number of training-time-test steps; empty if the head has none.
     takes_spans: its loss can be that of a span of the batch alone, for long texts.
@@ -126,6 +126,7 @@ class DraftHead(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+    title: ClassVar[str] = ""
     Config: ClassVar[type]
     Settings: ClassVar[type]
     drafts: ClassVar[tuple[str, ...]] = ("chain",)

@@ -148,12 +148,9 @@ class BranchDrafter:
         with as_decoding(self.device):
             self._net.open(tokens, features, self._depth)
 
-    def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
-        """Return logits [.., V] of the drafter's states hidden [.., H].
-
-        level: which token of its draft each state predicts, from 0, one number or [..]; some have an lm_head for each.
-        """
-        return self._net.logits(hidden, level)
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return logits [.., V] of the drafter's states hidden [.., H]."""
+        return self._net.logits(hidden)
 
     def draft(
         self, starts: Sequence[int], depth: int, params: SamplingParams = GREEDY, uniforms: Tensor | None = None
@@ -185,7 +182,7 @@ class BranchDrafter:
                 for level in range(depth):
                     if level:
                         hidden.append(net.read(tokens[-1][:, None], None, level)[:, 0])
-                    tokens.append(draw(piece, level, net.logits(hidden[-1], level)))
+                    tokens.append(draw(piece, level, net.logits(hidden[-1])))
                     if NO_TOKEN in tokens[-1]:
                         row = tokens[-1].tolist().index(NO_TOKEN)
                         raise NonFinite(model=net.name, position=level + starts[piece][row])

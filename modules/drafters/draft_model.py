@@ -106,7 +106,7 @@ class DraftModelNet(DraftNet):
         # Unlike a drafter that reads its own states, a language model reads whole branches at once.
         return self.read(tokens, None, 1)
 
-    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return self._lm.lm_head(hidden)
 
     def drop(self) -> None:
@@ -138,7 +138,7 @@ class DraftModelHead(DraftHead):
     """A small language model of the target's tokenizer that begins as some of its layers, with its embedding and
     lm_head, and learns its distributions on its answers (DistillSpec, Zhou et al. 2023)."""
 
-    kind = "draft"
+    kind, title = "draft", "Draft model"
     drafts = ()  # methods take any language model
     Config, Settings = DraftConfig, DraftModelSettings
     saved_as_model = True

@@ -183,7 +183,7 @@ class EagleHead(FeatureHead):
     The embedding comes first; there is no norm before attention in layer 0, and no final norm.
     """
 
-    kind = "eagle"
+    kind, title = "eagle", "EAGLE head"
     drafts = ("chain", "tree", "static")
     Config, Settings = EagleConfig, EagleSettings
     num_lost_rows = LOOKAHEAD

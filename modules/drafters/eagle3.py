@@ -103,7 +103,7 @@ class Eagle3Head(UnrolledHead):
     d2t: [draft_vocab_size] int64, the target's id of each token that it can draft, ascending.
     """
 
-    kind = "eagle3"
+    kind, title = "eagle3", "EAGLE-3 head"
     drafts = ("chain", "tree", "static")
     Config, Settings = Eagle3Config, Eagle3Settings
 

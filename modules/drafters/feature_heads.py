@@ -161,7 +161,7 @@ class PairNet(DraftNet):
         self._states = network.head.normed(hidden)
         return self._states[:, None]
 
-    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.network.head.logits(hidden, self.network.lm_head)
 
     def drop(self) -> None:

@@ -37,8 +37,7 @@ from draftsmith.modules.decoding.stop import (
 )
 from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, num_candidates
 from draftsmith.modules.decoding.tree_rule import TreeRule
-from draftsmith.modules.drafters import MODEL, hierarchical, lookahead, prompt_lookup
-from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters import MODEL, hierarchical, prompt_lookup
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.types import InputError, Range, check_range
@@ -46,8 +45,6 @@ from draftsmith.modules.types import InputError, Range, check_range
 SWITCH = {"on": True, "off": False}
 # Expansions of a dynamic tree with depth=auto.
 MOST_LEVELS = 8
-# Names of earlier versions.
-RENAMED = {"eagle2": "eagle-tree", "medusa-chain": "medusa", "hydra-chain": "hydra"}
 
 # -- chains
 
@@ -119,30 +116,28 @@ def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> C
 class FixedLengthMethod(ChainMethod):
     """Speculative sampling (Leviathan et al. 2023): k drafted tokens a round.
 
-    k: 5, or the drafter's own default (`DraftHead.default_k`); of Medusa and Hydra heads 0, which takes all heads.
+    k: 5, or the drafter's own default (`DraftHead.default_k`), or fewer where a head drafts no more.
     """
 
     k: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("k", self.k, min(self.default_k, 1))
-
-    @property
-    def default_k(self) -> int:
-        return 5 if self.drafter == MODEL else drafters.head_class(self.drafter).default_k
+        check_range("k", self.k, 1)
 
     @property
     def length(self) -> int:
         """`k`, or its default."""
-        return self.default_k if self.k is None else self.k
+        if self.k is not None:
+            return self.k
+        return 5 if self.drafter == MODEL else drafters.head_class(self.drafter).default_k
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         length = self.length
         if self.drafter != MODEL:
             longest = models.heads[self.drafter].longest_draft
-            check_range("k", length, high=longest)
-            length = length or longest
+            check_range("k", self.k, high=longest)
+            length = min(length, longest)
         return [FixedLengthStop(length) for _ in range(rows)]
 
 
@@ -400,7 +395,6 @@ METHODS: dict[str, Method] = {
     "self-verify": SelfVerifyMethod(),
     **hierarchical.METHODS,
     **prompt_lookup.METHODS,
-    **lookahead.METHODS,
 }
 # What a trained drafter may draft (`DraftHead.drafts`): the end of the method's name behind its kind, and the method.
 OF_HEADS: dict[str, tuple[str, type[DraftingMethod]]] = {
@@ -425,7 +419,9 @@ def known_methods() -> dict[str, Method]:
 
 
 def add_folder(folder: str) -> None:
-    """Register the drafters of another folder: heads named like their file, and methods listed in METHODS.
+    """Register the drafters of another folder: heads listed in its files' HEADS, and methods in their METHODS.
+
+    A file NAME.py is imported as `draftsmith.modules.drafters.NAME`; files of the folder import each other relatively.
 
     Raises:
         InputError: the folder holds no Python files, or a file, head or method with a name that is taken.
@@ -445,15 +441,16 @@ def add_folder(folder: str) -> None:
     for name in names:
         # A second call finds the module imported, or the file fails again.
         module = importlib.import_module(f"{drafters.__name__}.{name}")
-        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__.startswith(module.__name__)]
-        kinds = {vars(head)["kind"] for head in own if issubclass(head, DraftHead) and "kind" in vars(head)}
-        if kinds - {name}:
-            raise InputError("kind", f"{', '.join(kinds)} in {name}.py", f"{name}, as the file", "Rename one.")
-        if kinds:
-            drafters.HEADS[name] = name, (module.__doc__ or name).splitlines()[0]
-        listed = vars(module).get("METHODS", {})
-        methods = {key: value() if isinstance(value, type) else value for key, value in listed.items()}
-        methods |= methods_of(name) if kinds else {}
+        kinds = {
+            head.kind: drafters.Kind(f"{name}:{head.__name__}", (module.__doc__ or name).splitlines()[0])
+            for head in getattr(module, "HEADS", ())
+        }
+        if clash := sorted(kind for kind in kinds if drafters.HEADS.get(kind, kinds[kind]) != kinds[kind]):
+            raise InputError("HEADS", f"{', '.join(clash)} in {name}.py", "kinds that are not taken", "Rename it.")
+        drafters.HEADS |= kinds
+        methods = dict(getattr(module, "METHODS", {}))
+        for kind in kinds:
+            methods |= methods_of(kind)
         if clash := sorted(key for key in methods if known_methods().get(key, methods[key]) != methods[key]):
             raise InputError("METHODS", f"{', '.join(clash)} in {name}.py", "names that are not taken", "Rename it.")
         known_methods().update(methods)
@@ -492,8 +489,6 @@ def parse_method(label: str, more: Mapping[str, Method] | None = None) -> Method
         raise InputError(
             "methods", repr(label), f"the name of a drafter behind {name}@", "Name it, or leave out the @."
         )
-    if name in RENAMED:
-        raise InputError("methods", repr(name), f"{RENAMED[name]}, which is its name now", f"Write {RENAMED[name]}.")
     if name not in known:
         raise InputError("methods", repr(name), f"one of {', '.join(known)}", "Correct the name.")
     method, kinds = known[name], settings_of(known[name])

@@ -57,7 +57,7 @@ class MtpHead(UnrolledHead):
     x_{t+2}. Later in a draft h takes the place of f: one module drafts all tokens, as servers run it.
     """
 
-    kind = "mtp"
+    kind, title = "mtp", "MTP module"
     drafts = ("chain", "tree", "static")
     Config, Settings = MtpConfig, MtpSettings
     own_layer: ClassVar[bool] = True

@@ -92,7 +92,7 @@ class DraftNet(ABC):
     def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
         """Read the tokens of a level and return what follows them. parents: [B, n] int64; None for a chain."""
         hidden = self.read(tokens, parents, depth)
-        return Level(hidden, self.logits(hidden, depth))
+        return Level(hidden, self.logits(hidden))
 
     def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Expand chains: return logits [B, V] and states [B, H]."""
@@ -126,8 +126,8 @@ class DraftNet(ABC):
         return torch.cat([self.read(own, None, depth) for depth, own in levels], 1)
 
     @abstractmethod
-    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
-        """Return logits [.., V] of states [.., H]. depth: drafted tokens that each has read, one number or [..]."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [.., V] of states [.., H]."""
 
     def drop(self) -> None:  # noqa: B027
         """Drop the branches, and keep the text."""

@@ -174,50 +174,6 @@ class MtpSettings(UnrolledSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaSettings:
-    """Train Medusa heads. The target stays as it is, its lm_head too.
-
-    Attributes:
-        num_heads: Heads, and so the tokens of the longest draft. Default: 5, or those of the heads to train on.
-        num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
-        lm_head: own, one for each head, which begins as the target's and is trained, as published; or target, whose
-            lm_head all heads share. Default: target, or what the heads to train on have.
-        head_decay: Loss weight of a head, relative to the one before.
-        loss: What the heads learn from: hard, the tokens of the text; or soft, the target's own distributions there,
-            at temperature 1 (Hydra++'s teacher loss).
-    """
-
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}
-
-    num_heads: int | None = None
-    num_layers: int | None = None
-    lm_head: Literal["own", "target"] | None = None
-    head_decay: float = 0.8
-    loss: Literal["hard", "soft"] = "hard"
-
-    def __post_init__(self) -> None:
-        check_ranges(self, num_heads=1, num_layers=1, head_decay=(0.0, 1.0, "(]"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HydraSettings(MedusaSettings):
-    """Train Hydra heads, or with --prefix-attention and --num-layers 4 those of Hydra++. The target stays as it is.
-
-    Attributes:
-        num_heads: Heads, and so the tokens of the longest draft. Default: 4, or those of the heads to train on.
-        num_layers: Layers of each head's MLP, of which those behind the first are one that is repeated, as published.
-            Default: 1, or those of the heads to train on.
-        prefix_attention: A decoder layer over all of the target's states gives the heads what they read in the place of
-            the last one (Hydra++). Default: off, or what the heads to train on have.
-    """
-
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}
-
-    loss: Literal["hard", "soft"] = "soft"
-    prefix_attention: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class DraftModelSettings:
     """Distil a draft model from the target's answers: some of its layers, or the model of --init. The result is a plain
     transformers model.
@@ -378,16 +334,3 @@ class DFlash2Settings(DFlashSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, selector_rank=1, selector_top_k=1, selector_weight=0.0, conv_kernel=1, conv_group=1)
-
-
-SETTINGS: dict[str, type] = {
-    "dflash": DFlashSettings,
-    "dflash2": DFlash2Settings,
-    "draft": DraftModelSettings,
-    "dspark": DSparkSettings,
-    "eagle": EagleSettings,
-    "eagle3": Eagle3Settings,
-    "mtp": MtpSettings,
-    "hydra": HydraSettings,
-    "medusa": MedusaSettings,
-}

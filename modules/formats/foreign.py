@@ -167,9 +167,9 @@ def unsupported(names: Names) -> Iterator[tuple[str, bool, str]]:
     yield "a head of speculators of a kind that is not read", unread, NOT_YET
     # FasterDecoding's heads are numbered, ModelOpt's and those with the whole model around them have a prefix.
     medusa = names.has(r"medusa_heads?\.|\d+\.\d+\.linear\.(weight|bias)")
-    yield "Medusa heads", medusa, "Train them for this target: draftsmith train medusa."
+    yield "Medusa heads", medusa, NOT_YET
     hydra = "hydra_head_arch" in config or names.has(r"hydra_mlp\.|input_embed_fn\.")
-    yield "Hydra heads", hydra, "Train one for this target: draftsmith train hydra."
+    yield "Hydra heads", hydra, NOT_YET
     yield "a head that drafts several tokens at once (P-EAGLE)", "peagle" in name, NOT_YET
     domino = "domino" in name or names.has(r"prefix_gru\.")
     yield "a DFlash head with a recurrent network over its drafts (Domino)", domino, NOT_YET

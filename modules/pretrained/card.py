@@ -39,14 +39,6 @@ ACCEPTANCE_HEAD = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
     "2024). It stops drafts that are likely to fail."
 )
-TITLES = {
-    "draft": "Draft model",
-    "eagle": "EAGLE head",
-    "eagle3": "EAGLE-3 head",
-    "hydra": "Hydra heads",
-    "medusa": "Medusa heads",
-    "mtp": "MTP module",
-}
 METRICS = {
     "kl": "binary KL from the acceptance probability, nats a token, without w_acc and w_rej, calibrated output",
     "brier": "mean squared distance from the acceptance probability, calibrated output",
@@ -197,7 +189,7 @@ def model_card(
 
 
 def _title(kind: str) -> str:
-    return "Acceptance head" if kind == AcceptanceHead.kind else TITLES.get(kind, f"{kind} head")
+    return "Acceptance head" if kind == AcceptanceHead.kind else head_class(kind).title or f"{kind} head"
 
 
 def _tag_and_method(kind: str, head: Mapping[str, Any], drafter: str | None) -> tuple[str, str]:

@@ -273,7 +273,8 @@ def test_a_shipped_config_is_found_by_its_name(capsys):
     assert "a shipped one (bench)" in error_line(capsys)
 
 
-HELPS = ["", "eval", *COMMANDS]
+# The drafters of papers_drafters.py are not in a process of its own.
+HELPS = ["", "eval", *(name for name in COMMANDS if name not in ("train medusa", "train hydra"))]
 # Each in a process forked from one that has imported the command line alone.
 ASK_FOR_HELP = f"""
 import contextlib, io, json, os, sys
@@ -350,7 +351,7 @@ def test_every_method_that_help_and_documents_name_is_one():
     assert len(labels) > 50
     wrong = {}
     # The form itself, and a policy of the reader's own.
-    for found in sorted(labels - {"name:setting=value", "streak:low=2:high=8"}):
+    for found in sorted(labels - {"name:setting=value", "streak:low=2:high=8", "streak:low=2"}):
         try:
             parse_method(found.rstrip("."), BASELINES)
         except InputError as error:

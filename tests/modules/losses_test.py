@@ -14,6 +14,7 @@ from torch import Tensor
 from draftsmith.modules import losses
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import eagle_loss
+from draftsmith.modules.drafters.medusa import token_loss
 from draftsmith.modules.losses import (
     acceptance_loss,
     chunked,
@@ -22,7 +23,6 @@ from draftsmith.modules.losses import (
     reach_weights,
     sampled_columns,
     soft_cross_entropy,
-    token_loss,
 )
 from draftsmith.modules.types import AcceptanceBatch, InputError
 

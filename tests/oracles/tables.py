@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import papers_drafters  # noqa: F401
 import torch
 from oracles.formulas import warped
 from torch import Tensor

@@ -1,6 +1,7 @@
 """Bigram head: a trained head in one file, a linear map of the target's state and the next token's embedding.
 
-`draftsmith.add_drafters("docs/examples/drafters")` makes it known to every command: `train bigram`, decoding, labels.
+`draftsmith.add_drafters("docs/examples/drafters")`, or `export DRAFTSMITH_DRAFTERS=docs/examples/drafters`, makes it
+known to every command: `train bigram`, decoding, labels.
 """
 
 from __future__ import annotations
@@ -87,3 +88,6 @@ class BigramHead(FeatureHead):
         total, _, hits = soft_cross_entropy(target.lm_head, vocab_size, wanted, [hidden], [weights])
         sums = {"loss": total.detach(), "top1": hits[0]}
         return LossOutput(settings.scale * total / weights.sum().clamp_min(1), sums, dict.fromkeys(sums, weights.sum()))
+
+
+HEADS = (BigramHead,)

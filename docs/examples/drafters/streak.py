@@ -41,4 +41,4 @@ class StreakRule(ChainMethod):
         return [Streak(self.low, self.high) for _ in range(rows)]
 
 
-METHODS = {"streak": StreakRule}
+METHODS = {"streak": StreakRule()}

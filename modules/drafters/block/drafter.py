@@ -273,7 +273,7 @@ class SlotNet(DraftNet):
             self._state = torch.cat([self._state, z], -1)
         return self._state
 
-    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         size = self.config.hidden_size
         logits, sequential = self._lm_head(hidden[..., :size]), self.head.sequential
         return logits if sequential is None else sequential.add(logits, hidden[..., size:])

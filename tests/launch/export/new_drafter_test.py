@@ -39,6 +39,9 @@ class EchoHead(DraftHead):
 
     kind = "echo"
     Config, Settings = EchoConfig, EchoSettings
+
+
+HEADS = (EchoHead,)
 '''
 
 

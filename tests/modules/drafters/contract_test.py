@@ -314,7 +314,7 @@ def test_its_branches_draft_what_its_chains_draft(drafter, params):
         chain.begin(0, text[: start - 1], features[: start - 1], text[start - 1])
         (tree,) = chain.propose([3], Sampler(params, [Given(uniforms[number])]))
         assert drafted.tokens[number].tolist() == list(tree.tokens)
-        logits = branches.lm_head(drafted.hidden[number], torch.arange(3))
+        logits = branches.lm_head(drafted.hidden[number])
         # Rotations are in float32.
         torch.testing.assert_close(logits, torch.stack(spy.logits), rtol=0, atol=1e-5)
     assert torch.allclose(branches.states(starts, drafted.tokens)[:, :3], drafted.hidden)
@@ -378,4 +378,4 @@ def test_names_are_known_without_torch():
         "import sys; from draftsmith.modules import drafters; print(*drafters.learned()); print('torch' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert said == [*learned(), "False"]
+    assert said == [*sorted(learned().keys() - {"medusa", "hydra"}), "False"]

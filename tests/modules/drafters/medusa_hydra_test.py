@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles.tables import H, TableLM, V, random_hydra_heads, random_medusa_heads
+from papers_drafters import FOLDER
 from torch import Tensor
 
 from draftsmith.eval.bench.runner import read_tree
@@ -223,13 +224,14 @@ def test_states_of_drafts_are_read_by_the_lm_head_of_their_level(own: bool) -> N
     branches = BranchDrafter(head.net(target), 2)
     hidden, level = torch.randn(7, H, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1, 0, 0])
     wanted = [(head.lm_heads[n].weight if own else target._lm_head) @ h for n, h in zip(level, hidden, strict=True)]
-    assert torch.allclose(branches.lm_head(hidden, level), torch.stack(wanted))
-    assert torch.allclose(branches.lm_head(hidden[3], 2), wanted[3])
+    states = torch.cat([hidden, level[:, None].double()], 1) if own else hidden
+    assert torch.allclose(branches.lm_head(states), torch.stack(wanted))
+    assert torch.allclose(branches.lm_head(states[3]), wanted[3])
 
 
-def test_the_published_tree_is_shipped() -> None:
+def test_the_tree_is_the_published_one() -> None:
     """Its counts of nodes by depth, and its most children, as published."""
-    tree = read_tree("medusa-63")
+    tree = read_tree(str(FOLDER / "medusa-63.yaml"))
     assert [len(tree.level(depth)) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2] and len(tree.parents) == 63
     assert max(tree.ranks) == 9
 

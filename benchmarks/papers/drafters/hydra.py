@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,14 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleConfig
-from draftsmith.modules.drafters.medusa import MOST_BLOCKS, MedusaHead, MedusaNet, lm_head_passes
 from draftsmith.modules.drafters.net import DraftNet, RowState
-from draftsmith.modules.drafters.settings import HydraSettings
 from draftsmith.modules.engine.lean import Captured, LeanStack
 from draftsmith.modules.engine.rows import cached_rows, select_outputs
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, LlamaHeadConfig, RMSNorm, add_rope_table
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, check_config
+
+from .medusa import MOST_BLOCKS, MedusaHead, MedusaNet, MedusaSettings, lm_head_passes
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,29 @@ class GroundedMLP(nn.Module):
         return x
 
 
+@dataclass(frozen=True, kw_only=True)
+class HydraSettings(MedusaSettings):
+    """Train Hydra heads, or with --prefix-attention and --num-layers 4 those of Hydra++. The target stays as it is.
+
+    Attributes:
+        num_heads: Heads, and so the tokens of the longest draft. Default: 4, or those of the heads to train on.
+        num_layers: Layers of each head's MLP, of which those behind the first are one that is repeated, as published.
+            Default: 1, or those of the heads to train on.
+        prefix_attention: A decoder layer over all of the target's states gives the heads what they read in the place of
+            the last one (Hydra++). Default: off, or what the heads to train on have.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}
+
+    loss: Literal["hard", "soft"] = "soft"
+    prefix_attention: bool | None = None
+
+
 class HydraHead(MedusaHead):
     """Guesses each of the next tokens from the target's last state and the tokens drafted before it, by a head for each
     (Hydra, Ankner et al. 2024). They have an lm_head each, or read the target's; embeddings are the target's."""
 
-    kind = "hydra"
+    kind, title = "hydra", "Hydra heads"
     drafts = ("chain", "static")
     Config, Settings = HydraConfig, HydraSettings
     lm_head_bias = True
@@ -229,9 +247,12 @@ class HydraNet(MedusaNet):
         starts = starts.to(self.device)
         states, ids = self._text[starts - self.first_start], self._ids[starts - 1]
         self._inputs = self._next(states, ids)[:, None]
-        return self.heads[0](self._inputs[:, 0])
+        return self.state(self.heads[0](self._inputs[:, 0]), 0)
 
     def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
         self.check_depth(depth)
         self._descend(tokens, parents)
-        return self.heads[depth](self._inputs)
+        return self.state(self.heads[depth](self._inputs), depth)
+
+
+HEADS = (HydraHead,)

@@ -5,7 +5,7 @@ ANOTHER model. Measure the heads against the new target's own autoregressive dec
 from the original before you serve it.
 
     pip install "draftsmith[lora]"
-    python medusa2.py DATA TARGET OUTPUT      (DATA: what `draftsmith data responses` wrote)
+    python benchmarks/papers/medusa2.py DATA TARGET OUTPUT      (DATA: what `draftsmith data responses` wrote)
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, random_split
 from transformers import AutoTokenizer
 
 import draftsmith
+from draftsmith.benchmarks.papers.drafters import register
 
 HEAD_WEIGHT = 0.2  # of the heads' loss, beside the divergence from the original target
 HEADS_FIRST = 0.2  # share of the steps in which only the heads learn: new heads would spoil the target
@@ -80,6 +81,7 @@ def train(target, adapted, head, settings, loader, steps):
 
 
 def main(data, target_path, output, steps=150, batch_size=8):
+    register()
     torch.manual_seed(0)
     # peft finds the layers of a transformers model by their names.
     target = draftsmith.load_target(target_path, "float32", engine="hf")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,10 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.net import DraftNet, RowState
-from draftsmith.modules.drafters.settings import MedusaSettings
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
-from draftsmith.modules.losses import LmHead, token_loss
+from draftsmith.modules.losses import LmHead, chunked, compare, softmax_, wide
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_ranges
 
 # Head i, counted from 0, reads state t and guesses token t + AHEAD + i; token t + 1 comes from the target's lm_head.
 AHEAD = 2
@@ -54,13 +53,39 @@ class MedusaConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MedusaSettings:
+    """Train Medusa heads. The target stays as it is, its lm_head too.
+
+    Attributes:
+        num_heads: Heads, and so the tokens of the longest draft. Default: 5, or those of the heads to train on.
+        num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
+        lm_head: own, one for each head, which begins as the target's and is trained, as published; or target, whose
+            lm_head all heads share. Default: target, or what the heads to train on have.
+        head_decay: Loss weight of a head, relative to the one before.
+        loss: What the heads learn from: hard, the tokens of the text; or soft, the target's own distributions there,
+            at temperature 1 (Hydra++'s teacher loss).
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}
+
+    num_heads: int | None = None
+    num_layers: int | None = None
+    lm_head: Literal["own", "target"] | None = None
+    head_decay: float = 0.8
+    loss: Literal["hard", "soft"] = "hard"
+
+    def __post_init__(self) -> None:
+        check_ranges(self, num_heads=1, num_layers=1, head_decay=(0.0, 1.0, "(]"))
+
+
 class MedusaHead(DraftHead):
     """Guesses each of the next tokens from the target's last state alone, by a head for each (Medusa-1, Cai et al.
     2024). They have an lm_head each, or read the target's, which is not in this directory."""
 
-    kind = "medusa"
+    kind, title = "medusa", "Medusa heads"
     drafts = ("chain", "static")
-    default_k = 0  # a token of each head
+    default_k = MAX_NODES  # a token of each head
     Config: ClassVar[type] = MedusaConfig
     Settings: ClassVar[type] = MedusaSettings
     num_lost_rows = AHEAD
@@ -189,8 +214,40 @@ def pairs(batch: FeatureBatch, head: int) -> Tensor:
     return same & batch.loss_mask[:, ahead:]
 
 
+def token_loss(
+    lm_head: Callable[..., Tensor],
+    vocab_size: int,
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Sequence[Tensor] = (),
+    teacher: tuple[LmHead, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum the cross-entropies of lm_head(hidden [N, H], *weights) with labels [N], and count the labels it ranks first.
+
+    weights: get a gradient if they require one. teacher: an lm_head and its states [N, H'], whose distribution takes
+    the labels' place in the cross-entropy.
+    """
+    hits = torch.zeros((), dtype=torch.int64, device=labels.device)
+    rows = [hidden, labels] if teacher is None else [hidden, labels, teacher[1]]
+
+    def loss(hidden: Tensor, labels: Tensor, *given: Tensor) -> Iterator[Tensor]:
+        logits = wide(lm_head(hidden, *given[len(rows) - 2 :]))  # [C, V]
+        hits.add_((logits.argmax(-1) == labels).sum())
+        if teacher is None:
+            yield compare(logits, None, labels)[0].sum()
+        else:
+            with torch.no_grad():
+                p = softmax_(wide(teacher[0](given[0])))  # [C, V]
+            yield compare(logits, p)[0].sum()
+
+    return chunked(loss, vocab_size, rows, weights), hits
+
+
 class MedusaNet(DraftNet):
-    """Drafts each level by a head of its own, from the target's last state alone."""
+    """Drafts each level by a head of its own, from the target's last state alone.
+
+    Of branches a state is that of its head, [H], and with lm_heads of their own its level beside it, [H + 1].
+    """
 
     one_pass = True
 
@@ -199,6 +256,7 @@ class MedusaNet(DraftNet):
         self.head = head.lean(target)
         self.heads, self.lm_heads = list(self.head.heads), self.head.outputs(head.output or target.lm_head)
         self.longest_draft, self.aux_layers = head.config.num_heads, head.aux_layers
+        self._own_lm_head = head.config.own_lm_head
 
     def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
         for row in rows:
@@ -221,11 +279,15 @@ class MedusaNet(DraftNet):
 
     def branch(self, starts: Tensor) -> Tensor:
         self._inputs = self._text[starts.to(self.device) - self.first_start]
-        return self.heads[0](self._inputs)
+        return self.state(self.heads[0](self._inputs), 0)
 
     def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
         self.check_depth(depth)
-        return self.heads[depth](self._inputs)[:, None]
+        return self.state(self.heads[depth](self._inputs), depth)[:, None]
+
+    def state(self, hidden: Tensor, depth: int) -> Tensor:
+        """Return the state of branches from that of the head of a level [.., H]."""
+        return F.pad(hidden, (0, 1), value=depth) if self._own_lm_head else hidden
 
     def check_depth(self, depth: int) -> None:
         """Raise InputError if no head predicts what follows this many drafted tokens."""
@@ -233,11 +295,14 @@ class MedusaNet(DraftNet):
             expected = f"at most {depth - 1} for a head that reads the state after a token"
             raise InputError("depth", depth, expected, "Make labels of shorter drafts, or pass --state before.")
 
-    def logits(self, hidden: Tensor, depth: int | Tensor) -> Tensor:
-        if isinstance(depth, int):
-            return self.lm_heads[depth](hidden)
-        logits = self.lm_heads[0](hidden)
-        for number, lm_head in enumerate(self.lm_heads[1:], 1):
-            own = (depth == number).to(hidden.device)
-            logits[own] = lm_head(hidden[own])
+    def logits(self, hidden: Tensor) -> Tensor:
+        if not self._own_lm_head:
+            return self.lm_heads[0](hidden)
+        hidden, levels = hidden[..., :-1], hidden[..., -1]
+        logits = hidden.new_empty((*levels.shape, self.head.config.vocab_size))
+        for number, lm_head in enumerate(self.lm_heads):
+            logits[levels == number] = lm_head(hidden[levels == number])
         return logits
+
+
+HEADS = (MedusaHead,)
