@@ -20,7 +20,7 @@ PUBLIC = {
     "collate": ("data.store.datasets", "collate_features"),
     "settings": ("launch.python", "settings"),
     "new_head": ("train.prepare", "make_head"),
-    "add_drafters": ("modules.drafters.methods", "add_folder"),
+    "add_drafters": ("modules.drafters.plug_ins", "add_folder"),
     "LitDrafter": ("train.module", "LitDrafter"),
     "HeadDataModule": ("train.data", "HeadDataModule"),
     "fit": ("train.fit", "fit"),
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from draftsmith.launch.python import export as export
     from draftsmith.launch.python import run as run
     from draftsmith.launch.python import settings as settings
-    from draftsmith.modules.drafters.methods import add_folder as add_drafters
+    from draftsmith.modules.drafters.plug_ins import add_folder as add_drafters
     from draftsmith.modules.pretrained.card import save as save
     from draftsmith.modules.pretrained.heads import load_draft_head as load_head
     from draftsmith.modules.pretrained.models import load_lm as load_target

@@ -17,7 +17,8 @@ from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, RowPool
 from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.drafters.methods import LabeledMethod, chain_method, parse_method
+from draftsmith.modules.drafters.method_names import LabeledMethod, parse_method
+from draftsmith.modules.drafters.methods import chain_method
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids

@@ -19,7 +19,8 @@ from draftsmith.eval.bench.runner import load_run, trained_for
 from draftsmith.eval.settings import DecodeConfig
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.drafters.methods import LabeledMethod, by_drafter, chain_drafters, parse_methods
+from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
+from draftsmith.modules.drafters.methods import by_drafter, chain_drafters
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError, without_controls

@@ -27,7 +27,7 @@ import draftsmith
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.formats import check_served, formats
 from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.formats.families import SGLANG_DEEPSEEK

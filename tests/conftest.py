@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def drafters_registry(monkeypatch):
     """Restore the registry of drafters after a test that adds a folder to it."""
     from draftsmith.modules import drafters
-    from draftsmith.modules.drafters.methods import known_methods
+    from draftsmith.modules.drafters.method_names import known_methods
 
     monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
     monkeypatch.setattr(drafters, "HEADS", dict(drafters.HEADS))

@@ -21,7 +21,7 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -123,6 +123,7 @@ BIGRAM = (EXAMPLES / "drafters" / "bigram.py").read_text()
             "HEADS: found eagle in mine.py, expected kinds",
         ),
         ({"fails.py": "1 / 0"}, "division by zero"),
+        ({"unlisted.py": BIGRAM.replace("HEADS", "heads")}, "expected a file that lists HEADS or METHODS"),
     ],
 )
 def test_a_folder_that_cannot_be_registered_is_refused_each_time(files, error, tmp_path, drafters_registry):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftsmith.modules.drafters.methods import add_folder
+from draftsmith.modules.drafters.plug_ins import add_folder
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "papers" / "drafters"
 add_folder(str(FOLDER))

@@ -34,7 +34,7 @@ from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_loss, shift
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, Eagle3Settings, draft_vocabulary, layer_like
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.drafters.settings import MtpSettings

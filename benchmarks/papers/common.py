@@ -35,7 +35,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.drafters.method_names import parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import load_head
 from draftsmith.modules.pretrained.reading import read_object

@@ -32,7 +32,7 @@ from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import DraftView, StopPolicy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
-from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.drafters.method_names import parse_methods
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 # Methods by their names in the paper's table 2, and its speed-ups on MT-Bench at T=1.

@@ -45,7 +45,7 @@ from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
-from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.drafters.method_names import parse_methods
 from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.hub import model_directory

@@ -16,7 +16,8 @@ from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
 from draftsmith.modules.drafters.method import Method, Models
-from draftsmith.modules.drafters.methods import chain_method, parse_method
+from draftsmith.modules.drafters.method_names import parse_method
+from draftsmith.modules.drafters.methods import chain_method
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.heads import load_drafter
 from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer

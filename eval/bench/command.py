@@ -45,7 +45,7 @@ from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.methods import LabeledMethod, known_methods, parse_methods
+from draftsmith.modules.drafters.method_names import LabeledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256

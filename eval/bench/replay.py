@@ -45,7 +45,8 @@ from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.drafters.block.drafter import SlotNet
 from draftsmith.modules.drafters.branches import BranchDrafter, pieces
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import FixedLengthMethod, LabeledMethod
+from draftsmith.modules.drafters.method_names import LabeledMethod
+from draftsmith.modules.drafters.methods import FixedLengthMethod
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter, PromptLookupMethod
 from draftsmith.modules.finite import NO_TOKEN, checked, name_nonfinite

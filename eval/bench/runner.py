@@ -23,7 +23,7 @@ from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, g
 from draftsmith.modules.decoding.stop import Learner, learners_of
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import LabeledMethod, check_needs
+from draftsmith.modules.drafters.method_names import LabeledMethod, check_needs
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
 from draftsmith.modules.pretrained.hub import CHECK_PATH, resolve_model
 from draftsmith.modules.pretrained.models import load_fitting, load_lm

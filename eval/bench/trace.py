@@ -23,7 +23,7 @@ from draftsmith.modules.decoding.stop import DraftView, PredictorStop, SlotConfi
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import Verdict, verify
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import LabeledMethod
+from draftsmith.modules.drafters.method_names import LabeledMethod
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.files import append, write_json, write_text
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer

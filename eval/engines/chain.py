@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.data.settings import MODEL
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

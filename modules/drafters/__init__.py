@@ -1,7 +1,8 @@
 """Registry of trained drafters.
 
 A trained drafter is a `DraftHead` (base.py) listed in HEADS, which holds names only: the command line lists drafters
-without importing torch. The names of decoding methods follow from it (methods.py).
+without importing torch. The names of decoding methods follow from it (methods.py), and a user's
+own are added to it (plug_ins.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Interface of a trained draft head: network, loss, and how it drafts.
 
 A head is a file of this folder with a `DraftHead` that HEADS (modules/drafters/__init__.py) lists, or a file of any
-folder with a HEADS of its own (`methods.add_folder`). Commands find it there: `train KIND` takes the options of its
+folder with a HEADS of its own (plug_ins.py). Commands find it there: `train KIND` takes the options of its
 `Settings`, `data features` stores the states it reads, and decoding and `data acceptance` draft with its `net`.
 docs/examples/drafters/bigram.py is a small one.
 

@@ -1,24 +1,17 @@
-"""Decoding methods by name: `ar,spec:k=5,specdec++:h=0.7:min=2:max=20,eagle:k=5`.
+"""Decoding methods of draft models and trained drafters: chains with their stop rules, and trees.
 
-A method is a frozen dataclass; its fields are the settings that users write behind its name. The kind of a trained
-drafter names its chains, KIND-tree its dynamic trees and KIND-static its static ones: `DraftHead.drafts` lists which it
-drafts, and HEADS which heads there are. `eagle3:k=5` is `spec:k=5:drafter=eagle3`.
+A method is a frozen dataclass; its fields are the settings that users write behind its name (method_names.py). The kind
+of a trained drafter names its chains, KIND-tree its dynamic trees and KIND-static its static ones: `DraftHead.drafts`
+lists which it drafts, and HEADS which heads there are. `eagle3:k=5` is `spec:k=5:drafter=eagle3`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-import importlib
 import math
-import pkgutil
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal
 
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import HeadPredictor
@@ -38,11 +31,11 @@ from draftsmith.modules.decoding.stop import (
 from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, num_candidates
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.drafters import MODEL, hierarchical, prompt_lookup
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.types import InputError, Range, check_range
 
-SWITCH = {"on": True, "off": False}
 # Expansions of a dynamic tree with depth=auto.
 MOST_LEVELS = 8
 
@@ -257,7 +250,7 @@ class SlotConfidenceMethod(ChainMethod):
     ranges: ClassVar = {"k": 1, "t": (0.0, 1.0, "()")}
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        check_slots(models.heads[self.drafter].config, self.k)
+        check_slots(models.heads[self.drafter], self.k)
         return [SlotConfidenceStop(self.t, self.rule == "draft", self.k) for _ in range(rows)]
 
 
@@ -273,14 +266,14 @@ class SlotCostMethod(ChainMethod):
     ranges: ClassVar = COST | {"k": 1}
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        check_slots(models.heads[self.drafter].config, self.k)
+        check_slots(models.heads[self.drafter], self.k)
         return [SlotConfidenceStop(rule, True, self.k) for rule in cost_rules(self.c, models, self.drafter, rows)]
 
 
-def check_slots(config: Any, k: int) -> None:
+def check_slots(head: DraftHead, k: int) -> None:
     """Raise InputError if a block drafter has no confidence head, or drafts fewer than k tokens."""
-    check_range("k", k, high=config.drafts)
-    if not config.confidence:
+    check_range("k", k, high=head.longest_draft)
+    if not head.config.confidence:
         raise InputError("methods", "a DSpark head without confidences", "one with", "Train it with --confidence.")
 
 
@@ -356,35 +349,9 @@ class DynamicTreeMethod(DraftingMethod):
         return TreeDrafter(models.net(self.drafter), shape, models.capacity, rows, rules)
 
 
-# -- names
+# -- by name
 
-
-@dataclass(frozen=True)
-class LabeledMethod:
-    """A method with its name in tables, as the user wrote it.
-
-    `eagle3@a:k=5` is that of the drafter a, of several that were passed (`variant` is `@a`).
-    """
-
-    label: str
-    method: Method
-
-    @property
-    def variant(self) -> str:
-        at, name = self.label.partition(":")[0].partition("@")[1:]
-        return at + name
-
-    def by(self, variant: str) -> LabeledMethod:
-        """Return the same method of a drafter's name."""
-        name, *settings = self.label.split(":")
-        return LabeledMethod(":".join([f"{name.partition('@')[0]}{variant}", *settings]), self.method)
-
-    def keys(self, given: Mapping[str, str]) -> list[str]:
-        """Return the keys in `given` of the models that it needs: `kind@name` where several of a kind were passed."""
-        return [own if (own := f"{need}{self.variant}") in given else need for need in self.method.needs]
-
-
-# Methods by name, with their default settings.
+# With their default settings.
 METHODS: dict[str, Method] = {
     "ar": AutoregressiveMethod(),
     "spec": FixedLengthMethod(),
@@ -410,143 +377,3 @@ def methods_of(kind: str) -> dict[str, Method]:
     """Return the methods of a kind of trained drafter by name."""
     own = [OF_HEADS[draft] for draft in drafters.head_class(kind).drafts]
     return {f"{kind}{end}": method(drafter=kind) for end, method in own}
-
-
-@functools.cache
-def known_methods() -> dict[str, Method]:
-    """Return every method of this engine by its name, with its default settings. `add_folder` adds to it."""
-    return METHODS | {name: method for kind in drafters.HEADS for name, method in methods_of(kind).items()}
-
-
-def add_folder(folder: str) -> None:
-    """Register the drafters of another folder: heads listed in its files' HEADS, and methods in their METHODS.
-
-    A file NAME.py is imported as `draftsmith.modules.drafters.NAME`; files of the folder import each other relatively.
-
-    Raises:
-        InputError: the folder holds no Python files, or a file, head or method with a name that is taken.
-    """
-    modules = list(pkgutil.iter_modules([folder]))
-    if not modules:
-        raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
-    # Its absolute path.
-    finder: Any = modules[0].module_finder
-    folder, names, path = finder.path, [module.name for module in modules], drafters.__path__
-    # Python would import the file of the first folder, without a word.
-    taken = {module.name for module in pkgutil.iter_modules(own for own in path if own != folder)}
-    if clash := sorted(taken & set(names)):
-        raise InputError("drafters", f"{', '.join(clash)} in {folder}", "names that are not taken", "Rename it.")
-    if folder not in path:
-        path.append(folder)
-    for name in names:
-        # A second call finds the module imported, or the file fails again.
-        module = importlib.import_module(f"{drafters.__name__}.{name}")
-        kinds = {
-            head.kind: drafters.Kind(f"{name}:{head.__name__}", (module.__doc__ or name).splitlines()[0])
-            for head in getattr(module, "HEADS", ())
-        }
-        if clash := sorted(kind for kind in kinds if drafters.HEADS.get(kind, kinds[kind]) != kinds[kind]):
-            raise InputError("HEADS", f"{', '.join(clash)} in {name}.py", "kinds that are not taken", "Rename it.")
-        drafters.HEADS |= kinds
-        methods = dict(getattr(module, "METHODS", {}))
-        for kind in kinds:
-            methods |= methods_of(kind)
-        if clash := sorted(key for key in methods if known_methods().get(key, methods[key]) != methods[key]):
-            raise InputError("METHODS", f"{', '.join(clash)} in {name}.py", "names that are not taken", "Rename it.")
-        known_methods().update(methods)
-
-
-def settings_of(method: Method) -> dict[str, Any]:
-    """Return the settings of a named method with their types."""
-    hints = get_type_hints(type(method))
-    # The methods of a kind draft with it: their drafter is no setting.
-    fixed = {"drafter"} if getattr(method, "drafter", MODEL) != MODEL else set()
-    return {spec.name: hints[spec.name] for spec in dataclasses.fields(method) if spec.name not in fixed}
-
-
-def parse_methods(text: str, more: Mapping[str, Method] | None = None) -> list[LabeledMethod]:
-    """Parse methods `name:setting=value`, separated by commas. more: methods of other engines.
-
-    Raises:
-        InputError: unknown method or setting, a value of another type, a method named twice.
-    """
-    labels = [label.strip() for label in text.split(",") if label.strip()]
-    if not labels:
-        known = ", ".join([*known_methods(), *(more or {})])
-        raise InputError("methods", repr(text), f"some of {known}", "Name at least one.")
-    for label in labels:
-        if labels.count(label) > 1:
-            raise InputError("methods", f"{label} twice", "each method once", "Remove one of them.")
-    return [LabeledMethod(label, parse_method(label, more)) for label in labels]
-
-
-def parse_method(label: str, more: Mapping[str, Method] | None = None) -> Method:
-    """Parse one method with its settings."""
-    known = {**known_methods(), **(more or {})}
-    name, *parts = (part.strip() for part in label.split(":"))
-    name, at, variant = name.partition("@")
-    if at and not variant:
-        raise InputError(
-            "methods", repr(label), f"the name of a drafter behind {name}@", "Name it, or leave out the @."
-        )
-    if name not in known:
-        raise InputError("methods", repr(name), f"one of {', '.join(known)}", "Correct the name.")
-    method, kinds = known[name], settings_of(known[name])
-    values: dict[str, Any] = {}
-    for part in parts:
-        setting, equals, value = (piece.strip() for piece in part.partition("="))
-        if setting not in kinds:
-            allowed = ", ".join(kinds) or "no settings"
-            kind = getattr(method, "drafter", MODEL)
-            others = [key for key, own in known.items() if getattr(own, "drafter", MODEL) == kind != MODEL]
-            remedy = next(
-                (f"{key} has it." for key in others if setting in settings_of(known[key])), "Correct or remove it."
-            )
-            raise InputError(f"methods, {name}", f"setting {setting!r}", allowed, remedy)
-        if setting in values or not equals:
-            found = f"{setting} twice" if equals else repr(part)
-            raise InputError(f"methods, {name}", found, f"{setting}=VALUE once", "Correct it.")
-        values[setting] = convert(f"methods, {name}, {setting}", value, kinds[setting])
-    return replace(method, **values)
-
-
-def convert(name: str, text: str, kind: Any) -> Any:
-    """Convert the text of a setting to its type: a switch, a word, a number, or a number or a word."""
-    words: tuple[str, ...] = ()
-    if get_origin(kind) in (Union, UnionType):
-        kind, literal = get_args(kind)
-        words = get_args(literal)
-    elif get_origin(kind) is Literal:
-        words = get_args(kind)
-    elif kind is bool:
-        words = tuple(SWITCH)
-    if (kind is str and text) or text in words:
-        return SWITCH[text] if kind is bool else text
-    numbers = {int: "an integer", float: "a number", str: "a word"}
-    if kind in numbers:
-        words = (numbers[kind], *words)
-        # Python takes 1_0, inf and the digits of every script, too.
-        if kind is not str and re.fullmatch(r"[-+.0-9eE]+", text):
-            with contextlib.suppress(ValueError):
-                if math.isfinite(number := kind(text)):
-                    return number
-    raise InputError(name, repr(text), " or ".join(words), "Correct it.")
-
-
-def check_needs(named: LabeledMethod, given: Mapping[str, str]) -> None:
-    """Raise InputError if a model that the method needs was not passed. given: `Models.paths`."""
-    known = {
-        "draft": ("a draft model", "--draft DIR"),
-        "mid": ("a model between draft and target", "--mid DIR"),
-        "acceptance": ("an acceptance head", "--acceptance HEAD"),
-    }
-    others = ("target", "mid", "acceptance")
-    drafters = [f"{path} ({kind})" for kind, path in given.items() if kind not in others and "@" not in kind]
-    if named.variant and not any(key.endswith(named.variant) for key in named.keys(given)):
-        names = [f"@{key.partition('@')[2]}" for key in given if "@" in key] or ["no name: one drafter of a kind"]
-        raise InputError("methods", named.label, ", ".join(names), "Correct the name, or leave it out.")
-    for need in named.method.needs:
-        if need not in given:
-            what, option = known.get(need, (f"a head of kind {need}", "--draft HEAD"))
-            found = ", ".join([f"{named.label} without {what}", *drafters])
-            raise InputError("methods", found, option, f"Pass {option}: {what}.")

@@ -29,7 +29,8 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import DynamicTreeMethod, parse_method
+from draftsmith.modules.drafters.method_names import parse_method
+from draftsmith.modules.drafters.methods import DynamicTreeMethod
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams

@@ -24,7 +24,7 @@ from draftsmith.eval.meta import RESULTS
 from draftsmith.launch.commands import configure
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.drafters.method_names import parse_methods
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.types import InputError
 

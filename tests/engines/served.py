@@ -33,7 +33,7 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.eagle3 import layer_like
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.models import load_lm

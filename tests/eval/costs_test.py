@@ -8,7 +8,7 @@ from worlds import run_models, tiny_llama_dir
 from draftsmith.eval.costs import MeasuredTimes, interpolate, measure_step_cost
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.models import load_lm
 
 

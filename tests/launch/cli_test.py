@@ -21,7 +21,7 @@ from draftsmith.eval.settings import AnyFormat, DecodeConfig, WrittenFormat
 from draftsmith.launch import cli
 from draftsmith.launch.arguments import CommandApp, from_values, parse
 from draftsmith.launch.commands import COMMANDS, Command, configure
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.formats import formats
 from draftsmith.modules.types import InputError
 

@@ -28,7 +28,7 @@ from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import known_methods, parse_method
+from draftsmith.modules.drafters.method_names import known_methods, parse_method
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.finite import NonFinite, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter

@@ -17,7 +17,8 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules import drafters
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import add_folder, known_methods, parse_method
+from draftsmith.modules.drafters.method_names import known_methods, parse_method
+from draftsmith.modules.drafters.plug_ins import add_folder
 from draftsmith.modules.pretrained.heads import drafter_identity, load_draft_head, load_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource

@@ -19,7 +19,7 @@ def register() -> None:
     """Register them in this process, and for the commands that it starts."""
     from draftsmith.launch.cli import DRAFTERS
     from draftsmith.launch.commands import add_trainers
-    from draftsmith.modules.drafters.methods import add_folder
+    from draftsmith.modules.drafters.plug_ins import add_folder
 
     os.environ[DRAFTERS] = str(FOLDER)
     add_folder(str(FOLDER))

@@ -22,7 +22,7 @@ from draftsmith.modules.decoding.stop import (
 )
 from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import known_methods, parse_method, parse_methods
+from draftsmith.modules.drafters.method_names import known_methods, parse_method, parse_methods
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import SamplingParams
 

@@ -20,7 +20,7 @@ from draftsmith.eval.bench.replay import make_drafters
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
-from draftsmith.modules.drafters.methods import parse_method, parse_methods
+from draftsmith.modules.drafters.method_names import parse_method, parse_methods
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource

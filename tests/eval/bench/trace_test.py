@@ -19,7 +19,7 @@ from draftsmith.eval.bench.trace import node_accept_probs
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.decoding.verify import Verdict
 from draftsmith.modules.drafters import learned
-from draftsmith.modules.drafters.methods import known_methods
+from draftsmith.modules.drafters.method_names import known_methods
 from draftsmith.modules.types import SamplingParams
 
 METHODS = (

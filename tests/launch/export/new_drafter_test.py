@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
-from draftsmith.modules.drafters.methods import add_folder
+from draftsmith.modules.drafters.plug_ins import add_folder
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.types import InputError
 

@@ -34,7 +34,7 @@ from draftsmith.modules.decoding.tree import DraftTree, DynamicTree
 from draftsmith.modules.drafters import feature_heads
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.pretrained.models import load_lm

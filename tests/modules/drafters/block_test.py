@@ -24,7 +24,7 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
 from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, default_layers, layers_like
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.formats import formats
 from draftsmith.modules.layers import LlamaConfig

@@ -8,16 +8,8 @@ from draftsmith.data.engines.own import select_method
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters import head_class, learned
-from draftsmith.modules.drafters.methods import (
-    CostMethod,
-    FixedLengthMethod,
-    OnlineMethod,
-    SpecDecPlusPlusMethod,
-    check_needs,
-    known_methods,
-    parse_method,
-    parse_methods,
-)
+from draftsmith.modules.drafters.method_names import check_needs, known_methods, parse_method, parse_methods
+from draftsmith.modules.drafters.methods import CostMethod, FixedLengthMethod, OnlineMethod, SpecDecPlusPlusMethod
 from draftsmith.modules.types import InputError
 
 

@@ -13,7 +13,7 @@ from worlds import GREEDY, small_models
 
 from draftsmith.modules.decoding.loop import DecodeOptions, generate
 from draftsmith.modules.drafters import feature_heads, hydra
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.engine import graphs, rows
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.sampling import TorchSource

@@ -10,7 +10,7 @@ from worlds import padded, tiny_llama_dir
 from draftsmith.eval.bench.runner import load_smaller_lm
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
