@@ -339,12 +339,12 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
     types = get_type_hints(TrainDrafterConfig)
     defaults = [
         (name, types[name], dataclasses.field(default=value, metadata=common[name].metadata))
-        for name, value in getattr(own, "defaults", {}).items()
+        for name, value in own.defaults.items()
     ]
 
     def check(self: Any) -> None:
         TrainDrafterConfig.__post_init__(self)
-        getattr(own, "__post_init__", lambda settings: None)(self)
+        own.__post_init__(self)
         if head_class(kind).needs_gathered_weights(self) and "stage_3" in self.strategy:
             expected = f"ddp, or stage 1 or 2: {kind} heads are not trained in parts"
             raise InputError("strategy", self.strategy, expected, "Choose another --strategy.")

@@ -11,6 +11,7 @@ from the original before you serve it.
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,11 +85,11 @@ def main(data, target_path, output, steps=150, batch_size=8):
     register()
     torch.manual_seed(0)
     # peft finds the layers of a transformers model by their names.
-    target = draftsmith.load_target(target_path, "float32", engine="hf")
+    target: Any = draftsmith.load_target(target_path, "float32", engine="hf")
     settings = draftsmith.settings("medusa", lm_head="own")
     head = draftsmith.new_head(settings, target)
     lora = LoraConfig(r=32, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = get_peft_model(target.model, lora)
+    adapted: Any = get_peft_model(target.model, lora)
 
     rows = draftsmith.open_dataset(data)
     val_size = max(1, len(rows) // 20)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftsmith.modules.drafters.base import DraftHead
+    from draftsmith.modules.drafters.settings import HeadSettings
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,17 @@ def learned() -> dict[str, str]:
 
 def head_class(kind: str) -> type[DraftHead]:
     """Import the head of a kind. Raises KeyError for an unknown kind."""
-    return _import(HEADS[kind].head)
+    head: type[DraftHead] = _import(HEADS[kind].head)
+    return head
 
 
-def settings_class(kind: str) -> type:
+def settings_class(kind: str) -> type[HeadSettings]:
     """Return the class of the options of `train KIND`; it needs no torch, but for a user's own head."""
-    return _import(HEADS[kind].settings) if HEADS[kind].settings else head_class(kind).Settings
+    names = HEADS[kind]
+    settings: type[HeadSettings] = _import(names.settings) if names.settings else head_class(kind).Settings
+    return settings
 
 
-def _import(name: str) -> type:
+def _import(name: str) -> Any:
     module, _, attribute = name.partition(":")
-    found: type = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
-    return found
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)

@@ -17,11 +17,12 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.net import DraftNet
+from draftsmith.modules.drafters.settings import HeadSettings
 from draftsmith.modules.engine.lean import swap_modules
 from draftsmith.modules.layers import MOST_POSITIONS, LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
@@ -99,18 +100,31 @@ class TargetWeights(Protocol):
         """Tokens that end an answer."""
 
 
-class DraftHead(nn.Module, ABC):
+class HeadConfig(Protocol):
+    """Sizes that every head's config has: a frozen dataclass of JSON values."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position(self) -> int:
+        """Longest text that head and target can read."""
+
+
+ConfigT = TypeVar("ConfigT", bound=HeadConfig)
+SettingsT = TypeVar("SettingsT", bound=HeadSettings)
+
+
+class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
     """A trained drafter: its network, its loss, and how it drafts. `__init__` takes its config and random weights.
 
     A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `net`; `flops` adds its
     cost to the telemetry and the plan.
 
     kind: its name in config.json and on the command line. title: its name in model cards; empty for `KIND head`.
-    Config: class of `config`, a frozen dataclass of JSON values. It has the target's hidden_size and vocab_size, and
-        max_position, the longest text that head and target can read.
-    Settings: class of the options of `train KIND` beside those of every training (train/config.py): a frozen dataclass
-        of keyword fields with defaults (settings.py). `__post_init__` checks values; a field with metadata {"volatile":
-        True} has no effect on the weights. An option that shapes the head (`shape`) defaults to None.
+    Config: class of `config` (`HeadConfig`).
+    Settings: class of the options of `train KIND` beside those of every training (train/config.py).
     drafts: shapes of its drafts, each a method (`methods.OF_HEADS`).
     default_k: drafted tokens of its chains, if the user says nothing, at most `longest_draft`.
     num_lost_rows: tokens at the end of a sequence that give no training row; pieces of a long one overlap by so many.
@@ -128,7 +142,7 @@ class DraftHead(nn.Module, ABC):
     kind: ClassVar[str]
     title: ClassVar[str] = ""
     Config: ClassVar[type]
-    Settings: ClassVar[type]
+    Settings: ClassVar[type[HeadSettings]]
     drafts: ClassVar[tuple[str, ...]] = ("chain",)
     default_k: ClassVar[int] = 5
     num_lost_rows: ClassVar[int] = 1
@@ -139,31 +153,31 @@ class DraftHead(nn.Module, ABC):
     saved_as_model: ClassVar[bool] = False
     monitor: ClassVar[str] = "top1"
 
-    config: Any
+    config: ConfigT
     tied_to_target: tuple[str, ...] = ()
     output: Callable[[Tensor], Tensor] | None = None
 
     # -- a new head
 
     @classmethod
-    def needs_gathered_weights(cls, settings: Any) -> bool:
+    def needs_gathered_weights(cls, settings: SettingsT) -> bool:
         """Return whether the loss reads weights outside of their modules, so that ZeRO-3 cannot split them."""
         return False
 
     @classmethod
     @abstractmethod
-    def new_config(cls, settings: Any, target: LlamaConfig) -> Any:
+    def new_config(cls, settings: SettingsT, target: LlamaConfig) -> ConfigT:
         """Return the `Config` of a new head for this target."""
 
     @classmethod
-    def shape(cls, config: Any) -> dict[str, Any]:
+    def shape(cls, config: ConfigT) -> dict[str, Any]:
         """Return the options that shape a head, with the values that this head has: those that `Settings` and `Config`
         have in common."""
         names = (field.name for field in dataclasses.fields(cls.Settings))
         return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
     @classmethod
-    def check_init(cls, settings: Any, config: Any, target: LlamaConfig) -> None:
+    def check_init(cls, settings: SettingsT, config: ConfigT, target: LlamaConfig) -> None:
         """Raise InputError if an option that shapes the head is given, and the head to fine-tune has another value."""
         own, defaults = cls.shape(config), {field.name: field.default for field in dataclasses.fields(cls.Settings)}
         kept = dataclasses.replace(settings, **own)
@@ -183,23 +197,23 @@ class DraftHead(nn.Module, ABC):
     def update_from_target(self, weights: TargetWeights) -> None:
         """Copy the weights named in `tied_to_target` from the target that a fine-tuned head is trained for now."""
 
-    def freeze(self, settings: Any) -> None:
+    def freeze(self, settings: SettingsT) -> None:
         """Freeze the weights that are not to be trained; those named in `tied_to_target` are always frozen."""
 
     # -- loss
 
     @classmethod
-    def loss_layers(cls, config: Any, num_layers: int) -> tuple[int, ...]:
+    def loss_layers(cls, config: ConfigT, num_layers: int) -> tuple[int, ...]:
         """Return the states that `loss` reads of a target with so many layers, in the terms of `aux_layers`."""
         return ()
 
     @classmethod
     @abstractmethod
-    def loss_count(cls, batch: FeatureBatch, settings: Any) -> float:
+    def loss_count(cls, batch: FeatureBatch, settings: SettingsT) -> float:
         """Return the number of tokens (or of what else) that `loss` is a mean over; features may be missing."""
 
     @abstractmethod
-    def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
+    def loss(self, batch: FeatureBatch, target: CausalLM, settings: SettingsT, step: TrainStep | None) -> LossOutput:
         """Return the mean over `loss_count`, with sums and counts to log.
 
         batch: with features [B, T, L*H]. target: frozen; gradients flow through its `embed` and
@@ -207,19 +221,19 @@ class DraftHead(nn.Module, ABC):
         """
 
     @classmethod
-    def logit_rows(cls, batch: FeatureBatch, settings: Any) -> int:
+    def logit_rows(cls, batch: FeatureBatch, settings: SettingsT) -> int:
         """Return the number of positions that `loss` makes logits for."""
         return int(cls.loss_count(batch, settings))
 
     @classmethod
-    def flops(cls, config: Any, settings: Any, step: TrainStep, logit_rows: int) -> float:
+    def flops(cls, config: ConfigT, settings: SettingsT, step: TrainStep, logit_rows: int) -> float:
         """Return the model FLOPs (modules/flops.py) of loss and gradient, from features that are there; 0 if unknown.
 
         step: with the lengths of the sequences.
         """
         return 0.0
 
-    def loss_memory(self, settings: Any, parts: DocumentParts, share: float, width: int) -> tuple[float, float]:
+    def loss_memory(self, settings: SettingsT, parts: DocumentParts, share: float, width: int) -> tuple[float, float]:
         """Estimate the bytes that autograd keeps of a span's loss, its logits apart, and its number of predictions.
 
         share: of the tokens that count. width: bytes of a product's numbers, 2 under autocast.
@@ -259,7 +273,7 @@ class DraftHead(nn.Module, ABC):
         Tensors that need no conversion are shared.
         """
         tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
-        same: dict[int, Any] = {id(self.output): self.output}
+        same: dict[int, object] = {id(self.output): self.output}
         for tensor in tensors:
             dtype = target.dtype if tensor.is_floating_point() else tensor.dtype
             same[id(tensor)] = tensor.detach().to(target.device, dtype)

@@ -134,7 +134,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))
 
 
-class DraftModelHead(DraftHead):
+class DraftModelHead(DraftHead[DraftConfig, DraftModelSettings]):
     """A small language model of the target's tokenizer that begins as some of its layers, with its embedding and
     lm_head, and learns its distributions on its answers (DistillSpec, Zhou et al. 2023)."""
 
@@ -144,7 +144,7 @@ class DraftModelHead(DraftHead):
     saved_as_model = True
 
     @classmethod
-    def needs_gathered_weights(cls, settings: Any) -> bool:
+    def needs_gathered_weights(cls, settings: DraftModelSettings) -> bool:
         # Its lm_head.
         return True
 
@@ -195,7 +195,7 @@ class DraftModelHead(DraftHead):
     # -- loss
 
     @classmethod
-    def loss_count(cls, batch: FeatureBatch, settings: Any) -> int:
+    def loss_count(cls, batch: FeatureBatch, settings: DraftModelSettings) -> int:
         return int(counted(batch).sum())
 
     def loss(

@@ -12,6 +12,7 @@ from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeTimes
 from draftsmith.modules.drafters import MODEL
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.targets.base import CausalLM
@@ -35,7 +36,7 @@ class CostModel:
     def _nothing(self, setting: str) -> InputError:
         return InputError(setting, "auto where nothing is timed", "a number", "Give one, or use `eval bench`.")
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, dict[str, object]]:
         """Return all measured times, as JSON values."""
         return {}
 
@@ -59,7 +60,7 @@ class Models:
     target: CausalLM
     draft: CausalLM | None = None
     mid: CausalLM | None = None
-    heads: Mapping[str, Any] = field(default_factory=dict)
+    heads: Mapping[str, DraftHead] = field(default_factory=dict)
     acceptance: AcceptanceHead | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)

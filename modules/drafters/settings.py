@@ -1,7 +1,6 @@
 """Options of `train KIND` beside those of every training, by kind of head; torch is not imported.
 
-`Attributes` of a docstring become help. `help_rarely` names the fields that only --help-all lists, `defaults` values of
-the common options in place of their own.
+`Attributes` of a docstring become help.
 """
 
 from __future__ import annotations
@@ -22,6 +21,23 @@ Layout = Literal["anchor-first", "fill-in"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """Options of `train KIND`: a class for each kind, whose fields have defaults and whose docstring is the help.
+
+    A field with metadata {"volatile": True} has no effect on the weights. An option that shapes the head
+    (`DraftHead.shape`) defaults to None.
+
+    defaults: values of the common options in place of their own. help_rarely: fields that only --help-all lists.
+    """
+
+    defaults: ClassVar[dict[str, object]] = {}
+    help_rarely: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a value that is not possible."""
+
+
 def check_window(window: int | None, drafted: int | None) -> None:
     """Raise InputError unless a window, if there is one, is longer than drafts of so many tokens."""
     check_range("window", window, 0)
@@ -31,7 +47,7 @@ def check_window(window: int | None, drafted: int | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleSettings:
+class EagleSettings(HeadSettings):
     """Train an EAGLE head. The defaults are the paper's, for 7B targets; small targets want a higher lr and more weight
     on tokens (configs/train/eagle-embedded.yaml).
 
@@ -52,7 +68,7 @@ class EagleSettings:
             losses of N tokens.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
+    defaults = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
 
     num_layers: int | None = None
     rope: Rope | None = None
@@ -78,7 +94,7 @@ class EagleSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnrolledSettings:
+class UnrolledSettings(HeadSettings):
     """Train a head on drafts that begin at every token, each behind the head's own states.
 
     Attributes:
@@ -145,7 +161,7 @@ class Eagle3Settings(UnrolledSettings):
             which a step needs the target's logits of the draft vocabulary only.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
+    defaults = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
 
     help_rarely: ClassVar[tuple[str, ...]] = ("rope_theta", *UnrolledSettings.help_rarely, "unknown")
 
@@ -168,13 +184,13 @@ class Eagle3Settings(UnrolledSettings):
 class MtpSettings(UnrolledSettings):
     """Train the MTP module of a target: the one that its files hold, or a new one if they hold none."""
 
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-4, "clip": 0.5}
+    defaults = {"epochs": 2, "lr": 1e-4, "clip": 0.5}
 
     ttt_steps: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelSettings:
+class DraftModelSettings(HeadSettings):
     """Distil a draft model from the target's answers: some of its layers, or the model of --init. The result is a plain
     transformers model.
 
@@ -187,7 +203,7 @@ class DraftModelSettings:
         train_embeddings: Train embedding and lm_head too, which begin as the target's.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3}
+    defaults = {"lr": 1e-3}
 
     keep_layers: tuple[int, ...] = ()
     loss: str = "forward"  # in training also a function (train/module.py)
@@ -199,7 +215,7 @@ class DraftModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSettings:
+class BlockSettings(HeadSettings):
     """Train a block drafter.
 
     Attributes:
@@ -240,7 +256,7 @@ class BlockSettings:
             probabilities [N, V]) -> losses of N tokens.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
+    defaults = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
 
     help_rarely: ClassVar[tuple[str, ...]] = (
         "vary_block",
@@ -298,7 +314,7 @@ class DSparkSettings(BlockSettings):
 class DFlashSettings(BlockSettings):
     """Train a DFlash head: a block drafter that fills in its slots, without further heads, on the text's tokens."""
 
-    new: ClassVar[dict[str, Any]] = BlockSettings.new | {"layout": "fill-in", "markov_rank": 0, "confidence": False}
+    new = BlockSettings.new | {"layout": "fill-in", "markov_rank": 0, "confidence": False}
     ce_weight: float = 1.0
     l1_weight: float = 0.0
 
@@ -319,7 +335,7 @@ class DFlash2Settings(DFlashSettings):
             from.
     """
 
-    new: ClassVar[dict[str, Any]] = DFlashSettings.new | {"selector_rank": 64, "selector_top_k": 16}
+    new = DFlashSettings.new | {"selector_rank": 64, "selector_top_k": 16}
     new |= {"conv_kernel": 2, "conv_group": 16}
     help_rarely: ClassVar[tuple[str, ...]] = (*BlockSettings.help_rarely, "markov_rank", "conv_kernel", "conv_group")
 

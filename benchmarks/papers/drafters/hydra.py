@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,7 @@ class HydraSettings(MedusaSettings):
             the last one (Hydra++). Default: off, or what the heads to train on have.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}
+    defaults = {"epochs": 10, "lr": 5e-4}
 
     loss: Literal["hard", "soft"] = "soft"
     prefix_attention: bool | None = None

@@ -16,6 +16,7 @@ from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.net import DraftNet, RowState
+from draftsmith.modules.drafters.settings import HeadSettings
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, chunked, compare, softmax_, wide
 from draftsmith.modules.targets.base import CausalLM
@@ -54,7 +55,7 @@ class MedusaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaSettings:
+class MedusaSettings(HeadSettings):
     """Train Medusa heads. The target stays as it is, its lm_head too.
 
     Attributes:
@@ -67,7 +68,7 @@ class MedusaSettings:
             at temperature 1 (Hydra++'s teacher loss).
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}
+    defaults = {"epochs": 2, "lr": 1e-3}
 
     num_heads: int | None = None
     num_layers: int | None = None

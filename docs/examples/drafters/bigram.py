@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.feature_heads import FeatureHead
+from draftsmith.modules.drafters.settings import HeadSettings
 from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig
 from draftsmith.modules.losses import soft_cross_entropy
 from draftsmith.modules.targets.base import CausalLM
@@ -22,14 +23,14 @@ from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
-class BigramSettings:
+class BigramSettings(HeadSettings):
     """Train a bigram head.
 
     Attributes:
         scale: Factor of the loss, as an example of an option.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-2}
+    defaults = {"lr": 1e-2}
 
     scale: float = 1.0
 

@@ -137,7 +137,7 @@ class BlockHead(BlockNet):
     monitor = "chain_length"
 
     @classmethod
-    def needs_gathered_weights(cls, settings: Any) -> bool:
+    def needs_gathered_weights(cls, settings: BlockSettings) -> bool:
         # The tables of the Markov head or selector.
         return True
 
@@ -160,7 +160,7 @@ class BlockHead(BlockNet):
     # -- a new head
 
     @classmethod
-    def new_config(cls, settings: Any, target: LlamaConfig) -> BlockConfig:
+    def new_config(cls, settings: BlockSettings, target: LlamaConfig) -> BlockConfig:
         if settings.only_confidence:
             raise InputError("only_confidence", "true of a new head", "a head to train further", "Pass --init.")
         count = min(NUM_STATES, max(1, target.num_layers - 3))
@@ -178,7 +178,7 @@ class BlockHead(BlockNet):
         sizes = {"block": config.drafts, "window": config.llama.sliding_window or 0}
         return super().shape(config) | layers | sizes
 
-    def freeze(self, settings: Any) -> None:
+    def freeze(self, settings: BlockSettings) -> None:
         if settings.only_confidence:
             if self.confidence_head is None:
                 raise InputError("only_confidence", "a head without one", "a confidence head", "Leave it out.")
@@ -193,17 +193,19 @@ class BlockHead(BlockNet):
         return (*config.aux_layers, num_layers)
 
     @classmethod
-    def loss_count(cls, batch: FeatureBatch, settings: Any) -> float:
+    def loss_count(cls, batch: FeatureBatch, settings: BlockSettings) -> float:
         """Count the blocks."""
         mask = batch.loss_mask.flatten().cpu()
         blocks = (len(candidates(mask[start : start + length])) for start, length in spans(batch))
         return sum(min(count, settings.anchors) for count in blocks)
 
     @classmethod
-    def logit_rows(cls, batch: FeatureBatch, settings: Any) -> int:
+    def logit_rows(cls, batch: FeatureBatch, settings: BlockSettings) -> int:
         return int(cls.loss_count(batch, settings)) * (settings.block or settings.new["block"])
 
-    def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
+    def loss(
+        self, batch: FeatureBatch, target: CausalLM, settings: BlockSettings, step: TrainStep | None
+    ) -> LossOutput:
         """Return the mean over blocks of their tokens' losses, a block's weights adding up to 1.
 
         By `decay`, a block that the end of the answer cuts short counts for what is left of it.
@@ -236,6 +238,7 @@ class BlockHead(BlockNet):
         rows = hidden[block, token]  # [N, H]
         markov, selection = None, None
         if self.candidate_selector is not None:
+            assert isinstance(settings, DFlash2Settings)
             z, successors = self.candidate_selector(hidden, ids[behind]), self.candidate_selector.successor_codebook
             selection = Selection(z[block, token], successors, config.selector_top_k, settings.selector_weight)
         if self.markov_head is not None:
@@ -300,7 +303,7 @@ class BlockHead(BlockNet):
         return self.confidence_head.proj(torch.cat(parts, -1))[..., 0]
 
     @classmethod
-    def flops(cls, config: BlockConfig, settings: Any, step: TrainStep, logit_rows: int) -> float:
+    def flops(cls, config: BlockConfig, settings: BlockSettings, step: TrainStep, logit_rows: int) -> float:
         """Count as many positions as predictions; those that share a position share the target's logits."""
         llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
         slots = config.slots(config.drafts) * logit_rows // max(1, config.drafts)
@@ -317,7 +320,9 @@ class BlockHead(BlockNet):
         target = flops.lm_head_forward(llama, min(rows, logit_rows))
         return flops.TRAINED * llama.num_layers * layer + read + markov + logits + target
 
-    def loss_memory(self, settings: Any, parts: DocumentParts, share: float, width: int) -> tuple[float, float]:
+    def loss_memory(
+        self, settings: BlockSettings, parts: DocumentParts, share: float, width: int
+    ) -> tuple[float, float]:
         config, llama, size = self.config, self.config.llama, self.config.hidden_size
         queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
         norm, slots, context, copied, masked = 4 + width, 0.0, 0, 0.0, 0.0

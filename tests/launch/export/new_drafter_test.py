@@ -17,6 +17,7 @@ SOURCE = '''"""Echo: drafts the last token again."""
 
 from dataclasses import dataclass, field
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.settings import HeadSettings
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class EchoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EchoSettings:
+class EchoSettings(HeadSettings):
     delay: int = 2
     log: str = field(default="", metadata={"volatile": True})
 
