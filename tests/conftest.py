@@ -33,6 +33,7 @@ def drafters_registry(monkeypatch):
     from draftsmith.modules import drafters
     from draftsmith.modules.drafters.method_names import known_methods
 
+    monkeypatch.setenv("DRAFTSMITH_DRAFTERS", "")
     monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
     monkeypatch.setattr(drafters, "HEADS", dict(drafters.HEADS))
     methods = dict(known_methods())

@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_registered_is_refused_each_time(files, error, t
             draftsmith.add_drafters(str(tmp_path))
 
 
-def test_medusa2_saves_another_target_and_heads_that_decode_it(target, responses, tmp_path):
+def test_medusa2_saves_another_target_and_heads_that_decode_it(target, responses, tmp_path, drafters_registry):
     new_target, heads = medusa2.main(responses, target, tmp_path / "run", steps=4, batch_size=4)
     original, changed = draftsmith.load_target(target), draftsmith.load_target(str(new_target))
     assert changed.info.identity != original.info.identity

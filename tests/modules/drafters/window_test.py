@@ -84,7 +84,7 @@ def test_rounds_far_behind_a_window_are_those_of_the_whole_text(head, target, sh
                         path.insert(0, tree.tokens[parent])
                         parent = tree.parents[parent]
                     found = oracle.states([at], torch.tensor([path or [0]]))[0, len(path)]
-                    logits = oracle.lm_head(found, len(path))
+                    logits = oracle.lm_head(found)
                     if shape == "chain":
                         q = tree.draft_prob[node].double()
                         torch.testing.assert_close(q, logits.softmax(-1), rtol=0, atol=1e-6)
