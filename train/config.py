@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from draftsmith.data.settings import FeatureDtype, RemoteCode, volatile
-from draftsmith.modules.drafters import head_class, settings_class
+from draftsmith.modules.drafters import HEADS, head_class
 from draftsmith.modules.types import InputError, check_config
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
 @functools.cache
 def drafter_config(kind: str) -> type[TrainDrafterConfig]:
     """Return the config class of `train KIND`: options of every drafter's training and of this head, flat."""
-    own = settings_class(kind)
+    own = HEADS[kind].settings
     common = {field.name: field for field in dataclasses.fields(TrainDrafterConfig)}
     types = get_type_hints(TrainDrafterConfig)
     defaults = [

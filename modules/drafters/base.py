@@ -1,6 +1,6 @@
 """Interface of a trained draft head: network, loss, and how it drafts.
 
-A head is a file of this folder with a `DraftHead` that HEADS (modules/drafters/__init__.py) lists, or a file of any
+A head is a file of this folder with a `DraftHead` that HEADS (settings.py) lists, or a file of any
 folder with a HEADS of its own (plug_ins.py). Commands find it there: `train KIND` takes the options of its
 `Settings`, `data features` stores the states it reads, and decoding and `data acceptance` draft with its `net`.
 docs/examples/drafters/bigram.py is a small one.
@@ -16,41 +16,16 @@ import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.net import DraftNet
-from draftsmith.modules.drafters.settings import HeadSettings
+from draftsmith.modules.drafters.settings import HeadSettings, TrainStep
 from draftsmith.modules.engine.lean import swap_modules
 from draftsmith.modules.layers import MOST_POSITIONS, LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
-
-
-@dataclass(frozen=True)
-class TrainStep:
-    """Position in a training, for a loss.
-
-    number: optimizer steps done, of `total`. lengths: tokens of each sequence of the batch, without padding. seeds: a
-    number for each sequence, from (seed, epoch, sample): random numbers drawn by it do not depend on what else is in
-    the batch. feature_std: standard deviation of the features' elements, the unit of noise. logged: this step's numbers
-    are logged; others may skip costly metrics. logit_rows, loss_count: the head's counts of the batch, if the host has
-    made them, so that no device is waited for. span: first place in a flat batch whose predictions count in this loss,
-    and the one behind the last; whole texts, or a part of one (`DraftHead.takes_spans`). None: all. The losses of spans
-    that cover a batch add up to that of the batch.
-    """
-
-    number: int
-    total: int
-    lengths: Sequence[int]
-    seeds: Sequence[int]
-    feature_std: float = 1.0
-    logged: bool = True
-    logit_rows: int | None = None
-    loss_count: float | None = None
-    span: tuple[int, int] | None = None
 
 
 def documents_of(batch: FeatureBatch, span: tuple[int, int]) -> tuple[int, tuple[int, ...] | None]:

@@ -12,6 +12,7 @@ from importlib.machinery import FileFinder
 from draftsmith.modules import drafters
 from draftsmith.modules.drafters.method_names import known_methods
 from draftsmith.modules.drafters.methods import methods_of
+from draftsmith.modules.drafters.settings import Kind
 from draftsmith.modules.types import InputError
 
 
@@ -41,7 +42,7 @@ def add_folder(folder: str) -> None:
         # A second call finds the module imported, or the file fails again.
         module = importlib.import_module(f"{drafters.__name__}.{name}")
         kinds = {
-            head.kind: drafters.Kind(f"{name}:{head.__name__}", (module.__doc__ or name).splitlines()[0])
+            head.kind: Kind(f"{name}:{head.__name__}", head.Settings, (module.__doc__ or name).splitlines()[0])
             for head in getattr(module, "HEADS", ())
         }
         if clash := sorted(kind for kind in kinds if drafters.HEADS.get(kind, kinds[kind]) != kinds[kind]):

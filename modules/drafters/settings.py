@@ -1,4 +1,4 @@
-"""Options of `train KIND` beside those of every training, by kind of head; torch is not imported.
+"""Options of `train KIND` beside those of every training, and the table of trained drafters; torch is not imported.
 
 `Attributes` of a docstring become help.
 """
@@ -6,19 +6,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from draftsmith.modules.types import InputError, check_range, check_ranges
-
-if TYPE_CHECKING:
-    from draftsmith.modules.drafters.base import TrainStep
 
 Rope = Literal["target", "plain"]
 Mask = Literal["input", "previous"]
 Normalizer = Literal["sequence", "tokens", "padded"]
 Layout = Literal["anchor-first", "fill-in"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Position in a training, for a loss.
+
+    number: optimizer steps done, of `total`. lengths: tokens of each sequence of the batch, without padding. seeds: a
+    number for each sequence, from (seed, epoch, sample): random numbers drawn by it do not depend on what else is in
+    the batch. feature_std: standard deviation of the features' elements, the unit of noise. logged: this step's numbers
+    are logged; others may skip costly metrics. logit_rows, loss_count: the head's counts of the batch, if the host has
+    made them, so that no device is waited for. span: first place in a flat batch whose predictions count in this loss,
+    and the one behind the last; whole texts, or a part of one (`DraftHead.takes_spans`). None: all. The losses of spans
+    that cover a batch add up to that of the batch.
+    """
+
+    number: int
+    total: int
+    lengths: Sequence[int]
+    seeds: Sequence[int]
+    feature_std: float = 1.0
+    logged: bool = True
+    logit_rows: int | None = None
+    loss_count: float | None = None
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,3 +372,51 @@ class DFlash2Settings(DFlashSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, selector_rank=1, selector_top_k=1, selector_weight=0.0, conv_kernel=1, conv_group=1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A trained drafter: `module:class` of its head in this package, the class of its options, and its line of help."""
+
+    head: str
+    settings: type[HeadSettings]
+    help: str
+
+
+HEADS = {
+    "dflash": Kind(
+        "block.head:DFlashHead",
+        DFlashSettings,
+        "DFlash: drafts a whole block in one pass, each token from its slot (Chen et al. 2026).",
+    ),
+    "dflash2": Kind(
+        "block.head:DFlash2Head",
+        DFlash2Settings,
+        "DFlash2: drafts a block in one pass, its tokens chosen in order among the likeliest (z-lab/dflash 2026).",
+    ),
+    "draft": Kind(
+        "draft_model:DraftModelHead",
+        DraftModelSettings,
+        "Draft model: some of the target's layers, distilled on its answers (DistillSpec, Zhou et al. 2023).",
+    ),
+    "dspark": Kind(
+        "block.head:DSparkHead",
+        DSparkSettings,
+        "DSpark: drafts a block in one pass, its tokens in order, with a confidence head (deepseek-ai/DeepSpec 2026).",
+    ),
+    "eagle": Kind(
+        "eagle:EagleHead",
+        EagleSettings,
+        "EAGLE head: drafts from the target's own features (Li et al. 2024, both papers).",
+    ),
+    "eagle3": Kind(
+        "eagle3:Eagle3Head",
+        Eagle3Settings,
+        "EAGLE-3: drafts from several layers of the target, trained on its own states (Li et al. 2025).",
+    ),
+    "mtp": Kind(
+        "mtp:MtpHead",
+        MtpSettings,
+        "MTP: the multi-token-prediction layer that ships with the target (DeepSeek-V3; Qwen3-Next).",
+    ),
+}
