@@ -29,7 +29,8 @@ from draftsmith.benchmarks.synthetic import Weights, random_weights
 from draftsmith.data.store.datasets import Item, pack_features
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleConfig, EagleHead, eagle_loss, eagle_training, shift
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_training
 from draftsmith.modules.types import LossOutput, check_range
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples
@@ -167,7 +168,8 @@ class BareLoop:
     def __init__(self, work: Workload, config: Any, compiled: bool = False):
         self.work, self.config = work, config
         self.head = copy.deepcopy(work.head)
-        self.unroll: Any = torch.compile(self.head.unroll, dynamic=True) if compiled else self.head.unroll
+        if compiled:
+            self.head.unroll = torch.compile(self.head.unroll, dynamic=True)
         groups = [
             {"params": [p for p in self.head.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in self.head.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -184,18 +186,10 @@ class BareLoop:
         """Run forward, backward, clipping and update on the next batch."""
         config, started = self.config, time.process_time()
         batch = next(self.batches)
-        pair = shift(batch)
-        features = pair.features.float()
-        if config.noise:
-            features = features + torch.empty_like(features).uniform_(-config.noise, config.noise)
-        embeds = self.work.target.embed(pair.next_ids).float()
-
+        # By its own draws of noise, whose cost is a step's too.
+        step = TrainStep(0, config.max_steps, batch.lengths, range(len(batch.lengths)), logged=False)
         with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
-            (hidden,) = self.unroll(embeds, features, 1, pair.position_ids, pair.documents)
-            loss = eagle_loss(
-                [hidden], pair.target_features, [pair.loss_mask], self.work.target.lm_head,
-                self.head.config.vocab_size, config.feature_weight, config.token_weight,
-            ).loss  # fmt: skip
+            loss = self.head.loss(batch, self.work.target, config, step).loss
         loss.backward()
         if config.clip:
             torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.clip)
@@ -287,9 +281,8 @@ def measure(config: ThroughputConfig) -> Iterator[Measured]:
         ratio = (1 + slowdown(again, compiled) / 100) / (1 + slowdown(ours, bare) / 100)
         yield Measured("bare with torch.compile for the head / without", ratio, "x")
 
-    rows = [max(0, length - LOOKAHEAD) for length in lengths]
-    counted = sum(int(work.samples.dataset[i]["loss_mask"][LOOKAHEAD:].sum()) for i in range(len(lengths)))
-    flops = eagle_training(work.head.config.llama, rows, counted) / sum(lengths)  # per token
+    counted = sum(int(work.samples.dataset[i]["loss_mask"][2:].sum()) for i in range(len(lengths)))
+    flops = eagle_training(work.head.config.llama, lengths, counted) / sum(lengths)  # per token
     peak = measured_peak(torch.device("cpu"), DTYPES[config.dtype], time.process_time, PEAK_FOR_S)
     yield Measured(
         "ours: model FLOPs / FLOPs of large matrix products here", 100 * flops * tokens_per_s(ours) / peak, "%"

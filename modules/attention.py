@@ -37,7 +37,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftsmith.modules.layers import Attention
 from draftsmith.modules.transfer import to_device, true_places
 
 
@@ -87,7 +86,7 @@ def group_by_length(lengths: Sequence[int], most_tokens: int, most_padding: floa
 
 
 aten = torch.ops.aten
-# Keys and values of a pass, [B, kv_heads, T, D] each.
+# Keys and values of a pass.
 Entry = tuple[Tensor, Tensor]
 
 
@@ -95,48 +94,52 @@ Entry = tuple[Tensor, Tensor]
 BAND = 512
 
 
-def attend_pass(
-    attention: Attention,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    entries: list[Entry],
-    documents: Documents | None = None,
-    window: int | None = None,
-    earlier: Entry | None = None,
+def attend_text(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, window: int | None = None
 ) -> Tensor:
-    """Return the attention [B, T, H] of the next pass over x [B, T, H'], and append its keys and values to `entries`.
-
-    documents: of a flat batch [1, N, H']. window: most positions that a row sees, more than there are passes. earlier:
-    keys and values of pass 0 before those of a text's part.
-    """
-    query, key, value = attention.project(x, cos, sin)  # [B, heads, T, D], twice [B, kv_heads, T, D]
-    mixed = attend_entries(query, key, value, entries, documents, window, earlier)
-    return attention.o_proj(mixed.flatten(2))
+    """Attend causally over whole texts: [B, T, heads, D]. Arguments as of `attend_entries`."""
+    return attend_entries(query, key, value, scale, sinks, [], window=window)
 
 
 def attend_entries(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    scale: float,
+    sinks: Tensor | None,
     entries: list[Entry],
     documents: Documents | None = None,
     window: int | None = None,
     earlier: Entry | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return values [B, T, heads, D] for the next pass's query [B, heads, T, D], and append its entry to `entries`.
+    """Attend in the next pass (`layers.Attend`): [B, T, heads, D'] like query [B, T, heads, D], key [B, T, kv_heads, D]
+    and value [B, T, kv_heads, D']. The pass is appended to `entries`.
 
-    key, value: [B, kv_heads, T, D]. sinks: as of `diagonal_attention`, others as of `attend_pass`.
+    documents: of a flat batch [1, N, ..]. window: most positions that a row sees, more than there are passes. earlier:
+    keys and values of pass 0 before those of a text's part.
     """
-    if documents is not None:
-        # [1, heads, N, D] -> [documents, heads, L, D]
-        query, key, value = (documents.pad(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
     if not entries and earlier is not None:
-        key, value = (torch.cat(parts, 2) for parts in zip(earlier, (key, value), strict=True))
+        key, value = (torch.cat(parts, 1) for parts in zip(earlier, (key, value), strict=True))
+    width = value.shape[-1]
+    parts = of_one_width(query, key, value, scale)
+    if documents is not None:
+        parts = [documents.pad(part) for part in parts]  # [documents, L, heads, D]
+    query, key, value = (part.transpose(1, 2) for part in parts)
     entries.append((key, value))
     mixed = diagonal_attention(query, entries[0], entries[1:], window, sinks).transpose(1, 2)  # [B, T, heads, D]
-    return mixed if documents is None else documents.unpad(mixed)
+    return (mixed if documents is None else documents.unpad(mixed))[..., :width]
+
+
+def of_one_width(query: Tensor, key: Tensor, value: Tensor, scale: float) -> list[Tensor]:
+    """Return query, key and value padded to one width, and the query for that width's usual scale.
+
+    Kernels and caches have no others.
+    """
+    width = max(key.shape[-1], value.shape[-1])
+    if scale != width**-0.5:
+        query = query * (scale * width**0.5)
+    parts = query, key, value
+    return [part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in parts]
 
 
 def diagonal_attention(
@@ -145,7 +148,7 @@ def diagonal_attention(
     """Apply one softmax over the first pass, causally, and the rows' own entries: [B, heads, T, D] like `query`.
 
     first: of the first pass, [B, kv_heads, S, D]; the queries are the last T of its S rows. own: of each later pass up
-    to this one; without any it is plain causal attention. window: see `attend_pass`. sinks: [heads], the score of an
+    to this one; without any it is plain causal attention. window: see `attend_entries`. sinks: [heads], the score of an
     entry without a value that every row sees (MiMo-V2, gpt-oss).
     """
     key, value = first

@@ -6,14 +6,16 @@ Parameter names are those of transformers' Llama, Mistral, Qwen2 and Qwen3, so s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.modules.attention import attend_text
 from draftsmith.modules.types import InputError, check_config
 
 # Far beyond every published model (the largest: 262,144 tokens, 53,248 wide, 126 layers, a context of 10 million), and
@@ -408,6 +410,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + rotated * sin
 
 
+class Attend(Protocol):
+    """Attention as the caller of a layer brings it: over a text, a draft, a block or a cache."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+        """Return values [.., heads, D'] for query [.., heads, D], key [.., kv_heads, D] and value [.., kv_heads, D'].
+
+        scale: factor of their products. sinks: [heads], the score of an entry without a value that every token sees
+        (MiMo-V2, gpt-oss).
+        """
+
+
+class Layer(Protocol):
+    """A decoder layer. It works on single tokens; only `attend` knows how these are laid out."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Return the output [.., H] for x [.., H'], at positions of these cos and sin, [.., 1, rotary_dim]."""
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the key and value [.., kv_heads, D] that the layer calls its attention with."""
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; biases and q/k norms as the config says."""
 
@@ -426,26 +449,20 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.qk_norm = config.qk_norm
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated q [B, heads, T, D] and k, and v [B, kv_heads, T, D]; x [B, T, H], cos [B or 1, 1, T, D]."""
-        query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        if self.qk_norm:
-            query = self.q_norm(query)
-        return rotate(query.transpose(1, 2), cos, sin), *self.keys_values(x, cos, sin)
-
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated k, and v [B, kv_heads, T, D]; arguments as of `project`."""
+        """Return rotated k and v [.., kv_heads, D] of x [.., H']; cos and sin [.., 1, rotary_dim]."""
         key, value = (proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         if self.qk_norm:
             key = self.k_norm(key)
-        return rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)
+        return rotate(key, cos, sin), value
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-        """Attend: [B, T, heads * D]. mask: bool [.., T, S], true = may attend; or `causal` with T == S."""
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.num_heads != self.num_kv_heads
-        )
-        return out.transpose(1, 2).flatten(2)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Return the output [.., H] for x [.., H']; the others as of `Layer`."""
+        query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.qk_norm:
+            query = self.q_norm(query)
+        query, (key, value) = rotate(query, cos, sin), self.keys_values(x, cos, sin)
+        return self.o_proj(attend(query, key, value, self.head_dim**-0.5, None).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -462,37 +479,53 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals. `input_norm=False` is EAGLE-1's layer 0, which has none."""
+    """Pre-norm attention and MLP with residuals (`Layer`). `input_norm=False` is EAGLE-1's layer 0, which has none."""
 
-    def __init__(self, config: LlamaConfig, input_norm: bool = True):
+    def __init__(self, config: LlamaConfig, input_norm: bool = True, in_size: int | None = None):
+        """in_size: width of attention's input; None: the layer's width."""
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, in_size)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps) if input_norm else nn.Identity()
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
-        """Run the layer on x [B, T, H] without a cache (training, teacher forcing)."""
-        projected = self.self_attn.project(self.input_layernorm(x), cos, sin)
-        x = x + self.self_attn.o_proj(self.self_attn.mix(*projected, mask, causal and mask is None))
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of attention [.., H'] and the residual [.., H] for the layer's input."""
+        return self.input_layernorm(x), x
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.self_attn.keys_values(self.enter(x)[0], cos, sin)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        normed, x = self.enter(x)
+        x = x + self.self_attn(normed, cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class PairLayer(nn.Module):
-    """EAGLE-3's decoder layer: its attention reads [norm(embedding); norm(state)], and its residual is the state.
+# An embedding [.., H], normed, and a state [.., H].
+Pair = tuple[Tensor, Tensor]
+
+
+class PairLayer(DecoderLayer):
+    """EAGLE-3's decoder layer, of an embedding and a state side by side, [.., 2 H], or of a `Pair`: its attention reads
+    [norm(embedding); norm(state)], and its residual is the state.
 
     normed_residual: the residual is the normed state.
     """
 
     def __init__(self, config: LlamaConfig, normed_residual: bool = False):
-        super().__init__()
-        size = config.hidden_size
-        self.self_attn = Attention(config, in_size=2 * size)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(size, config.rms_eps)
-        self.hidden_norm = RMSNorm(size, config.rms_eps)
-        self.post_attention_layernorm = RMSNorm(size, config.rms_eps)
+        super().__init__(config, in_size=2 * config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps)
         self.normed_residual = normed_residual
+
+    def enter(self, x: Tensor | Pair) -> tuple[Tensor, Tensor]:
+        if isinstance(x, tuple):
+            embeds, states = x
+        else:
+            embeds, states = x.chunk(2, -1)
+            embeds = self.input_layernorm(embeds)
+        normed = self.hidden_norm(states)
+        return torch.cat([embeds, normed], -1), normed if self.normed_residual else states
 
 
 class LlamaModel(nn.Module):
@@ -519,13 +552,10 @@ class LlamaModel(nn.Module):
         """Compute hidden states after the final norm [B, T, H] of input_ids [B, T], positions from 0."""
         length = input_ids.shape[1]
         x = self.embed_tokens(input_ids)
-        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
-        # A sliding window (Mistral 7B, section 2), where it hides something.
-        mask, window = None, self.config.sliding_window
-        if window is not None and length > window:
-            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril().triu(1 - window)
+        cos, sin = (table[:length, None].to(x.dtype) for table in (self.cos, self.sin))  # [T, 1, D]
+        attend = partial(attend_text, window=self.config.sliding_window)
         for layer in self.layers:
-            x = layer(x, cos, sin, mask)
+            x = layer(x, cos, sin, attend)
         return self.norm(x)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -533,14 +563,9 @@ class LlamaModel(nn.Module):
         return self.lm_head(self.features(input_ids))
 
 
-# Attention of a `NativeLayer`: query [B, heads, T, D], key [B, kv_heads, T, D], value [B, kv_heads, T, D'], the factor
-# of their products, and sinks [heads] or None (`attention.diagonal_attention`) give values [B, T, heads, D'].
-Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-
-
 @dataclass(frozen=True)
 class NativeLayer:
-    """Decoder layer of another architecture, with the attention of its caller (`targets.native` builds one).
+    """Decoder layer of another architecture (`targets.native` builds one) as a `Layer`.
 
     layer: module with `input_layernorm` and `self_attn`, called as transformers' layers are. cos, sin: its tables of
     rotation, [positions, D''].
@@ -551,9 +576,10 @@ class NativeLayer:
     sin: Tensor
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Return the layer's output [B, T, H] for x [B, T, H]; cos and sin [B or 1, T, D''] of its positions."""
-        output: Tensor = self.layer(x, position_embeddings=(cos, sin), attention_mask=None, attend=attend)
-        return output
+        return self._call(self.layer, x, cos, sin, attend).view(x.shape)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.calls(x, cos, sin)[1:]
 
     def calls(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the query, key and value that the layer calls its attention with; arguments as of a call."""
@@ -561,8 +587,13 @@ class NativeLayer:
 
         def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
             given.append((query, key, value))
-            return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1])
+            return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
-        x = self.layer.input_layernorm(x)
-        self.layer.self_attn(x, position_embeddings=(cos, sin), attention_mask=None, attend=attend)
+        self._call(self.layer.self_attn, self.layer.input_layernorm(x), cos, sin, attend)
         return given[0]
+
+    @staticmethod
+    def _call(module: Any, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Any:
+        # transformers takes [B, T, H] and [B or 1, T, D''].
+        x, *tables = (part[(None,) * (3 - part.dim())] for part in (x, cos.squeeze(-2), sin.squeeze(-2)))
+        return module(x, position_embeddings=tuple(tables), attention_mask=None, attend=attend)

@@ -195,49 +195,7 @@ def divergence_of(divergence: Divergence, logits: Tensor, p: Tensor) -> tuple[Te
     return values, logits.detach().softmax(-1)
 
 
-# -- EAGLE-1
-
-
-def soft_cross_entropy(
-    lm_head: LmHead,
-    vocab_size: int,
-    wanted: Tensor,
-    hidden: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    measured: bool = True,
-    own_loss: TokenLoss | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum w -sum_v p_v log q_v over P predictions h of N tokens: p = softmax(lm_head(wanted)), q = softmax(lm_head(h)).
-
-    Returns the sum, with a gradient; that of the first prediction alone; and hits [2], how often the target's likeliest
-    token is the first prediction's, or among its first three.
-
-    lm_head: frozen. wanted: [N, H]. hidden, weights: [N, H] and [N] of each prediction. measured: count the hits, which
-    costs half as much again, without the matrix products. own_loss: takes the cross-entropy's place.
-    """
-    hits = torch.zeros(2, dtype=torch.int64, device=wanted.device)
-    first: Tensor = torch.zeros((), device=wanted.device)
-
-    def loss(*rows: Tensor) -> Iterator[Tensor]:
-        states, own_weights, wanted = rows[: len(hidden)], rows[len(hidden) : -1], rows[-1]
-        with torch.no_grad():
-            target_logits = wide(lm_head(wanted.to(states[0].dtype)))  # [C, V]
-            choice = target_logits.argmax(-1, keepdim=True) if measured else None  # [C, 1]
-            p = softmax_(target_logits)
-        for i, (h, weight) in enumerate(zip(states, own_weights, strict=True)):
-            logits = wide(lm_head(h))  # [C, V]
-            if i == 0 and choice is not None:
-                is_choice = logits.detach().topk(min(3, logits.shape[-1])).indices == choice  # [C, 3]
-                hits.add_(torch.stack([is_choice[:, 0].sum(), is_choice.sum()]))
-            total = (divergence_of(own_loss or "forward", logits, p)[0] * weight).sum()
-            if i == 0:
-                first.add_(total.detach())
-            yield total
-
-    return chunked(loss, vocab_size, [*hidden, *weights, wanted]), first, hits
-
-
-# -- EAGLE-3, and draft models
+# -- EAGLE, MTP, and draft models
 
 
 class Measured(NamedTuple):
@@ -259,7 +217,7 @@ def distances(
     target_lm_head: LmHead,
     vocab_size: int,
     wanted: Tensor,
-    lm_head: Tensor,
+    lm_head: Tensor | None,
     d2t: Tensor | None,
     hidden: Sequence[Tensor],
     weights: Tensor,
@@ -270,21 +228,21 @@ def distances(
     """Sum a divergence of P predictions of N tokens from the target's p renormalized over the draft vocabulary.
 
     target_lm_head: gives the target's logits [N, V] for the states `wanted` [N, H]; neither gets a gradient. lm_head:
-    [draft vocabulary, H], with a gradient if it requires one. d2t: [draft vocabulary], the target's ids; None if the
-    vocabulary is whole. hidden: [N, H] of each prediction, normed. weights: [N, P]. drop_unknown: ignore tokens where
-    the target's first choice cannot be drafted: greedily none is accepted there. measured: compute more than `total`,
-    which costs half as much again, without the matrix products.
+    [draft vocabulary, H], with a gradient if it requires one; None: the target's. d2t: [draft vocabulary], the target's
+    ids; None if the vocabulary is whole. hidden: [N, H] of each prediction, normed. weights: [N, P]. drop_unknown:
+    ignore tokens where the target's first choice cannot be drafted: greedily none is accepted there. measured: compute
+    more than `total`, which costs half as much again, without the matrix products.
     """
     measures = [(weights.new_empty(0), *torch.empty(2, 0, dtype=torch.bool, device=weights.device))]
 
     def loss(*given: Tensor) -> Iterator[Tensor]:
-        *states, weights, wanted, lm_head = given
+        states, (weights, wanted, *own) = given[: len(hidden)], given[len(hidden) :]
         with torch.no_grad():
             p, share, first, known = _draftable(wide(target_lm_head(wanted)), d2t, measured)
         counted = weights * known[:, None] if drop_unknown else weights  # [C, P]
         accepted, right = [], []
         for h, weight in zip(states, counted.unbind(-1), strict=True):
-            logits = wide(F.linear(h, lm_head))  # [C, draft vocabulary]
+            logits = wide(F.linear(h, *own) if own else target_lm_head(h.to(wanted.dtype)))  # [C, draft vocabulary]
             choice = logits.argmax(-1) if measured else first
             distance, q = divergence_of(divergence, logits, p)
             if measured:
@@ -294,7 +252,7 @@ def distances(
         if measured:
             measures.append((torch.stack(accepted, -1), torch.stack(right, -1), known))
 
-    total = chunked(loss, vocab_size, [*hidden, weights, wanted], [lm_head])
+    total = chunked(loss, vocab_size, [*hidden, weights, wanted], [] if lm_head is None else [lm_head])
     accepted, right, known = (torch.cat(parts) for parts in zip(*measures, strict=True))
     return Measured(total, accepted, right, known, total.new_empty(0))
 

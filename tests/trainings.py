@@ -98,4 +98,4 @@ def change(module: LitDrafter, **settings) -> None:
 def a_part(artifacts, indices, collate=collate_features, epoch: int = 0) -> MicroBatch:
     data = open_dataset(artifacts.features)
     batch = collate([data[i] for i in indices])
-    return micro_batch(batch, EagleHead.loss_count(batch, None), indices, epoch)
+    return micro_batch(batch, EagleHead.loss_count(batch, EagleHead.Settings()), indices, epoch)

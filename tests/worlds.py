@@ -31,13 +31,13 @@ from draftsmith.modules.decoding.stop import FixedLengthStop, PredictorStop, Thr
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, layers_like
 from draftsmith.modules.drafters.draft_model import DraftModelNet
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_loss, shift
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, Eagle3Settings, draft_vocabulary, layer_like
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.net import ChainDrafter
-from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.drafters.settings import EagleSettings, MtpSettings
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
@@ -205,15 +205,11 @@ def quick_eagle_head(
     head = EagleHead(EagleConfig.for_target(target.config, fc_bias=fc_bias > 0))
     if fc_bias:
         torch.nn.init.normal_(head.fc.bias, std=fc_bias)
-    batches = [shift(_batch(target, part)) for part in _rectangle(rows).split(batch_size)]
+    batches = [_batch(target, part) for part in _rectangle(rows).split(batch_size)]
+    settings = EagleSettings(feature_weight=0.2, token_weight=1.0)
 
     def loss(step: int) -> Tensor:
-        inputs = batches[step % len(batches)]
-        hidden = head(target.embed(inputs.next_ids), inputs.features, inputs.position_ids)
-        vocab_size = target.info.vocab_size
-        return eagle_loss(
-            [hidden], inputs.target_features, [inputs.loss_mask], target.lm_head, vocab_size, 0.2, 1.0
-        ).loss
+        return head.loss(batches[step % len(batches)], target, settings, None).loss
 
     return _learn(head, loss, steps, 5e-3, decays=True)
 

@@ -108,7 +108,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     variants = head_variants(head, known_rope(target, name), target, mask_tokens(head, name))
     depth = longest_draft(TOKENS, variants)
     measures = measure(target, rows, variants, depth)
-    ttt_steps = (manifest.get("config") or {}).get(head.ttt_steps)
+    ttt_steps = (manifest.get("config") or {}).get(head.depth_option)
     # Later tokens of a head that was trained on true states alone say nothing.
     lengths = {v.label: n.clamp_max(ttt_steps or COMPARED) for v, n in zip(variants, measures.lengths, strict=True)}
     as_it_is = lengths[variants[0].label]
@@ -247,13 +247,14 @@ def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMe
     advice = "its draft vocabulary lacks tokens that the target often says. Train with a larger --draft-vocab (0: all)."
     yield Finding("vocabulary", text, choices if choices > UNKNOWN else 0.0, advice)
 
-    agreement, ttt_steps = measures.agreement, (manifest.get("config") or {}).get(head.ttt_steps)
+    agreement, ttt_steps = measures.agreement, (manifest.get("config") or {}).get(head.depth_option)
     shown = ", ".join(f"{share:.3f}" for share in agreement)
     text = f"tokens 1 to {len(agreement)} of a draft are right, where those before were: {shown}"
     # Where the first token is bad already, the cause is another one.
-    lost = agreement[0] - min(agreement) if head.ttt_steps and agreement and agreement[0] >= FIRST_SOUND else 0.0
-    value = "" if ttt_steps is None else f" ({head.ttt_steps} was {ttt_steps})"
-    advice = f"it has not learned to read its own states{value}. Train on more, --{head.ttt_steps} 3 or 7, or longer."
+    lost = agreement[0] - min(agreement) if head.depth_option and agreement and agreement[0] >= FIRST_SOUND else 0.0
+    value = "" if ttt_steps is None else f" ({head.depth_option} was {ttt_steps})"
+    option = head.depth_option
+    advice = f"it has not learned to read its own states{value}. Train on more, --{option} 3 or 7, or longer."
     if isinstance(head.config, BlockConfig):
         more = "" if getattr(head, "sequential", None) else ", or a head that sees the tokens before (train dspark)"
         advice = f"slots far from the anchor know less of what precedes them. Train longer{more}."

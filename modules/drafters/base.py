@@ -103,7 +103,7 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
     drafts: shapes of its drafts, each a method (`methods.OF_HEADS`).
     default_k: drafted tokens of its chains, if the user says nothing, at most `longest_draft`.
     num_lost_rows: tokens at the end of a sequence that give no training row; pieces of a long one overlap by so many.
-    ttt_steps: name of the option with the number of training-time-test steps; empty if the head has none.
+    depth_option: the option that says how long the drafts are that it learns from; empty if the head has none.
     takes_spans: its loss can be that of a span of the batch alone, for long texts.
     own_layer: its decoder layer is of the target's own kind, not the one that servers run for any target.
     recurs: its forward launches the same kernels for the same shapes, so that CUDA graphs can replay it.
@@ -121,7 +121,7 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
     drafts: ClassVar[tuple[str, ...]] = ("chain",)
     default_k: ClassVar[int] = 5
     num_lost_rows: ClassVar[int] = 1
-    ttt_steps: ClassVar[str] = ""
+    depth_option: ClassVar[str] = ""
     takes_spans: ClassVar[bool] = False
     own_layer: ClassVar[bool] = False
     recurs: ClassVar[bool] = True
@@ -222,9 +222,9 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
                 kept += width * (module.in_features + module.out_features)
             elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
                 kept += 8 * weight.numel()
-        unroll = getattr(settings, "unroll", getattr(settings, "ttt_steps", 1))
+        passes = getattr(settings, "ttt_steps", 1)
         rows = sum(stop - start for start, stop, _ in parts)
-        return kept * unroll * rows, share * rows
+        return kept * passes * rows, share * rows
 
     # -- drafter
 

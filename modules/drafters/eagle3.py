@@ -1,4 +1,4 @@
-"""EAGLE-3 head (Li et al. 2025; SafeAILab/EAGLE eagle/traineagle3): network, alignment, training-time test and loss."""
+"""EAGLE-3 head (Li et al. 2025; SafeAILab/EAGLE eagle/traineagle3): its network; its loss is in unrolled.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules import flops
-from draftsmith.modules.attention import Documents, Entry, attend_pass
 from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
 from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.settings import Eagle3Settings
@@ -20,6 +19,7 @@ from draftsmith.modules.layers import (
     PLAIN,
     CaptureConfig,
     LlamaConfig,
+    Pair,
     PairLayer,
     RMSNorm,
     RopeScaling,
@@ -27,7 +27,6 @@ from draftsmith.modules.layers import (
     captured_layers,
     layers_of,
 )
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, check_config, check_range
 
 
@@ -113,8 +112,6 @@ class Eagle3Head(UnrolledHead):
 
     # -- network
 
-    cos: Tensor
-    sin: Tensor
     d2t: Tensor
 
     def __init__(self, config: Eagle3Config):
@@ -142,12 +139,20 @@ class Eagle3Head(UnrolledHead):
         return self.fc(states)
 
     @property
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[PairLayer]:
         return [self.layer]
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layer's input [.., 2H] of embeddings and states [.., H]; the layer norms both."""
         return torch.cat([embeds, states], -1)
+
+    def read_embeds(self, embeds: Tensor) -> Tensor:
+        # Once for all passes, each of which would keep the norm's input.
+        return self.layer.input_layernorm(embeds)
+
+    def pair(self, embeds: Tensor, states: Tensor) -> Pair:
+        # Side by side every pass would keep them once more, and widen half precision to that of the embeddings.
+        return embeds, states
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the head's states [.., H] for the layer's outputs."""
@@ -165,49 +170,13 @@ class Eagle3Head(UnrolledHead):
         whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         return whole.index_copy_(-1, self.d2t, logits)
 
-    def unroll(
-        self,
-        embeds: Tensor,
-        states: Tensor,
-        num_ttt_steps: int,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
-        earlier: Entry | None = None,
-    ) -> list[Tensor]:
-        hidden, rows, layer = self.read(states), states.shape[1], self.layer  # [B, T, H]
-        if position_ids is None:
-            position_ids = torch.arange(rows, device=hidden.device)[None]
-        normed = layer.input_layernorm(embeds)  # [B, T + num_ttt_steps - 1, H]
-        ttt_steps: list[Tensor] = []
-        entries: list[Any] = []
-        window = self.config.llama.sliding_window
-        for j in range(num_ttt_steps):
-            state = layer.hidden_norm(hidden)
-            pair = torch.cat([normed[:, j : j + rows], state], -1)  # [B, T, 2H]
-            cos, sin = self._turns(position_ids + j, pair.dtype)
-            mixed = attend_pass(layer.self_attn, pair, cos, sin, entries, documents, window, earlier)
-            hidden = (state if layer.normed_residual else hidden) + mixed
-            hidden = self.normed(hidden + layer.mlp(layer.post_attention_layernorm(hidden)))
-            ttt_steps.append(hidden)  # [B, T, H]
-        return ttt_steps
-
-    def _turns(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [B, 1, T, D] at positions [B, T]."""
-        # The loss has no token where a draft would leave the context.
-        at = position_ids.clamp_max(len(self.cos) - 1)
-        return self.cos[at][:, None].to(dtype), self.sin[at][:, None].to(dtype)
-
-    def output_weight(self, target: CausalLM) -> Tensor:
+    @property
+    def output_weight(self) -> Tensor:
         return self.lm_head.weight
 
     @property
     def tokens(self) -> Tensor | None:
         return self.d2t if self.config.reduced else None
-
-    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
-        layer = self.layer
-        pair = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(self.read(states))], -1)
-        return layer.self_attn.keys_values(pair, *self._turns(position_ids, pair.dtype))
 
     def use_draft_vocabulary(self, tokens: Tensor, lm_head: Tensor | None = None) -> None:
         """Restrict drafts to these tokens (int64 [draft_vocab_size], ascending).

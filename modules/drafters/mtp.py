@@ -8,20 +8,17 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules import flops
-from draftsmith.modules.attention import Documents, Entry, attend_entries
 from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import PLAIN, LlamaConfig, LlamaHeadConfig, NativeLayer, RopeScaling, layers_of
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.native import layer_settings, native_layer, native_shape
 from draftsmith.modules.types import InputError
 
@@ -66,9 +63,6 @@ class MtpHead(UnrolledHead):
 
     # -- network
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, config: MtpConfig):
         super().__init__()
         self.config = config
@@ -82,7 +76,7 @@ class MtpHead(UnrolledHead):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
 
     @property
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[NativeLayer]:
         return [NativeLayer(self.layer, self.cos, self.sin)]
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
@@ -91,59 +85,6 @@ class MtpHead(UnrolledHead):
 
     def normed(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
-
-    def logits_input(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def output_weight(self, target: CausalLM) -> Tensor:
-        if (target.readout.scale, target.readout.softcap) != (1.0, None):
-            expected = "the products with lm_head: this loss has no other"
-            raise InputError("target", "logits that are scaled or bounded", expected, "Train an eagle3 head.")
-        return target.lm_head_weight()
-
-    def unroll(
-        self,
-        embeds: Tensor,
-        states: Tensor,
-        num_ttt_steps: int,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
-        earlier: Entry | None = None,
-    ) -> list[Tensor]:
-        hidden, rows = states, states.shape[1]
-        if position_ids is None:
-            position_ids = torch.arange(rows, device=hidden.device)[None]
-        (layer,), ttt_steps = self.layers, list[Tensor]()
-        entries: list[Entry] = []
-        attend = partial(self._attend, entries=entries, documents=documents, earlier=earlier)
-        for j in range(num_ttt_steps):
-            x = self.fuse(embeds[:, j : j + rows], hidden)  # [B, T, H]
-            hidden = self.norm(layer(x, *self._turns(position_ids + j, x.dtype), attend))
-            ttt_steps.append(hidden)  # [B, T, H]
-        return ttt_steps
-
-    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
-        x = self.fuse(embeds, states)
-        _, key, value = self.layers[0].calls(x, *self._turns(position_ids, x.dtype))
-        return self._wide(key), self._wide(value)
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, **given: Any
-    ) -> Tensor:
-        """Attend over `entries` as training does (`attend_entries`)."""
-        query, window = query * (scale * self.config.llama.head_dim**0.5), self.config.llama.sliding_window
-        wide = self._wide(query), self._wide(key), self._wide(value)
-        return attend_entries(*wide, window=window, sinks=sinks, **given)[..., : value.shape[-1]]
-
-    def _wide(self, part: Tensor) -> Tensor:
-        """Pad queries, keys or values to one width: kernels and caches have no other."""
-        return F.pad(part, (0, self.config.llama.head_dim - part.shape[-1]))
-
-    def _turns(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [B, T, D] at positions [B, T]."""
-        # The loss has no token where a draft would leave the context.
-        at = position_ids.clamp_max(len(self.cos) - 1)
-        return self.cos[at].to(dtype), self.sin[at].to(dtype)
 
     # -- a new head
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from draftsmith.modules.types import InputError, check_range, check_ranges
 
 Rope = Literal["target", "plain"]
-Mask = Literal["input", "previous"]
+Mask = Literal["input", "previous", "next"]
 Normalizer = Literal["sequence", "tokens", "padded"]
 Layout = Literal["anchor-first", "fill-in"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
@@ -69,71 +69,25 @@ def check_window(window: int | None, drafted: int | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleSettings(HeadSettings):
-    """Train an EAGLE head. The defaults are the paper's, for 7B targets; small targets want a higher lr and more weight
-    on tokens (configs/train/eagle-embedded.yaml).
-
-    Attributes:
-        num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
-        rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
-            none but linear and dynamic. vLLM and SGLang hold both. Default: target, or those of the head it starts
-            from.
-        feature_weight: Loss weight of the smooth-L1 distance between features.
-        token_weight: Loss weight of the soft cross-entropy against the target's distribution.
-        noise: Uniform noise on the features that the head reads, up to this share of their standard deviation.
-        unroll: Draft steps to train on: each batch is also read as the second, third, ... step of a draft, on the
-            head's own features (HASS; EAGLE-3's training-time test). 1 is EAGLE-1; more costs as many passes and keeps
-            later tokens of a chain good.
-        unroll_after: Share of the steps after which this begins.
-        unroll_decay: Loss weight of a draft step, relative to the one before.
-        loss: FILE.py:FUNCTION takes the cross-entropy's place: (draft logits [N, V], target probabilities [N, V]) ->
-            losses of N tokens.
-    """
-
-    defaults = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
-
-    num_layers: int | None = None
-    rope: Rope | None = None
-    feature_weight: float = 1.0
-    token_weight: float = 0.1
-    noise: float = 0.1
-    unroll: int = 1
-    unroll_after: float = 0.0
-    unroll_decay: float = 1.0
-    loss: str | None = None  # in training the function itself (train/module.py)
-
-    def __post_init__(self) -> None:
-        if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
-            weights = f"{self.feature_weight}, {self.token_weight}"
-            raise InputError("feature_weight, token_weight", weights, "not negative, not both 0", "Change them.")
-        check_ranges(
-            self, unroll_after=(0.0, 1.0, "[)"), unroll_decay=(0.0, 1.0, "(]"), noise=0.0, unroll=1, num_layers=1
-        )
-
-    def num_ttt_steps(self, step: TrainStep) -> int:
-        """Return the draft steps that a training step learns from."""
-        return self.unroll if self.unroll > 1 and step.number >= round(self.unroll_after * step.total) else 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class UnrolledSettings(HeadSettings):
     """Train a head on drafts that begin at every token, each behind the head's own states.
 
     Attributes:
         ttt_steps: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
+            More cost as many passes, and keep later tokens of a draft good.
         ttt_steps_after: Share of the steps after which there is more than one.
         ttt_step_decay: Loss weight of a pass, relative to the one before.
         ttt_step_weights: mean divides by the sum of the steps' weights, so that the learning rate does not depend on
             their number; sum does not.
         token_mask: Which tokens count: those whose input is of an answer, which is what drafting meets; previous takes
-            the mask one token earlier (SafeAILab, SpecForge).
+            the mask one token earlier (SafeAILab, SpecForge); next, those that predict a token of an answer (EAGLE-1).
         normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
             those that do not count and padding too.
         loss: FILE.py:FUNCTION takes the place of the cross-entropy: (draft logits [N, V], target
             probabilities [N, V]) -> losses of N tokens.
     """
 
-    help_rarely: ClassVar[tuple[str, ...]] = (
+    help_rarely = (
         "ttt_steps_after",
         "ttt_step_decay",
         "ttt_step_weights",
@@ -156,6 +110,41 @@ class UnrolledSettings(HeadSettings):
         """Return the passes that a training step learns from; validation measures all."""
         late = step is None or step.number >= round(self.ttt_steps_after * step.total)
         return self.ttt_steps if late else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleSettings(UnrolledSettings):
+    """Train an EAGLE head. The defaults are the paper's, for 7B targets; small targets want a higher lr and more weight
+    on tokens (configs/train/eagle-embedded.yaml).
+
+    Attributes:
+        num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
+        rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
+            none but linear and dynamic. vLLM and SGLang hold both. Default: target, or those of the head it starts
+            from.
+        feature_weight: Loss weight of the smooth-L1 distance between features.
+        token_weight: Loss weight of the soft cross-entropy against the target's distribution.
+        noise: Uniform noise on the features that the head reads, up to this share of their standard deviation.
+    """
+
+    defaults = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
+
+    num_layers: int | None = None
+    rope: Rope | None = None
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.1
+    ttt_steps: int = 1
+    ttt_step_decay: float = 1.0
+    token_mask: Mask = "next"
+    normalizer: Normalizer = "tokens"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
+            weights = f"{self.feature_weight}, {self.token_weight}"
+            raise InputError("feature_weight, token_weight", weights, "not negative, not both 0", "Change them.")
+        check_ranges(self, noise=0.0, num_layers=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +269,7 @@ class BlockSettings(HeadSettings):
 
     defaults = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
 
-    help_rarely: ClassVar[tuple[str, ...]] = (
+    help_rarely = (
         "vary_block",
         "mask_token",
         "markov_type",

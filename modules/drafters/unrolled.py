@@ -1,11 +1,12 @@
 """Heads that are trained on drafts from every row of a text at once, each read behind the head's own states
-(training-time test: EAGLE-3, section 3.2): alignment and loss that EAGLE-3 heads and MTP modules share.
+(training-time test: EAGLE-3, section 3.2): alignment, passes and loss that EAGLE heads and MTP modules share.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.modules.attention import Documents, Entry
+from draftsmith.modules.attention import Documents, Entry, attend_entries
 from draftsmith.modules.drafters.base import TrainStep, documents_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import Mask, UnrolledSettings
-from draftsmith.modules.layers import LlamaHeadConfig
+from draftsmith.modules.layers import LlamaHeadConfig, Pair
 from draftsmith.modules.losses import Divergence, LmHead, along_drafts, distances
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -81,6 +82,9 @@ def counted(batch: FeatureBatch, mask: Mask) -> Tensor:
     chosen, first = batch.loss_mask, batch.position_ids == 0
     if mask == "previous":
         chosen = F.pad(chosen[:, :-1], (1, 0))
+    elif mask == "next":
+        # No position has a next one behind its sequence.
+        chosen = F.pad((chosen & ~first)[:, 1:], (0, 1))
     chosen = chosen & ~first
     return chosen if batch.attention_mask is None else chosen & batch.attention_mask
 
@@ -127,12 +131,13 @@ def paired(
 class UnrolledHead(FeatureHead):
     """A head whose loss is that of whole drafts, each token behind the head's own states.
 
-    norm: of its last states, with a weight.
+    cos, sin: rotary tables of its layers, [positions, rotary_dim].
     """
 
-    norm: Any
+    cos: Tensor
+    sin: Tensor
 
-    ttt_steps: ClassVar[str] = "ttt_steps"
+    depth_option: ClassVar[str] = "ttt_steps"
     takes_spans: ClassVar[bool] = True
     monitor: ClassVar[str] = "chain_length"
 
@@ -141,44 +146,74 @@ class UnrolledHead(FeatureHead):
         """The target's id of each token that it can draft, int64 ascending; None: all."""
         return None
 
-    @classmethod
-    def needs_gathered_weights(cls, settings: Any) -> bool:
-        # Its lm_head.
-        return True
+    @property
+    def output_weight(self) -> Tensor | None:
+        """Weight [tokens, H] of the head's own lm_head; None: it has the target's."""
+        return None
 
-    @abstractmethod
-    def output_weight(self, target: CausalLM) -> Tensor:
-        """Return the weight of the head's lm_head, [tokens, H]."""
-
-    @abstractmethod
     def logits_input(self, hidden: Tensor) -> Tensor:
         """Return the input [.., H] of lm_head for states [.., H]."""
+        return hidden
 
-    @abstractmethod
+    def read_embeds(self, embeds: Tensor) -> Tensor:
+        """Return what all passes read of the embeddings [B, T, H]."""
+        return embeds
+
+    def pair(self, embeds: Tensor, states: Tensor) -> Tensor | Pair:
+        """Return the first layer's input for what is read of embeddings and states [B, T, H]."""
+        return self.fuse(embeds, states)
+
+    # -- passes
+
     def unroll(
         self,
         embeds: Tensor,
         states: Tensor,
-        num_ttt_steps: int,
+        num_passes: int,
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
         earlier: Entry | None = None,
     ) -> list[Tensor]:
-        """Run drafts of num_ttt_steps tokens from every row at once (training-time test, section 3.2).
+        """Run drafts of num_passes tokens from every row at once (training-time test, section 3.2; HASS, section 3.2).
 
         Returns h [B, T, H] of each pass: row t of pass j has read x_{t+1} .. x_{t+1+j} behind the states up to t.
 
-        embeds: [B, T + num_ttt_steps - 1, H], of x_{t+1} at t. states: [B, T, F]. position_ids: [B, T]; 0, 1, .. by
+        embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, F]. position_ids: [B, T]; 0, 1, .. by
         default. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that leave their document mean
         nothing. earlier: keys and values of the rows before those of a text's part (`read_keys`).
         """
+        hidden, rows, passes = self.read(states), states.shape[1], list[Tensor]()
+        if position_ids is None:
+            position_ids = torch.arange(rows, device=states.device)[None]
+        window, layers = self.config.llama.sliding_window, list(self.layers)
+        entries: list[list[Entry]] = [[] for _ in layers]
+        embeds = self.read_embeds(embeds)
+        for j in range(num_passes):
+            x = self.pair(embeds[:, j : j + rows], hidden)  # [B, T, H']
+            cos, sin = self._rotary(position_ids + j, embeds.dtype)
+            for layer, own in zip(layers, entries, strict=True):
+                attend = partial(attend_entries, entries=own, documents=documents, window=window, earlier=earlier)
+                x = layer(x, cos, sin, attend)
+            hidden = self.normed(x)  # [B, T, H]
+            passes.append(hidden)
+        return passes
 
-    @abstractmethod
     def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
-        """Return keys and values [B, kv_heads, T, D] of pass 0 for rows that only later ones see.
+        """Return key and value [B, T, kv_heads, D] of pass 0 of a head of one layer, for rows that only later ones see.
 
         Arguments as of `unroll`, all [B, T, ..].
         """
+        (layer,) = self.layers
+        x = self.pair(self.read_embeds(embeds), self.read(states))
+        return layer.keys_values(x, *self._rotary(position_ids, embeds.dtype))
+
+    def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [B, T, 1, rotary_dim] at positions [B, T]."""
+        # The loss has no token where a draft would leave the context.
+        at = position_ids.clamp_max(len(self.cos) - 1)
+        return self.cos[at][:, :, None].to(dtype), self.sin[at][:, :, None].to(dtype)
+
+    # -- loss
 
     @classmethod
     def loss_count(cls, batch: FeatureBatch, settings: UnrolledSettings) -> float:
@@ -191,12 +226,25 @@ class UnrolledHead(FeatureHead):
     def logit_rows(cls, batch: FeatureBatch, settings: UnrolledSettings) -> int:
         return int(counted(batch, settings.token_mask).sum())
 
+    def training_states(self, states: Tensor, batch: FeatureBatch, settings: Any, step: TrainStep) -> Tensor:
+        """Return what a training step reads in the place of the batch's states [B, T, F]."""
+        return states
+
+    def combine(
+        self, by_tokens: Tensor, hidden: Sequence[Tensor], wanted: Tensor, weights: Tensor, settings: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted loss, and parts of it to log, from that of the distributions.
+
+        hidden: [N, H] of each pass. wanted: [N, H], the target's states there. weights: [N, passes].
+        """
+        return by_tokens, {}
+
     def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
         """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes.
 
         In validation it also says what drafts of `ttt_steps` tokens would come to.
         """
-        dtype = self.norm.weight.dtype
+        dtype = next(self.parameters()).dtype
         ttt_steps, measured = settings.num_ttt_steps(step), step is None or step.logged
         pairs = paired(batch, settings.token_mask, self.config, ttt_steps, step)
         device, rows = batch.input_ids.device, slice(pairs.first, pairs.first + pairs.states.shape[1])
@@ -210,15 +258,16 @@ class UnrolledHead(FeatureHead):
             own = target.embed(ids).to(dtype), read_states(states, self.config).to(dtype)
             # They are most of a long text, and cheap to compute again.
             earlier = checkpoint(self.read_keys, *own, batch.position_ids[:, before], use_reentrant=False)
-        hidden = self.unroll(
-            embeds, pairs.states.to(dtype), ttt_steps, batch.position_ids[:, rows], pairs.documents, earlier
-        )  # [B, T, H] each
+        states = pairs.states.to(dtype)  # [B, T, F]
+        if step is not None:
+            states = self.training_states(states, batch, settings, step)
+        passes = self.unroll(embeds, states, ttt_steps, batch.position_ids[:, rows], pairs.documents, earlier)
 
         # Only the rows that predict at a position that counts go on to lm_head.
         predictions, inside = [], []
-        for number, states in enumerate(hidden):
+        for number, hidden in enumerate(passes):
             own_rows, exists = pairs.rows(number)  # [N], [N]
-            predictions.append(self.logits_input(states[pairs.sequence, own_rows]))  # [N, H]
+            predictions.append(self.logits_input(hidden[pairs.sequence, own_rows]))  # [N, H]
             inside.append(exists)
         weights = torch.stack(inside, -1).to(torch.promote_types(dtype, torch.float32))  # [N, ttt_steps]
         if settings.normalizer == "sequence":
@@ -240,7 +289,7 @@ class UnrolledHead(FeatureHead):
             lm_head,
             vocab_size,
             pairs.wanted.to(target.dtype),
-            self.output_weight(target),
+            self.output_weight,
             tokens,
             predictions,
             weights,
@@ -249,8 +298,8 @@ class UnrolledHead(FeatureHead):
             cast(Divergence, settings.loss or "forward"),
         )
 
-        total = compared.total
-        sums = {"loss": total.detach()}
+        total, parts = self.combine(compared.total, predictions, pairs.wanted, weights, settings)
+        sums = {"loss": total.detach(), **parts}
         if measured:
             sums |= {"top1": compared.right[:, 0].sum(), "accepted": compared.accepted[:, 0].sum()}
             if self.tokens is not None:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.modules.attention import of_one_width
 from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, attend, attend_with_sinks, prepared, tree_mask
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, NativeLayer, PairLayer, RMSNorm, rope_table
 
@@ -320,18 +321,16 @@ class LeanNative:
     ) -> Tensor:
         def attend_cached(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
             width = value.shape[-1]
-            fresh = torch.cat([key, F.pad(value, (0, self.size - width))], 1)  # [B, 2 * kv_heads, T, D]
-            keys, values = cache.write(index, fresh.transpose(1, 2).contiguous())  # [B, kv_heads, S, D]
-            queries = (query * (scale * self.size**0.5)).transpose(1, 2).contiguous()  # [B, T, heads, D]
+            query, *fresh = (part.view(batch, -1, *part.shape[-2:]) for part in of_one_width(query, key, value, scale))
+            keys, values = cache.write(index, torch.cat(fresh, 2))  # [B, kv_heads, S, D]
+            query = query.contiguous()  # [B, T, heads, D]
             if sinks is not None:
-                attended = attend_with_sinks(queries, keys, values, sinks, mask, causal)
+                attended = attend_with_sinks(query, keys, values, sinks, mask, causal)
             else:
-                attended = attend(queries, keys, values, self.groups, mask, causal, cache.spans)
+                attended = attend(query, keys, values, self.groups, mask, causal, cache.spans)
             return attended[..., :width]
 
-        x = rows.view(batch, -1, rows.shape[-1])  # [B, T, H]
-        cos, sin = (own[(None,) * (4 - own.dim())].squeeze(-2) for own in (cos, sin))  # [B or 1, T or 1, D]
-        return self.layer(x, cos, sin, attend_cached).reshape(rows.shape)
+        return self.layer(rows.view(batch, -1, rows.shape[-1]), cos, sin, attend_cached).reshape(rows.shape)
 
 
 def swap_modules(module: nn.Module, pack: bool) -> Any:

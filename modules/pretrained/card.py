@@ -51,7 +51,6 @@ METRICS = {
     "token_loss": "soft cross-entropy against the target's distribution, nats a token",
     "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
     "top1_N": "the same of the head for token {} of a draft",
-    "top3": "share where the target's choice is among the head's first three",
     "accepted": "probability that the target accepts the first drawn token, at temperature 1",
     "accept_N": "chance that drafted token {} is accepted if those before it were, at temperature 1",
     "agreement_N": "share of drafts whose token {} is the target's choice, of those that were right until then",

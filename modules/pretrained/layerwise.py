@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.modules.attention import attend_text
 from draftsmith.modules.layers import DecoderLayer, RMSNorm, rope_table
 from draftsmith.modules.pretrained.checkpoint import REMEDY, check_unquantized, checkpoint_files
 from draftsmith.modules.pretrained.hub import model_directory, read_config
@@ -51,7 +52,7 @@ def layer_states(path: str, rows: Sequence[Sequence[int]]) -> Iterator[list[Tens
     for number in range(config.num_layers):
         weights = {name: read(f"layers.{number}.{name}") for name, _ in layer.named_parameters()}
         layer.load_state_dict(weights, assign=True)
-        states = [layer(x[None], *(table[: len(x)] for table in tables))[0] for x in states]
+        states = [layer(x[None], *(table[: len(x), None] for table in tables), attend_text)[0] for x in states]
         yield states
     norm.load_state_dict({"weight": read("norm.weight")}, assign=True)
     yield [norm(x) for x in states]

@@ -43,6 +43,7 @@ def caller_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as the caller of the layer says (transformers' attention interface)."""
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [B, T, heads, D]
     return attend(query, key, value, scaling, s_aux), None
 
 
@@ -101,6 +102,8 @@ def native_shape(settings: Mapping[str, Any]) -> NativeShape:
     """Return the sizes of a layer's attention, as it calls it; arguments and errors as of `native_layer`."""
     with torch.device("meta"):
         layer, norm = native_layer(settings, 1)
-        query, key, value = layer.calls(norm.weight.new_empty(1, 1, len(norm.weight)), layer.cos[None], layer.sin[None])
+        query, key, value = layer.calls(
+            norm.weight.new_empty(1, len(norm.weight)), layer.cos[:, None], layer.sin[:, None]
+        )
     window = getattr(layer.layer.self_attn, "sliding_window", None)
-    return NativeShape(query.shape[1], key.shape[1], max(key.shape[-1], value.shape[-1]), window)
+    return NativeShape(query.shape[-2], key.shape[-2], max(key.shape[-1], value.shape[-1]), window)

@@ -15,8 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_loss, eagle_training
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_training
+from draftsmith.modules.drafters.settings import EagleSettings
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.types import FeatureBatch
 
 BATCH, LENGTH = 3, 11
 GROUPED = LlamaConfig(
@@ -74,24 +76,29 @@ def test_a_targets_forward(config):
 def test_training_an_eagle_head(config, ttt_steps):
     head, lengths = EagleHead(EagleConfig(config)), [LENGTH] * BATCH
     weight = torch.randn(config.vocab_size, config.hidden_size)
-    embeds, features, wanted = torch.randn(3, BATCH, LENGTH, config.hidden_size).unbind()
-    mask = torch.rand(BATCH, LENGTH) < 0.5
-    loss_tokens = int(mask.sum())
+    places = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    features = torch.randn(BATCH, LENGTH, config.hidden_size)
+    batch = FeatureBatch(torch.zeros_like(places), features, torch.rand(BATCH, LENGTH) < 0.5, places)
+    settings = EagleSettings(ttt_steps=ttt_steps)
+    loss_tokens = head.logit_rows(batch, settings)
 
-    def lm_head(
-        hidden: torch.Tensor,
-    ) -> torch.Tensor:  # no module: the counter's hooks fail in the loss' inner backward
-        return hidden @ weight.T
+    class Target:  # no module: the counter's hooks fail in the loss' inner backward
+        dtype = torch.float32
+
+        def embed(self, ids: torch.Tensor) -> torch.Tensor:
+            return weight[ids]
+
+        def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden @ weight.T
 
     def step() -> None:
-        hidden = head.unroll(embeds, features, ttt_steps)
-        eagle_loss(hidden, wanted, [mask] * ttt_steps, lm_head, config.vocab_size).loss.backward()
+        head.loss(batch, Target(), settings, None).loss.backward()
 
     ours = eagle_training(config, lengths, loss_tokens, ttt_steps)
     ours += ttt_steps * hidden_half(config, lengths, 3)
     assert counted(step) == ours
     with torch.no_grad():
-        forward = counted(lambda: head(embeds, features))
+        forward = counted(lambda: head.unroll(features, features, 1))
     fusion = flops.linear(2 * config.hidden_size, config.hidden_size, sum(lengths))
     assert forward == fusion + flops.layers_forward(config, lengths) + hidden_half(config, lengths, 1)
 

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import losses
-from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.eagle import eagle_loss
 from draftsmith.modules.drafters.medusa import token_loss
 from draftsmith.modules.losses import (
     acceptance_loss,
@@ -22,9 +20,8 @@ from draftsmith.modules.losses import (
     distances,
     reach_weights,
     sampled_columns,
-    soft_cross_entropy,
 )
-from draftsmith.modules.types import AcceptanceBatch, InputError
+from draftsmith.modules.types import AcceptanceBatch
 
 # The losses are taken in float32 and summed over tens of tokens.
 TOLERANCE = 1e-5
@@ -73,69 +70,6 @@ def test_losses_of_an_empty_mask_are_zero():
     logit, batch = acceptance_case()
     nothing = torch.zeros_like(batch.loss_mask)
     assert acceptance_loss(logit, AcceptanceBatch(batch.hidden, batch.accept_prob, nothing)).loss == 0
-    hidden = torch.randn(3, 9, 4)
-    assert eagle_loss([hidden], hidden, [nothing], torch.nn.Linear(4, 7), 7).loss == 0
-
-
-def eagle_case(seed: int = 0):
-    rng = torch.Generator().manual_seed(seed)
-    hidden, wanted = (2 * torch.randn(2, 5, 6, generator=rng) for _ in range(2))
-    lm_head = torch.randn(11, 6, generator=rng)
-    mask = torch.tensor([[True, False, True, True, False], [False, True, True, False, False]])
-    return hidden, wanted, mask, lm_head
-
-
-@pytest.mark.parametrize(("weights", "rows_at_once"), [((), 100), ((1.0, 0.1), 1), ((0.5, 2.0), 3)])
-def test_eagle_loss_is_the_papers_over_passes_as_autograd_differentiates_it(monkeypatch, weights, rows_at_once):
-    """With all logits at once, in two passes; no row outside of the masks gets a gradient."""
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 11 * rows_at_once + 5)
-    (first, wanted, mask, weight), (second, *_) = eagle_case(0), eagle_case(1)
-    later, (features, tokens) = mask.clone(), weights or (1.0, 0.1)
-    later[:, 1] = False
-    ours, theirs = ([h.clone().requires_grad_() for h in (first, second)] for _ in range(2))
-    output = eagle_loss(ours, wanted, [mask, later], lambda x: x @ weight.T, 11, *weights, decay=0.8)
-    passes = []
-    for h, own in zip(theirs, (mask, later), strict=True):
-        distance = F.smooth_l1_loss(h, wanted, reduction="none").mean(-1)[own].sum()
-        p = (wanted[own] @ weight.T).softmax(-1)
-        passes.append((distance, F.cross_entropy(h[own] @ weight.T, p, reduction="sum")))
-    oracle = sum(0.8**i * (features * one[0] + tokens * one[1]) for i, one in enumerate(passes)) / 1.8 / mask.sum()
-    assert output.loss.item() == pytest.approx(oracle.item(), rel=TOLERANCE)
-    (3 * output.loss).backward()  # a factor, as training applies one
-    (3 * oracle).backward()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)  # float32 sums of numbers of order 1
-    assert ours[0].grad[mask].any(-1).all() and not ours[0].grad[~mask].any()
-    # What is logged is of the first pass.
-    scores, choice = first[mask] @ weight.T, (wanted[mask] @ weight.T).argmax(-1, keepdim=True)
-    ranks = (scores > scores.gather(1, choice)).sum(-1)
-    logged = {
-        "feature_loss": passes[0][0],
-        "token_loss": passes[0][1],
-        "top1": (ranks < 1).sum(),
-        "top3": (ranks < 3).sum(),
-    }
-    logged["loss"] = features * passes[0][0] + tokens * passes[0][1]
-    assert output.sums.keys() == logged.keys() and {n.item() for n in output.counts.values()} == {int(mask.sum())}
-    assert all(output.sums[name].item() == pytest.approx(float(value), rel=TOLERANCE) for name, value in logged.items())
-
-
-def test_eagle_loss_without_the_first_choices_with_huge_logits_and_with_a_users_mean():
-    hidden, wanted, mask, weight = eagle_case()
-    grads, outputs = [], []
-    for step in (None, TrainStep(0, 1, (), (), logged=False)):
-        states = hidden.clone().requires_grad_()
-        outputs.append(eagle_loss([states], wanted, [mask], lambda x: x @ weight.T, 11, step=step))
-        grads.append(*torch.autograd.grad(outputs[-1].loss, states))
-    assert outputs[0].loss.equal(outputs[1].loss) and grads[0].equal(grads[1])
-    assert outputs[0].sums.keys() - outputs[1].sums.keys() == {"top1", "top3"}
-    huge, target = (1e4 * hidden).requires_grad_(), (1e4 * wanted).requires_grad_()
-    output = eagle_loss([huge], target, [mask], lambda x: x @ weight.T, 11, 0.0, 1.0)
-    output.loss.backward()
-    assert output.loss.isfinite() and huge.grad.isfinite().all()
-    assert target.grad is None or not target.grad.any()  # the cross-entropy does not train the target
-    with pytest.raises(InputError, match=r"the loss of each token"):
-        eagle_loss([hidden], wanted, [mask], torch.nn.Linear(6, 11), 11, own_loss=lambda logits, p: (logits * p).mean())
 
 
 # -- every loss of draft heads
@@ -187,16 +121,12 @@ def plain_distance(logits: Tensor, p: Tensor, divergence: str | Callable[..., Te
     return -(p * q.log()).sum(-1) if divergence == "forward" else (q - p).abs().sum(-1) / 2
 
 
-def eagle(x: Leaves, own: Callable[..., Tensor] | None) -> tuple[Tensor, Tensor]:
-    ours = soft_cross_entropy(x.logits, V, x.wanted, x.hidden, [*KEPT.unbind(-1)], own_loss=own)[0]
-    pairs = zip(x.hidden, KEPT.unbind(-1), strict=True)
-    return ours, sum((plain_distance(x.logits(h), x.p(), own or "forward") * weight).sum() for h, weight in pairs)
-
-
-def whole(x: Leaves, divergence: str | Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    ours = distances(x.logits, V, x.wanted, x.lm_head, None, x.hidden, KEPT, divergence=divergence).total
-    pairs = zip(x.hidden, KEPT.unbind(-1), strict=True)
-    return ours, sum((plain_distance(h @ x.lm_head.T, x.p(), divergence) * weight).sum() for h, weight in pairs)
+def whole(x: Leaves, divergence: str | Callable[..., Tensor], lm_head: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """By an lm_head of the head's own, or by the target's."""
+    ours = distances(x.logits, V, x.wanted, lm_head, None, x.hidden, KEPT, divergence=divergence).total
+    logits = [x.logits(h) if lm_head is None else h @ lm_head.T for h in x.hidden]
+    pairs = zip(logits, KEPT.unbind(-1), strict=True)
+    return ours, sum((plain_distance(own, x.p(), divergence) * weight).sum() for own, weight in pairs)
 
 
 def reduced(x: Leaves, drop: bool) -> tuple[Tensor, Tensor]:
@@ -241,13 +171,13 @@ def medusa(x: Leaves, own: bool, soft: bool) -> tuple[Tensor, Tensor]:
 
 
 LOSSES = {
-    "eagle": lambda x: eagle(x, None),
-    "eagle, own loss": lambda x: eagle(x, reverse),
+    "eagle": lambda x: whole(x, "forward"),
+    "eagle, own loss": lambda x: whole(x, reverse),
     "eagle3, drop unknown": lambda x: reduced(x, True),
     "eagle3, keep unknown": lambda x: reduced(x, False),
-    "draft": lambda x: whole(x, "forward"),
-    "draft, total variation": lambda x: whole(x, "tvd"),
-    "draft, own loss": lambda x: whole(x, reverse),
+    "draft": lambda x: whole(x, "forward", x.lm_head),
+    "draft, total variation": lambda x: whole(x, "tvd", x.lm_head),
+    "draft, own loss": lambda x: whole(x, reverse, x.lm_head),
     "dflash": lambda x: blocks(x, markov=False, sampled=False),
     "dspark": lambda x: blocks(x, markov=True, sampled=False),
     "dspark, sampled": lambda x: blocks(x, markov=True, sampled=True),

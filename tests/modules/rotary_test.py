@@ -10,6 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.stablelm.modeling_stablelm import apply_rotary_pos_emb
 
+from draftsmith.modules.attention import attend_text
 from draftsmith.modules.engine.cache import NoCache
 from draftsmith.modules.engine.lean import LeanStack
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, llama_sizes, rope_frequencies, rope_table, rotate
@@ -74,6 +75,7 @@ def test_fused_layers_rotate_a_part_of_each_head():
     x = torch.randn(1, 12, 64)
     stack = LeanStack([layer], config, torch.float32, torch.device("cpu"))
     found = stack.chain(x, NoCache(), None)
-    torch.testing.assert_close(found.view(1, 12, 64), layer(x, *rope_table(config, 12)), atol=1e-5, rtol=1e-5)
+    tables = (table[:, None] for table in rope_table(config, 12))
+    torch.testing.assert_close(found.view(1, 12, 64), layer(x, *tables, attend_text), atol=1e-5, rtol=1e-5)
     whole = LeanStack([layer], layer_of(), torch.float32, torch.device("cpu"))
     assert not torch.allclose(found, whole.chain(x, NoCache(), None), atol=1e-3)

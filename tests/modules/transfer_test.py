@@ -43,7 +43,7 @@ def moved(batch: Any) -> Any:
     ("kind", "changes"),
     [
         ("eagle", {"noise": 0.0}),
-        ("eagle", {"noise": 0.0, "unroll": 3}),
+        ("eagle", {"noise": 0.0, "ttt_steps": 3}),
         ("eagle3", {}),
         ("eagle3", {"normalizer": "tokens", "draft_vocab": 64}),
     ],

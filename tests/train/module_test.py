@@ -23,7 +23,7 @@ from worlds import tiny_llama_dir
 
 import draftsmith
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
-from draftsmith.modules.drafters.eagle import EagleHead, eagle_loss, eagle_training, noise_like, shift
+from draftsmith.modules.drafters.eagle import EagleHead, eagle_training, noise_like
 from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.types import InputError
 from draftsmith.train.checkpoints import FOLDER, STATE, all_in
@@ -341,7 +341,7 @@ def test_training_reports_both_losses_and_tau(eagle_run):
         rows = list(csv.DictReader(file))
     reported = [row for row in rows if row["val/loss"]]
     assert [row["step"] for row in reported] == ["6", "12"]
-    for name in ("feature_loss", "token_loss", "top1", "top3"):
+    for name in ("feature_loss", "token_loss", "top1"):
         assert all(float(row[f"val/{name}"]) >= 0 for row in reported), name
     assert [bool(row["val/tau"]) for row in reported] == [False, True]  # every 12 steps
     assert float(reported[-1]["val/tau"]) >= 1.0
@@ -355,48 +355,39 @@ def test_the_first_choices_are_looked_for_in_steps_that_are_logged_only(artifact
     def watched(self, batch, target, settings, step):
         output = loss(self, batch, target, settings, step)
         if step is not None:
-            asked.append((step.number + 1, "top1" in output.sums, "top3" in output.sums))
+            asked.append((step.number + 1, "top1" in output.sums))
         return output
 
     monkeypatch.setattr(EagleHead, "loss", watched)
     run(config(artifacts, tmp_path, max_steps=5, log_every=2, val_every=5, accumulate=2, tau_prompts=0))
-    assert asked == [(step, step in (2, 4, 5), step in (2, 4, 5)) for step in range(1, 6) for _ in range(2)]
+    assert asked == [(step, step in (2, 4, 5)) for step in range(1, 6) for _ in range(2)]
 
 
 def test_noise_belongs_to_the_sample_not_to_its_batch(artifacts, tmp_path):
     module = a_module(artifacts, tmp_path, noise=0.1)
     alone, together = a_part(artifacts, [3]), a_part(artifacts, range(8))
-    length = len(open_dataset(artifacts.features)[3]["input_ids"]) - 2
+    length = len(open_dataset(artifacts.features)[3]["input_ids"])
 
     def noise(batch: MicroBatch) -> torch.Tensor:
-        rows, width, size = batch.data.features.shape
-        return noise_like(torch.zeros(rows, width - 2, size), module.train_step(batch), 0.2, flat=False)
+        return noise_like(batch.data.features.float(), module.train_step(batch), 0.2, flat=False)
 
     assert torch.equal(noise(alone)[0, :length], noise(together)[3, :length])
     assert 0.15 < noise(together).abs().max() <= 0.2
     assert not torch.equal(noise(a_part(artifacts, range(8), epoch=1)), noise(together))
-    plain, unroll = shift(together.data), module.head.unroll
-    read = []
-    module.head.unroll = lambda embeds, features, *rest: read.append(features) or unroll(embeds, features, *rest)
+    unroll, read = module.head.unroll, []
+    module.head.unroll = lambda embeds, states, *rest: read.append(states) or unroll(embeds, states, *rest)
     step_loss(module, together)  # 0.1 of the features' standard deviation, 2
-    assert torch.equal(read[0], plain.features.float() + noise(together))
+    assert torch.equal(read[0], together.data.features.float() + noise(together))
 
 
-def test_unrolled_training_is_the_weighted_mean_of_the_drafts_steps_and_reports_the_first(artifacts, tmp_path):
+def test_later_steps_of_drafts_begin_where_they_are_told(artifacts, tmp_path):
     module = a_module(artifacts, tmp_path, noise=0.0)
     batch = a_part(artifacts, [0, 1])
     first = step_loss(module, batch)
-    change(module, unroll=2, unroll_decay=0.5)
+    change(module, ttt_steps=2)
     both = step_loss(module, batch)
-    pair, target, settings = shift(batch.data), module.target, module.settings
-    hidden = module.head.unroll(target.embed(pair.next_ids), pair.features.float(), 2)[1:]
-    weights, vocab_size = (settings.feature_weight, settings.token_weight), module.head.config.vocab_size
-    second = eagle_loss(
-        hidden, pair.target_features, [pair.loss_mask], target.lm_head, vocab_size, *weights
-    )  # no loss before the second row: prompts are longer
-    torch.testing.assert_close(both.loss, (first.loss + 0.5 * second.loss) / 1.5)
-    assert both.sums["loss"] == first.sums["loss"]
-    change(module, unroll_after=1 / 12)  # after the first of 12 steps
+    assert both.loss != first.loss
+    change(module, ttt_steps_after=1 / 12)  # after the first of 12 steps
     torch.testing.assert_close(step_loss(module, batch).loss, first.loss)
     module.trainer.global_step = 1
     torch.testing.assert_close(step_loss(module, batch).loss, both.loss)
@@ -404,7 +395,7 @@ def test_unrolled_training_is_the_weighted_mean_of_the_drafts_steps_and_reports_
 
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_padded_one(artifacts, tmp_path):
     module = a_module(artifacts, tmp_path, noise=0.1)
-    change(module, unroll=2)
+    change(module, ttt_steps=2)
     found = {}
     for collate in (collate_features, pack_features):
         module.zero_grad()
@@ -451,11 +442,10 @@ def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artif
     module, batch = a_module(artifacts, tmp_path), a_part(artifacts, [0, 1, 5])
     filler = dataclasses.replace(batch, keys=(*batch.keys[:2], dataclasses.replace(batch.keys[2], filler=True)))
     config = module.head.config.llama
-    rows = [length - 2 for length in batch.lengths]
-    assert module.flops(batch) == eagle_training(config, rows, batch.tokens)
-    assert module.flops(filler) == eagle_training(config, rows[:2], batch.tokens)
-    change(module, unroll=3)
-    assert module.flops(batch) == eagle_training(config, rows, batch.tokens, ttt_steps=3)
+    assert module.flops(batch) == eagle_training(config, batch.lengths, batch.tokens)
+    assert module.flops(filler) == eagle_training(config, batch.lengths[:2], batch.tokens)
+    change(module, ttt_steps=3)
+    assert module.flops(batch) == eagle_training(config, batch.lengths, batch.tokens, ttt_steps=3)
     online = dataclasses.replace(batch, data=dataclasses.replace(batch.data, features=None))
     target_flops = layers_forward(module.target.config, batch.lengths)
     assert module.flops(online) - module.flops(batch) == pytest.approx(target_flops)

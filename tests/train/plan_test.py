@@ -48,7 +48,7 @@ def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
         {},
         {"val_share": 0.3, "seed": 3},
         {"tokens_per_batch": 128, "max_length": 40},
-        {"max_steps": 5, "unroll": 2},
+        {"max_steps": 5, "ttt_steps": 2},
     ],
     ids=["batches", "held out", "pieces", "steps"],
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
-from draftsmith.modules.attention import Documents
+from draftsmith.modules.attention import Documents, attend_text
 from draftsmith.modules.decoding.growth import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
@@ -133,9 +133,9 @@ class HydraHead(MedusaHead):
         if batch.lengths is not None:
             documents = Documents.of(batch.lengths, states.device)
             states, positions = documents.pad(states), documents.pad(positions)  # [D, L, H], [D, L]
-        cos, sin = (table[positions][:, None].to(states.dtype) for table in (self.cos, self.sin))  # [B, 1, T, D]
+        cos, sin = (table[positions][:, :, None].to(states.dtype) for table in (self.cos, self.sin))  # [B, T, 1, D]
         for layer in self.layers:
-            states = layer(states, cos, sin)
+            states = layer(states, cos, sin, attend_text)
         return self.norm(states if documents is None else documents.unpad(states))
 
     def inputs(self, number: int, states: Tensor, counted: Tensor, batch: FeatureBatch, target: CausalLM) -> Tensor:

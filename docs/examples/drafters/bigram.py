@@ -17,7 +17,7 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import HeadSettings
 from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig
-from draftsmith.modules.losses import soft_cross_entropy
+from draftsmith.modules.losses import distances
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
@@ -84,11 +84,12 @@ class BigramHead(FeatureHead):
         embeds = target.embed(batch.input_ids[:, 1:-1][rows])  # [N, H]
         dtype = self.mix.weight.dtype
         hidden = self.fuse(embeds.to(dtype), batch.features[:, :-2][rows].to(dtype))  # [N, H]
-        wanted, weights = batch.features[:, 1:-1][rows].to(hidden.dtype), torch.ones_like(hidden[:, 0])
-        vocab_size = self.config.vocab_size
-        total, _, hits = soft_cross_entropy(target.lm_head, vocab_size, wanted, [hidden], [weights])
-        sums = {"loss": total.detach(), "top1": hits[0]}
-        return LossOutput(settings.scale * total / weights.sum().clamp_min(1), sums, dict.fromkeys(sums, weights.sum()))
+        wanted, weights = batch.features[:, 1:-1][rows].to(hidden.dtype), torch.ones_like(hidden[:, :1])
+        # Its lm_head is the target's, whose whole vocabulary it drafts.
+        found = distances(target.lm_head, self.config.vocab_size, wanted, None, None, [hidden], weights)
+        sums = {"loss": found.total.detach(), "top1": found.right.sum()}
+        count = weights.sum()
+        return LossOutput(settings.scale * found.total / count.clamp_min(1), sums, dict.fromkeys(sums, count))
 
 
 HEADS = (BigramHead,)

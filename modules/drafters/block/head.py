@@ -132,7 +132,7 @@ class BlockHead(BlockNet):
     default_k = 7
     Config: ClassVar[type] = BlockConfig
     Settings: ClassVar[type] = BlockSettings
-    ttt_steps = "block"
+    depth_option = "block"
     takes_spans = True
     monitor = "chain_length"
 

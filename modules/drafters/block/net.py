@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +30,13 @@ from draftsmith.modules.layers import (
     MOST_LAYERS,
     MOST_SIZE,
     PLAIN,
-    Attention,
+    Attend,
     CaptureConfig,
     DecoderLayer,
     LlamaConfig,
     RMSNorm,
     add_rope_table,
     layers_of,
-    rotate,
 )
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import InputError, check_config, check_range
@@ -226,10 +224,10 @@ class GroupedConv(nn.Module):
             total = total + weight[..., tap, :, :] * F.pad(x[..., :-tap, :, :], (0, 0, 0, 0, tap, 0))
         return total.flatten(-2)
 
-    def forward(self, x: Tensor, slots: int, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return sublayer(x) between the convolutions, for whole blocks of `slots` slots, x [Q, H]."""
-        x, delta = self.before(x.unflatten(0, (-1, slots)))
-        return self.behind(sublayer(x.flatten(0, 1)).unflatten(0, (-1, slots)), delta).flatten(0, 1)
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return sublayer(x) between the convolutions, for whole blocks x [.., S, H]."""
+        x, delta = self.before(x)
+        return self.behind(sublayer(x), delta)
 
 
 class BlockLayer(DecoderLayer):
@@ -238,6 +236,14 @@ class BlockLayer(DecoderLayer):
     def __init__(self, config: BlockConfig):
         super().__init__(config.llama)
         self.attention_conv, self.mlp_conv = (GroupedConv(config) if config.conv_kernel else None for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Run the layer on whole blocks x [.., S, H]."""
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().forward(x, cos, sin, attend)
+        normed, x = self.enter(x)
+        x = x + self.attention_conv(normed, partial(self.self_attn, cos=cos, sin=sin, attend=attend))
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
 
 
 class ConfidenceHead(nn.Module):
@@ -342,70 +348,65 @@ class BlockNet(DraftHead):
 
         embeds: [M, S, H], of the anchors and the mask token. states: [N, n H] of the target, of a flat row.
         """
-        blocks, slots, size = embeds.shape
-        device = embeds.device
+        device, slots = embeds.device, embeds.shape[1]
         context = self.read(torch.cat([states[own.rows] for own in documents]))  # [C, H], documents end to end
         before = torch.cat([torch.arange(own.first, own.length) for own in documents])  # [C]
         anchors = torch.cat([own.anchors for own in documents])
-        at = (anchors[:, None] + torch.arange(slots)).flatten()  # [Q]
-        x = embeds.flatten(0, 1)  # [Q, H]
-        places = to_device(torch.cat([before, at]).clamp_max(len(self.cos) - 1), device)
-        cos, sin = self.cos[places][:, None].to(x.dtype), self.sin[places][:, None].to(x.dtype)  # [C + Q, 1, D]
+        of_context = self._rotary(to_device(before, device), embeds.dtype)  # [C, 1, D] each
+        of_slots = self._rotary(to_device(anchors[:, None] + torch.arange(slots), device), embeds.dtype)  # [M, S, 1, D]
         groups = [list(own.groups(device)) for own in documents]
-        layers: Any = self.layers
-        for layer in layers:
-            mix = partial(self._attend, layer.self_attn, context=context, cos=cos, sin=sin, groups=groups)
-            for norm, conv, sublayer in (
-                (layer.input_layernorm, layer.attention_conv, mix),
-                (layer.post_attention_layernorm, layer.mlp_conv, layer.mlp),
-            ):
-                x = x + (sublayer(norm(x)) if conv is None else conv(norm(x), slots, sublayer))
-        return self.norm(x).view(blocks, slots, size)
+        x = embeds
+        for layer in self.layers:
+            seen = layer.self_attn.keys_values(context, *of_context)
+            x = layer(x, *of_slots, partial(attend_blocks, context=seen, groups=groups))
+        return self.norm(x)
 
-    def _attend(
-        self,
-        attention: Attention,
-        normed: Tensor,
-        context: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        groups: Sequence[Sequence[tuple[slice, slice, Tensor]]],
-    ) -> Tensor:
-        """Return what attention gives all slots, [Q, H]. groups: of each document (`DocumentBlocks.groups`)."""
-        seen = len(context)
-        both = torch.cat([context, normed])  # [C + Q, H]
-        query = attention.q_proj(normed).view(len(normed), -1, attention.head_dim)
-        key, value = (
-            project(both).view(len(both), -1, attention.head_dim) for project in (attention.k_proj, attention.v_proj)
-        )
-        if attention.qk_norm:
-            query, key = attention.q_norm(query), attention.k_norm(key)
-        # Under autocast rotated queries and keys are wider than values.
-        query = rotate(query, cos[seen:], sin[seen:]).to(value.dtype)
-        key = rotate(key, cos, sin).to(value.dtype)
-        mixed, rows, slots = [], 0, seen
-        # Blocks of a document that stand near each other are attended to together: they see much the same.
-        for document in groups:
-            for own, read, visible in document:
-                of_slots = slice(slots + own.start, slots + own.stop)
-                of_rows = slice(rows + read.start, rows + read.stop)
-                keys, values = (torch.cat([part[of_rows], part[of_slots]]) for part in (key, value))  # [T + q, .., D]
-                queries = query[own.start + slots - seen : own.stop + slots - seen]
-                mixed.append(attend(queries, keys, values, visible))
-            rows += document[-1][1].stop
-            slots += document[-1][0].stop
-        return attention.o_proj(torch.cat(mixed))
+    def _rotary(self, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [.., 1, D] at these places [..]."""
+        at = places.clamp_max(len(self.cos) - 1)
+        return self.cos[at][..., None, :].to(dtype), self.sin[at][..., None, :].to(dtype)
+
+
+def attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    context: tuple[Tensor, Tensor],
+    groups: Sequence[Sequence[tuple[slice, slice, Tensor]]],
+) -> Tensor:
+    """Attend from the slots of M blocks to these and to what stands before them (`layers.Attend`): [M, S, heads, D].
+
+    query, key, value: [M, S, .., D]. context: key and value [C, kv_heads, D]. groups: of each document
+    (`DocumentBlocks.groups`).
+    """
+    # Under autocast rotated queries and keys are wider than values.
+    queries, keys, values = (part.flatten(0, 1).to(value.dtype) for part in (query, key, value))  # [Q, .., D]
+    context_keys, context_values = (part.to(value.dtype) for part in context)
+    mixed, rows, slots = [], 0, 0
+    # Blocks of a document that stand near each other are attended to together: they see much the same.
+    for document in groups:
+        for own, read, visible in document:
+            of_slots = slice(slots + own.start, slots + own.stop)
+            of_rows = slice(rows + read.start, rows + read.stop)
+            seen_keys = torch.cat([context_keys[of_rows], keys[of_slots]])  # [T + q, kv_heads, D]
+            seen_values = torch.cat([context_values[of_rows], values[of_slots]])
+            mixed.append(attend(queries[of_slots], seen_keys, seen_values, visible))
+        rows += document[-1][1].stop
+        slots += document[-1][0].stop
+    return torch.cat(mixed).view(query.shape)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Attend with queries [q, heads, D] to keys and values [S, kv_heads, D] by the mask [q, S]: [q, heads * D]."""
+    """Attend with queries [q, heads, D] to keys and values [S, kv_heads, D] by the mask [q, S]: [q, heads, D]."""
     query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
     repeats = query.shape[1] // key.shape[1]
     shared = repeats > 1 and takes_shared(key)
     if repeats > 1 and not shared:  # asked for both, CUDA stores all scores
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=shared)
-    return attended[0].transpose(0, 1).flatten(1)
+    return attended[0].transpose(0, 1)
 
 
 def default_layers(num_layers: int, count: int) -> tuple[int, ...]:

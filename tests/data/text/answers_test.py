@@ -23,7 +23,7 @@ from draftsmith.data.text.answers import (
     origins,
     spans,
 )
-from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
@@ -118,14 +118,14 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
     directory = rewritten[1]
     data = text_dataset(directory, TARGET, load_lm(TARGET).info.identity)
     names = [row["id"].split("/")[0] for row in rows_of(directory)]
-    pieces = data.in_pieces(40, LOOKAHEAD)
+    pieces = data.in_pieces(40, 2)
     for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
         config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
-        train, val = train_and_val(config, data, None, 4096, LOOKAHEAD)
+        train, val = train_and_val(config, data, None, 4096, 2)
         sides = [{owner[i] for i in side.indices} for side in (train, val)]
         assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
         # What `plan` expects is what is trained on.
-        assert training_documents(config, 4096, LOOKAHEAD).lengths == train.lengths.tolist()
+        assert training_documents(config, 4096, 2).lengths == train.lengths.tolist()
 
 
 def test_supervised_rows_keep_the_sources_answers_of_all_turns(talks, tmp_path, tokenizer):

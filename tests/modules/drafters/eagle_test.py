@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.tables import PROMPT, H, TableLM, V
@@ -16,8 +17,11 @@ from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop, RecentRatio
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, shift
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
+from draftsmith.modules.drafters.settings import EagleSettings
+from draftsmith.modules.drafters.unrolled import paired
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
@@ -37,36 +41,102 @@ def make_head(seed: int = 0, num_layers: int = 1) -> EagleHead:
     return head
 
 
-def batch_of(ids: list[int], prompt_length: int, features: torch.Tensor | None = None) -> FeatureBatch:
-    length = len(ids)
-    if features is None:
-        features = torch.arange(length, dtype=torch.float64)[None, :, None].expand(1, length, H) / 10
-    return FeatureBatch(
-        input_ids=torch.tensor([ids]),
-        features=features,
-        loss_mask=torch.arange(length)[None] >= prompt_length,
-        position_ids=torch.arange(length)[None],
-    )
+LENGTHS = (7, 3, 2, 12, 1, 9)
 
 
-def test_the_shift_on_a_sequence_by_hand():
+def batch_of(packed: bool = False) -> FeatureBatch:
+    """Texts of LENGTHS, padded or end to end, each with an answer behind its first tokens and in it a second prompt."""
+    rng = torch.Generator().manual_seed(1)
+    count, width = len(LENGTHS), max(LENGTHS)
+    real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    fields = {
+        "input_ids": torch.randint(V, (count, width), generator=rng),
+        "features": 3 * torch.randn(count, width, H, generator=rng, dtype=torch.float64),
+        "loss_mask": real & (torch.arange(width) >= torch.tensor([4, 0, 1, 6, 0, 2])[:, None]),
+        "position_ids": torch.arange(width).expand(count, width),
+        "attention_mask": real,
+    }
+    fields["loss_mask"][3, 8:10] = False
+    if packed:
+        return FeatureBatch(**{name: value[real][None] for name, value in fields.items()}, lengths=LENGTHS)
+    return FeatureBatch(**fields)
+
+
+def test_the_alignment_on_a_sequence_by_hand():
     #        t     0   1   2   3   4   5        prompt: x0 x1 x2, response: x3 x4 x5
-    inputs = shift(batch_of([70, 71, 72, 73, 74, 75], prompt_length=3))
-    assert inputs.next_ids.tolist() == [[71, 72, 73, 74]]  # row t reads x_{t+1} ...
-    assert (inputs.features[0, :, 0] * 10).round().int().tolist() == [0, 1, 2, 3]  # ... and f_t,
-    assert (inputs.target_features[0, :, 0] * 10).round().int().tolist() == [1, 2, 3, 4]  # is to give f_{t+1},
-    assert inputs.position_ids.tolist() == [[0, 1, 2, 3]]
-    # it counts where x_{t+2} is a response token: x3 is the first, predicted by row 1.
-    assert inputs.loss_mask.tolist() == [[False, True, True, True]]
+    ids, places = torch.tensor([[70, 71, 72, 73, 74, 75]]), torch.arange(6)[None]
+    features = places[..., None].expand(1, 6, H).double()
+    found = paired(FeatureBatch(ids, features, places >= 3, places), "next", make_head().config, 1)
+    assert found.next_ids[0, :5].tolist() == [71, 72, 73, 74, 75]  # row t reads x_{t+1} ...
+    assert found.states[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]  # ... and f_t.
+    # x3 is the first token of the response: row 1 predicts it, by f_2.
+    assert found.rows(0)[0].tolist() == [1, 2, 3] and found.wanted[:, 0].tolist() == [2, 3, 4]
 
 
-@pytest.mark.parametrize("lengths", [(5, 1, 2, 7, 3), (1, 1), None])
-def test_tokens_are_counted_as_the_pairing_has_them(lengths):
-    size = sum(lengths or (4, 4))
-    mask = (torch.rand(1, size, generator=torch.Generator().manual_seed(0)) < 0.8) if lengths else torch.ones(2, 4) > 0
-    ids = torch.zeros(mask.shape, dtype=torch.int64)
-    batch = FeatureBatch(ids, mask[..., None].float(), mask, torch.zeros_like(ids), None, lengths)
-    assert EagleHead.loss_count(batch, None) == int(shift(batch).loss_mask.sum())
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_are_counted_that_something_predicts(packed):
+    """No row predicts the first two of a text."""
+    batch, settings = batch_of(packed), EagleSettings()
+    wanted = int((batch.loss_mask & (batch.position_ids >= 2)).sum())
+    assert EagleHead.loss_count(batch, settings) == EagleHead.logit_rows(batch, settings) == wanted
+
+
+class Linear:
+    """A target's embedding and lm_head."""
+
+    dtype = torch.float64
+
+    def __init__(self) -> None:
+        self.embedding, self.output = torch.randn(2, V, H, generator=torch.Generator().manual_seed(5)).double()
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding[ids]
+
+    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.output.T
+
+
+@pytest.mark.parametrize(("passes", "weights"), [(1, {}), (3, {"feature_weight": 0.5, "token_weight": 2.0})])
+def test_the_loss_is_the_papers_over_every_draft(passes, weights):
+    """Every text and every token alone, the mean of the passes by their weights; and gradients as autograd has them."""
+    head, target, settings = (
+        make_head(num_layers=2),
+        Linear(),
+        EagleSettings(ttt_steps=passes, ttt_step_decay=0.7, **weights),
+    )
+    sums = {"feature_loss": 0.0, "token_loss": 0.0}
+    batch, count, decay = batch_of(), 0, [0.7**j / sum(0.7**i for i in range(passes)) for j in range(passes)]
+    for b, length in enumerate(LENGTHS):
+        features, ids = batch.features[b : b + 1, :length], batch.input_ids[b, :length]
+        embeds = F.pad(target.embed(ids[1:]), (0, 0, 0, passes))[None]
+        unrolled = head.unroll(embeds, features, passes)
+        for s in range(1, length - 1):  # the state at s gives token s + 1
+            if not batch.loss_mask[b, s + 1]:
+                continue
+            count += 1
+            for j in range(min(passes, s)):
+                own, wanted = unrolled[j][0, s - 1 - j], features[0, s]
+                p, log_q = target.lm_head(wanted).softmax(-1), target.lm_head(own).log_softmax(-1)
+                sums["feature_loss"] = sums["feature_loss"] + decay[j] * F.smooth_l1_loss(own, wanted)
+                sums["token_loss"] = sums["token_loss"] - decay[j] * (p * log_q).sum()
+    oracle = (settings.feature_weight * sums["feature_loss"] + settings.token_weight * sums["token_loss"]) / count
+    wanted = torch.autograd.grad(oracle, [*head.parameters()])
+    for packed in (False, True):
+        output = head.loss(batch_of(packed), target, settings, None)
+        assert output.loss.item() == pytest.approx(oracle.item(), rel=1e-9)
+        assert all(output.sums[name].item() == pytest.approx(value.item(), rel=1e-9) for name, value in sums.items())
+        for ours, theirs in zip(torch.autograd.grad(output.loss, [*head.parameters()]), wanted, strict=True):
+            assert (ours - theirs).abs().max() < 1e-9
+
+
+def test_a_step_reads_noisy_states_and_learns_true_ones():
+    head, target, settings, read = make_head(), Linear(), EagleSettings(noise=0.1), []
+    unroll, batch = head.unroll, batch_of()
+    head.unroll = lambda embeds, states, *rest: read.append(states) or unroll(embeds, states, *rest)
+    losses = [head.loss(batch, target, settings, step).loss for step in (None, TrainStep(0, 1, LENGTHS, range(6), 2.0))]
+    assert torch.equal(read[0], batch.features) and losses[0] != losses[1]
+    real = batch.attention_mask[..., None]
+    assert 0.15 < ((read[1] - batch.features) * real).abs().max() <= 0.2  # of their standard deviation, 2
 
 
 class Spy(FixedLengthStop):
@@ -93,7 +163,7 @@ def test_the_drafter_computes_what_training_computed(prompt, num_layers):
         features = lm.features(torch.tensor([ids[:-1]]))
         next_ids = torch.tensor([ids[1:]])
         for token, hidden in drafted:
-            rows = head(lm.embed(next_ids), features)
+            (rows,) = head.unroll(lm.embed(next_ids), features, 1)
             # float64 apart from the norms, which are float32: their rounding depends on nothing but the row.
             torch.testing.assert_close(hidden, rows[0, -1].detach(), atol=1e-6, rtol=0)
             features = torch.cat([features, rows[:, -1:].detach()], dim=1)
@@ -105,47 +175,16 @@ def test_the_drafter_computes_what_training_computed(prompt, num_layers):
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_unrolled_passes_are_the_steps_of_drafts_that_begin_at_every_row(num_layers):
-    # Oracle: draft step by step with `forward`, from each row, appending the head's own output as the next feature.
+    # Oracle: draft step by step with single passes, from each row, appending the head's own output as the next feature.
     head, length, num_ttt_steps = make_head(num_layers=num_layers), 8, 4
     embeds, features = torch.randn(2, 2, length, H, dtype=torch.float64)
-    ttt_steps = head.unroll(embeds, features, num_ttt_steps)
-    torch.testing.assert_close(ttt_steps[0], head(embeds, features))
+    ttt_steps = head.unroll(F.pad(embeds, (0, 0, 0, num_ttt_steps)), features, num_ttt_steps)
     for first in range(length - num_ttt_steps):
         read = features[:, : first + 1]
         for step in range(num_ttt_steps):
-            hidden = head(embeds[:, : first + 1 + step], read)[:, -1]
-            torch.testing.assert_close(ttt_steps[step][:, first + step], hidden, atol=1e-12, rtol=1e-12)
+            hidden = head.unroll(embeds[:, : first + 1 + step], read, 1)[0][:, -1]
+            torch.testing.assert_close(ttt_steps[step][:, first], hidden, atol=1e-12, rtol=1e-12)
             read = torch.cat([read, hidden[:, None]], dim=1)
-
-
-def test_documents_laid_end_to_end_are_read_as_each_alone():
-    head, lengths, prompts, num_ttt_steps = make_head(num_layers=2), [7, 3, 2, 12, 9], [4, 1, 1, 6, 2], 3
-    ids = [torch.arange(length) + 10 * number for number, length in enumerate(lengths)]
-    features = [torch.randn(1, length, H, dtype=torch.float64) for length in lengths]
-    table = torch.randn(100, H, dtype=torch.float64)
-    alone = [
-        shift(batch_of(own.tolist(), prompt, known))
-        for own, prompt, known in zip(ids, prompts, features, strict=True)
-        if len(own) > 2
-    ]
-    flat = shift(
-        FeatureBatch(
-            input_ids=torch.cat(ids)[None],
-            features=torch.cat(features, dim=1),
-            loss_mask=torch.cat([torch.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)])[None],
-            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-            lengths=tuple(lengths),
-        )
-    )
-    assert flat.documents is not None and flat.documents.lengths == (5, 1, 10, 7)  # one of two tokens leaves nothing
-    for name in ("next_ids", "features", "target_features", "loss_mask", "position_ids"):
-        assert torch.equal(getattr(flat, name), torch.cat([getattr(one, name) for one in alone], dim=1)), name
-    ttt_steps = head.unroll(table[flat.next_ids], flat.features, num_ttt_steps, flat.position_ids, flat.documents)
-    for step, hidden in enumerate(ttt_steps):
-        for one, rows in zip(alone, hidden.split(flat.documents.lengths, dim=1), strict=True):
-            expected = head.unroll(table[one.next_ids], one.features, num_ttt_steps, one.position_ids)[step]
-            # Rows before the step mean nothing.
-            torch.testing.assert_close(rows[:, step:], expected[:, step:], atol=1e-12, rtol=1e-12)
 
 
 def test_a_head_for_a_target_has_what_other_systems_hold_of_its_layers():
@@ -179,7 +218,7 @@ class SlowHead:
         features = self.features
         for end in range(len(path) + 1):
             embeds = self.lm.embed(torch.tensor([[*self.ids, *path[:end]]]))
-            hidden = self.head(embeds, features)
+            (hidden,) = self.head.unroll(embeds, features, 1)
             features = torch.cat([features, hidden[:, -1:]], dim=1)
         return self.lm.lm_head(hidden[0, -1]).log_softmax(-1)
 

@@ -179,17 +179,6 @@ def test_a_shipped_module_that_does_not_fit_is_one_line(change, words) -> None:
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("readout", [Readout(scale=0.5), Readout(softcap=2.0)])
-def test_a_target_whose_logits_its_loss_would_not_have_is_refused(readout: Readout) -> None:
-    """No family with MTP modules has one."""
-    target: Any = Target()
-    target.readout = readout
-    ids = torch.zeros(1, 9, dtype=torch.long)
-    batch = FeatureBatch(ids, torch.zeros(1, 9, H), ids == 0, torch.arange(9)[None], None, (9,))
-    with pytest.raises(InputError, match="target: found logits"):
-        head_of("mimo_v2_flash").loss(batch, target, MtpSettings(), TrainStep(0, 1, (9,), ()))
-
-
 def test_a_mixture_costs_the_weights_of_the_experts_that_a_token_meets() -> None:
     head = head_of("deepseek_v3")
     experts = head.layer.mlp.experts
