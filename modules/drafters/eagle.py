@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import (
     MOST_LAYERS,
     DecoderLayer,
+    Layer,
     LlamaConfig,
     LlamaHeadConfig,
     RopeScaling,
@@ -94,6 +95,10 @@ class EagleHead(UnrolledHead):
             DecoderLayer(config.llama, input_norm=i > 0) for i in range(config.llama.num_layers)
         )
         add_rope_table(self, config.llama, config.max_position)
+
+    @property
+    def decoder_layers(self) -> Sequence[Layer]:
+        return cast("Sequence[DecoderLayer]", self.layers)
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layers' input [.., H] of embeddings and states [.., H]."""

@@ -18,6 +18,7 @@ from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import (
     PLAIN,
     CaptureConfig,
+    Layer,
     LlamaConfig,
     Pair,
     PairLayer,
@@ -139,7 +140,7 @@ class Eagle3Head(UnrolledHead):
         return self.fc(states)
 
     @property
-    def layers(self) -> list[PairLayer]:
+    def decoder_layers(self) -> Sequence[Layer]:
         return [self.layer]
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, as_bias
 from draftsmith.modules.engine.lean import Captured, LeanStack
 from draftsmith.modules.engine.rows import cached_rows, select_outputs
+from draftsmith.modules.layers import Layer
 from draftsmith.modules.targets.base import CausalLM
 
 
@@ -27,11 +28,12 @@ class FeatureHead(DraftHead):
     take the place of features.
 
     Training and decoding share these methods: decoding runs them on a copy with the engine's layers (`DraftHead.lean`).
-
-    layers: its decoder layers, () without any.
     """
 
-    layers: Any
+    @property
+    def decoder_layers(self) -> Sequence[Layer]:
+        """Its decoder layers, none by default."""
+        return ()
 
     def read(self, features: Tensor) -> Tensor:
         """Map the target's features [.., F] to states [.., H]."""
@@ -64,7 +66,7 @@ class PairNetwork:
     def __init__(self, head: FeatureHead, target: CausalLM):
         self.head, self.embed = head.lean(target), target.embed
         self.lm_head = head.output or target.lm_head
-        self.stack = LeanStack(self.head.layers, head.config.llama, target.dtype, target.device)
+        self.stack = LeanStack(self.head.decoder_layers, head.config.llama, target.dtype, target.device)
 
     def inputs(self, ids: Any, states: Tensor) -> Tensor:
         return self.head.fuse(self.embed(ids), states)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
-from draftsmith.modules.layers import PLAIN, LlamaConfig, LlamaHeadConfig, NativeLayer, RopeScaling, layers_of
+from draftsmith.modules.layers import PLAIN, Layer, LlamaConfig, LlamaHeadConfig, NativeLayer, RopeScaling, layers_of
 from draftsmith.modules.targets.native import layer_settings, native_layer, native_shape
 from draftsmith.modules.types import InputError
 
@@ -76,7 +76,7 @@ class MtpHead(UnrolledHead):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
 
     @property
-    def layers(self) -> list[NativeLayer]:
+    def decoder_layers(self) -> Sequence[Layer]:
         return [NativeLayer(self.layer, self.cos, self.sin)]
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:

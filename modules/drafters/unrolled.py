@@ -185,11 +185,11 @@ class UnrolledHead(FeatureHead):
         hidden, rows, passes = self.read(states), states.shape[1], list[Tensor]()
         if position_ids is None:
             position_ids = torch.arange(rows, device=states.device)[None]
-        window, layers = self.config.llama.sliding_window, list(self.layers)
+        window, layers = self.config.llama.sliding_window, list(self.decoder_layers)
         entries: list[list[Entry]] = [[] for _ in layers]
         embeds = self.read_embeds(embeds)
         for j in range(num_passes):
-            x = self.pair(embeds[:, j : j + rows], hidden)  # [B, T, H']
+            x = cast(Tensor, self.pair(embeds[:, j : j + rows], hidden))  # [B, T, H'], or a `Pair`
             cos, sin = self._rotary(position_ids + j, embeds.dtype)
             for layer, own in zip(layers, entries, strict=True):
                 attend = partial(attend_entries, entries=own, documents=documents, window=window, earlier=earlier)
@@ -203,8 +203,8 @@ class UnrolledHead(FeatureHead):
 
         Arguments as of `unroll`, all [B, T, ..].
         """
-        (layer,) = self.layers
-        x = self.pair(self.read_embeds(embeds), self.read(states))
+        (layer,) = self.decoder_layers
+        x = cast(Tensor, self.pair(self.read_embeds(embeds), self.read(states)))
         return layer.keys_values(x, *self._rotary(position_ids, embeds.dtype))
 
     def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

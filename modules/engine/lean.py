@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.attention import of_one_width
 from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, attend, attend_with_sinks, prepared, tree_mask
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, NativeLayer, PairLayer, RMSNorm, rope_table
+from draftsmith.modules.layers import DecoderLayer, Layer, LlamaConfig, NativeLayer, PairLayer, RMSNorm, rope_table
 
 # States by layer: the caller gives the numbers, the forward fills in the states.
 Captured = dict[int, Tensor]
@@ -358,7 +358,7 @@ class LeanStack:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer | LeanLayer | NativeLayer],
+        layers: Sequence[Layer | LeanLayer],
         config: LlamaConfig,
         dtype: torch.dtype,
         device: torch.device,

@@ -46,7 +46,6 @@ class BigramHead(FeatureHead):
     drafts = ("chain",)  # the method `bigram`
     Config, Settings = LlamaHeadConfig, BigramSettings
     num_lost_rows = 2
-    layers = ()
 
     def __init__(self, config: LlamaHeadConfig):
         super().__init__()

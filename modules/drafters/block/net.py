@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -326,7 +327,8 @@ class BlockNet(DraftHead):
         size, eps = config.hidden_size, config.llama.rms_eps
         self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.llama.num_layers))
+        layers = nn.ModuleList(BlockLayer(config) for _ in range(config.llama.num_layers))
+        self.layers = cast("Sequence[BlockLayer]", layers)
         self.norm = RMSNorm(size, eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = Selector(config) if config.selector_rank else None
