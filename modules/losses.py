@@ -264,9 +264,11 @@ def _draftable(
 
     target_logits: [C, V], which are overwritten. Returns [C, draft vocabulary], [C, 1], [C] and [C] bool.
     """
-    first = target_logits.argmax(-1)
     if d2t is None:
-        return softmax_(target_logits), None, first, torch.ones_like(first, dtype=torch.bool)
+        known = torch.ones(len(target_logits), dtype=torch.bool, device=target_logits.device)
+        first = target_logits.argmax(-1) if measured else known
+        return softmax_(target_logits), None, first, known
+    first = target_logits.argmax(-1)
     # A look-up, because `isin` waits for the device.
     known = first.new_zeros(target_logits.shape[-1], dtype=torch.bool).index_fill_(0, d2t, True)[first]
     drafted, share = target_logits[:, d2t], None

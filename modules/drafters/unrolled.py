@@ -54,18 +54,19 @@ class UnrolledInputs:
     wanted: Tensor
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the rows [N] of pass `number` that predict at the positions, and whether [N] they exist.
+        """Return the rows [N] of pass `number`, among all B * T, that predict at the positions, and whether they exist.
 
         Drafts begin inside their sequence.
         """
-        return (self.position - 1 - number).clamp_min(0), self.place > number
+        row = (self.position - 1 - number).clamp_min(0)
+        return self.sequence * self.states.shape[1] + row, self.place > number
 
     def by_draft(self, values: Tensor) -> Tensor:
         """Lay values [N, P] of predictions out by the row that their draft begins at, [B * T, P]; 0 without one."""
         laid = values.new_zeros(self.states.shape[:2].numel(), values.shape[1])
         for number, column in enumerate(values.unbind(1)):
             rows, exists = self.rows(number)
-            laid[(self.sequence * self.states.shape[1] + rows)[exists], number] = column[exists]
+            laid[rows[exists], number] = column[exists]
         return laid
 
 
@@ -267,7 +268,7 @@ class UnrolledHead(FeatureHead):
         predictions, inside = [], []
         for number, hidden in enumerate(passes):
             own_rows, exists = pairs.rows(number)  # [N], [N]
-            predictions.append(self.logits_input(hidden[pairs.sequence, own_rows]))  # [N, H]
+            predictions.append(self.logits_input(hidden.flatten(0, 1).index_select(0, own_rows)))  # [N, H]
             inside.append(exists)
         weights = torch.stack(inside, -1).to(torch.promote_types(dtype, torch.float32))  # [N, ttt_steps]
         if settings.normalizer == "sequence":
