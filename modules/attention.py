@@ -95,51 +95,36 @@ BAND = 512
 
 
 def attend_text(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, window: int | None = None
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, window: int | None = None
 ) -> Tensor:
     """Attend causally over whole texts: [B, T, heads, D]. Arguments as of `attend_entries`."""
-    return attend_entries(query, key, value, scale, sinks, [], window=window)
+    return attend_entries(query, key, value, sinks, entries=[], window=window)
 
 
 def attend_entries(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scale: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None = None,
+    *,
     entries: list[Entry],
     documents: Documents | None = None,
     window: int | None = None,
     earlier: Entry | None = None,
 ) -> Tensor:
-    """Attend in the next pass (`layers.Attend`): [B, T, heads, D'] like query [B, T, heads, D], key [B, T, kv_heads, D]
-    and value [B, T, kv_heads, D']. The pass is appended to `entries`.
+    """Attend in the next pass (`layers.Attend`), which is appended to `entries`: [B, T, heads, D] like the query.
 
-    documents: of a flat batch [1, N, ..]. window: most positions that a row sees, more than there are passes. earlier:
-    keys and values of pass 0 before those of a text's part.
+    key, value: [B, T, kv_heads, D]. documents: of a flat batch [1, N, ..]. window: most positions that a row sees, more
+    than there are passes. earlier: keys and values of pass 0 before those of a text's part.
     """
     if not entries and earlier is not None:
         key, value = (torch.cat(parts, 1) for parts in zip(earlier, (key, value), strict=True))
-    width = value.shape[-1]
-    parts = of_one_width(query, key, value, scale)
     if documents is not None:
-        parts = [documents.pad(part) for part in parts]  # [documents, L, heads, D]
-    query, key, value = (part.transpose(1, 2) for part in parts)
+        query, key, value = (documents.pad(part) for part in (query, key, value))  # [documents, L, heads, D]
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     entries.append((key, value))
     mixed = diagonal_attention(query, entries[0], entries[1:], window, sinks).transpose(1, 2)  # [B, T, heads, D]
-    return (mixed if documents is None else documents.unpad(mixed))[..., :width]
-
-
-def of_one_width(query: Tensor, key: Tensor, value: Tensor, scale: float) -> list[Tensor]:
-    """Return query, key and value padded to one width, and the query for that width's usual scale.
-
-    Kernels and caches have no others.
-    """
-    width = max(key.shape[-1], value.shape[-1])
-    if scale != width**-0.5:
-        query = query * (scale * width**0.5)
-    parts = query, key, value
-    return [part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in parts]
+    return mixed if documents is None else documents.unpad(mixed)
 
 
 def diagonal_attention(

@@ -413,11 +413,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attend(Protocol):
     """Attention as the caller of a layer brings it: over a text, a draft, a block or a cache."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-        """Return values [.., heads, D'] for query [.., heads, D], key [.., kv_heads, D] and value [.., kv_heads, D'].
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Return values [.., heads, D] for query [.., heads, D], key and value [.., kv_heads, D].
 
-        scale: factor of their products. sinks: [heads], the score of an entry without a value that every token sees
-        (MiMo-V2, gpt-oss).
+        sinks: [heads], the score of an entry without a value that every token sees (MiMo-V2, gpt-oss).
         """
 
 
@@ -462,7 +461,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             query = self.q_norm(query)
         query, (key, value) = rotate(query, cos, sin), self.keys_values(x, cos, sin)
-        return self.o_proj(attend(query, key, value, self.head_dim**-0.5, None).flatten(-2))
+        return self.o_proj(attend(query, key, value).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -561,39 +560,3 @@ class LlamaModel(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Compute logits [B, T, V]."""
         return self.lm_head(self.features(input_ids))
-
-
-@dataclass(frozen=True)
-class NativeLayer:
-    """Decoder layer of another architecture (`targets.native` builds one) as a `Layer`.
-
-    layer: module with `input_layernorm` and `self_attn`, called as transformers' layers are. cos, sin: its tables of
-    rotation, [positions, D''].
-    """
-
-    layer: Any
-    cos: Tensor
-    sin: Tensor
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        return self._call(self.layer, x, cos, sin, attend).view(x.shape)
-
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return self.calls(x, cos, sin)[1:]
-
-    def calls(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query, key and value that the layer calls its attention with; arguments as of a call."""
-        given: list[tuple[Tensor, Tensor, Tensor]] = []
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-            given.append((query, key, value))
-            return query.new_zeros(*query.shape[:-1], value.shape[-1])
-
-        self._call(self.layer.self_attn, self.layer.input_layernorm(x), cos, sin, attend)
-        return given[0]
-
-    @staticmethod
-    def _call(module: Any, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Any:
-        # transformers takes [B, T, H] and [B or 1, T, D''].
-        x, *tables = (part[(None,) * (3 - part.dim())] for part in (x, cos.squeeze(-2), sin.squeeze(-2)))
-        return module(x, position_embeddings=tuple(tables), attention_mask=None, attend=attend)

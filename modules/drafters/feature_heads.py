@@ -35,6 +35,11 @@ class FeatureHead(DraftHead):
         """Its decoder layers, none by default."""
         return ()
 
+    @property
+    def rotary_tables(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [positions, rotary_dim] of its layers; None: those of its config."""
+        return None
+
     def read(self, features: Tensor) -> Tensor:
         """Map the target's features [.., F] to states [.., H]."""
         return features
@@ -66,7 +71,8 @@ class PairNetwork:
     def __init__(self, head: FeatureHead, target: CausalLM):
         self.head, self.embed = head.lean(target), target.embed
         self.lm_head = head.output or target.lm_head
-        self.stack = LeanStack(self.head.decoder_layers, head.config.llama, target.dtype, target.device)
+        layers, tables = self.head.decoder_layers, self.head.rotary_tables
+        self.stack = LeanStack(layers, head.config.llama, target.dtype, target.device, tables=tables)
 
     def inputs(self, ids: Any, states: Tensor) -> Tensor:
         return self.head.fuse(self.embed(ids), states)

@@ -18,8 +18,8 @@ from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
-from draftsmith.modules.layers import PLAIN, Layer, LlamaConfig, LlamaHeadConfig, NativeLayer, RopeScaling, layers_of
-from draftsmith.modules.targets.native import layer_settings, native_layer, native_shape
+from draftsmith.modules.layers import PLAIN, Layer, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
+from draftsmith.modules.targets.native import NativeLayer, layer_settings, native_layer, native_shape
 from draftsmith.modules.types import InputError
 
 # Families whose modules servers draft with, by the type of their text model: the layer of the module among the kinds of
@@ -68,8 +68,8 @@ class MtpHead(UnrolledHead):
         self.config = config
         size = config.hidden_size
         # The norms are those of the architecture: their gain is w, or 1 + w.
-        native, self.norm = native_layer(config.layer, config.max_position)
-        self.layer = native.layer
+        native = native_layer(config.layer, config.max_position)
+        self.layer, self.norm = native.layer.layer, native.norm
         self.register_buffer("cos", native.cos, persistent=False)
         self.register_buffer("sin", native.sin, persistent=False)
         self.enorm, self.hnorm = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
@@ -77,7 +77,11 @@ class MtpHead(UnrolledHead):
 
     @property
     def decoder_layers(self) -> Sequence[Layer]:
-        return [NativeLayer(self.layer, self.cos, self.sin)]
+        return [NativeLayer(self.layer)]
+
+    @property
+    def rotary_tables(self) -> tuple[Tensor, Tensor]:
+        return self.cos, self.sin
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layer's input [.., H] of embeddings and states [.., H]."""
@@ -141,7 +145,7 @@ class MtpHead(UnrolledHead):
 def active_weights(settings: str) -> int:
     """Return the weights of a decoder layer that a token meets. settings: of `native_layer`, as JSON."""
     with torch.device("meta"):
-        layer, _ = native_layer(json.loads(settings), 1)
+        layer = native_layer(json.loads(settings), 1).layer
     chosen = json.loads(settings).get("num_experts_per_tok", 1)
     # Experts are stacked in one tensor.
     return sum(

@@ -144,10 +144,8 @@ class NoCache:
     length = offset = first = 0
     spans: Sequence[int] = ()
 
-    def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        batch, length, _, head_dim = keys_values.shape
-        keys, values = keys_values.view(batch, length, 2, -1, head_dim).permute(2, 0, 3, 1, 4)
-        return keys, values
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return key.transpose(1, 2), value.transpose(1, 2)
 
 
 class KVCache:
@@ -168,25 +166,25 @@ class KVCache:
         self._written = self.capacity if written is None else written
         # As layers write and read it. Sliced once a forward for all layers: on small models making views is most of
         # the cost of writing.
-        self._slots = data.permute(0, 2, 4, 1, 3, 5)  # [layers, B, capacity, 2, kv_heads, D]
         self._halves = data.flatten(0, 1)  # [layers * 2, B, kv_heads, capacity, D]
+        self._slots = self._halves.transpose(2, 3)  # [layers * 2, B, capacity, kv_heads, D]
         # First slot and number of the slices, and the first one read.
         self._place: tuple[int, int, int] | None = None
 
-    def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys_values [B, T, 2 * kv_heads, D], the keys' heads first, behind the kept tokens.
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store key and value [B, T, kv_heads, D] behind the kept tokens.
 
         Returns all that is cached from slot `first` on: keys and values [B, kv_heads, length + T - first, D].
         """
-        place = self.length, keys_values.shape[1], self.first
+        place = self.length, key.shape[1], self.first
         if place != self._place:
             start, count, first = place
             self._written = max(self._written, start + count)
             self._fresh = self._slots.narrow(2, start, count).unbind(0)
             self._seen = self._halves.narrow(3, first, start + count - first).unbind(0)
             self._place = place
-        fresh = self._fresh[layer]
-        fresh.copy_(keys_values.view(fresh.shape))
+        self._fresh[2 * layer].copy_(key)
+        self._fresh[2 * layer + 1].copy_(value)
         return self._seen[2 * layer], self._seen[2 * layer + 1]
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
@@ -250,9 +248,9 @@ class RowsCache(KVCache):
         if not slots.is_cuda:
             self.spans = [int(own.max()) + 1 for own in slots.split(ROWS_TOGETHER)]
 
-    def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys_values where `place` said and return keys and values [B, kv_heads, span, D]."""
-        self._flat[layer].index_put_((self._index,), keys_values)
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store key and value where `place` said and return keys and values [B, kv_heads, span, D]."""
+        self._flat[layer].index_put_((self._index,), torch.cat([key, value], 2))
         keys, values = self._layers[layer].narrow(1, 0, self._batch).narrow(3, 0, self._span).unbind(0)
         return keys, values
 
@@ -290,12 +288,35 @@ class PromptCache(NoCache):
         self._layers, self._first = layers, first
         self._index: Tensor | None = None
 
-    def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self._index is None:
-            slots = torch.arange(keys_values.shape[1], device=self._first.device)
+            slots = torch.arange(key.shape[1], device=self._first.device)
             self._index = self._first + slots[:, None]  # [R, T, 2 * kv_heads]
-        self._layers[layer].index_put_((self._index,), keys_values)
-        return super().write(layer, keys_values)
+        self._layers[layer].index_put_((self._index,), torch.cat([key, value], 2))
+        return super().write(layer, key, value)
 
 
 LayerCache = KVCache | NoCache
+
+
+class CachedAttention:
+    """Attention over a cache (`layers.Attend`), for B sequences end to end; `layer` is the layer that calls it."""
+
+    layer = 0
+
+    def __init__(self, cache: LayerCache, batch: int, groups: int, mask: Tensor | None, causal: bool):
+        """groups, mask, causal: as of `attend`."""
+        self._cache, self._batch, self._groups, self._mask, self._causal = cache, batch, groups, mask, causal
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        shape = query.shape
+        if len(shape) == 3 and self._batch == 1:
+            queries, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        else:
+            queries, key, value = (part.reshape(self._batch, -1, *part.shape[-2:]) for part in (query, key, value))
+        keys, values = self._cache.write(self.layer, key, value)  # [B, kv_heads, S, D]
+        if sinks is None:
+            attended = attend(queries, keys, values, self._groups, self._mask, self._causal, self._cache.spans)
+        else:
+            attended = attend_with_sinks(queries, keys, values, sinks, self._mask, self._causal)
+        return attended.reshape(shape)

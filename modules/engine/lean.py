@@ -14,6 +14,7 @@ B rows, T new tokens of each, N = B * T, H hidden size, D head_dim.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import threading
@@ -24,9 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules.attention import of_one_width
-from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, attend, attend_with_sinks, prepared, tree_mask
-from draftsmith.modules.layers import DecoderLayer, Layer, LlamaConfig, NativeLayer, PairLayer, RMSNorm, rope_table
+from draftsmith.modules.engine.cache import CachedAttention, KVCache, LayerCache, as_bias, prepared, tree_mask
+from draftsmith.modules.layers import Attend, DecoderLayer, Layer, LlamaConfig, RMSNorm, rope_table
 
 # States by layer: the caller gives the numbers, the forward fills in the states.
 Captured = dict[int, Tensor]
@@ -209,7 +209,8 @@ def _fuse(linears: Sequence[nn.Linear], pack: bool, share: bool) -> LeanLinear:
 
 
 class LeanLayer:
-    """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place."""
+    """A `DecoderLayer` with q/k/v and gate/up fused, of tokens [N, ..] (`layers.Layer`). It writes into its own tensors
+    in place, so nothing can be learned through it."""
 
     unit = 1  # rows that belong together, and pass the MLP together
     # Others may be put in the place of the fused ones.
@@ -218,45 +219,40 @@ class LeanLayer:
     gate_up: Linear
     down: Linear
 
-    def __init__(self, layer: DecoderLayer | PairLayer, pack: bool = False, share: bool = False):
+    def __init__(self, layer: DecoderLayer, pack: bool = False, share: bool = False):
         """pack, share: see `_fuse`."""
-        self.hidden_norm: LeanNorm | None = None
-        if isinstance(layer, PairLayer):
-            self.hidden_norm = LeanNorm(layer.hidden_norm.weight, layer.hidden_norm.eps)
-            self.normed_residual = layer.normed_residual
         attention = layer.self_attn
-        self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
-        self.groups, self.head_dim = self.num_heads // self.num_kv_heads, attention.head_dim
+        self.head_dim, self.num_rotated = attention.head_dim, attention.num_heads + attention.num_kv_heads
+        self.heads = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
         self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], pack, share)
         self.o = _fuse([attention.o_proj], pack, share)
         self.gate_up = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], pack, share)
         self.down = _fuse([layer.mlp.down_proj], pack, share)
         self.qk_norm = None
         if attention.qk_norm:
-            weights: list[Tensor] = [attention.q_norm.weight] * self.num_heads
-            weights += [attention.k_norm.weight] * self.num_kv_heads
+            weights: list[Tensor] = [attention.q_norm.weight] * attention.num_heads
+            weights += [attention.k_norm.weight] * attention.num_kv_heads
             self.qk_norm = LeanNorm(torch.stack(weights), attention.q_norm.eps)
-        first, second = layer.input_layernorm, layer.post_attention_layernorm
-        self.input_norm = LeanNorm(first.weight, first.eps) if isinstance(first, RMSNorm) else None
-        self.post_norm = LeanNorm(second.weight, second.eps)
+        # What the layer does before attention, with the engine's norms. The layer itself stays as it is.
+        entry = copy.copy(layer)
+        entry.__dict__["_modules"] = {}
+        entry.__dict__ |= {name: swap_modules(part, pack) for name, part in layer.named_children() if _is_norm(part)}
+        self.enter = entry.enter
+        self.post_norm = LeanNorm(layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps)
 
-    def __call__(
-        self,
-        rows: Tensor,
-        batch: int,
-        cos: Tensor,
-        sin: Tensor,
-        cache: LayerCache,
-        index: int,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> Tensor:
-        """Run the layer on rows [N, H], sequence by sequence, behind `cache.length` tokens: [N, H].
-
-        rows: of a `PairLayer` [N, 2H].
-        cos, sin: [B or 1, T, 1, rotary_dim]. mask: `prepared` bias [B or 1, 1, T, S]; None if T == 1, or with `causal`.
-        """
-        rows = self._attend(rows, batch, cos, sin, cache, index, mask, causal)
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        normed, rows = self.enter(x)
+        qkv = self.qkv(normed).view(len(x), -1, self.head_dim)  # [N, heads + 2 kv_heads, D]
+        rotated = qkv.narrow(1, 0, self.num_rotated)
+        if self.qk_norm is not None:
+            rotated.copy_(self.qk_norm(rotated))
+        if (size := cos.shape[-1]) < self.head_dim:
+            rotated = rotated[..., :size]
+        # sin carries the sign of its first half, so a roll by half the width is the rotation.
+        rolled = rotated.roll(size // 2, -1)
+        rotated.mul_(cos).addcmul_(rolled, sin)
+        attended = attend(*qkv.split(self.heads, 1))  # [N, heads, D]
+        rows = self.o.add_to(rows.contiguous(), attended.flatten(1))
         if len(rows) <= MLP_ROWS:
             return self._mlp(rows)
         for part in rows.split(MLP_ROWS // self.unit * self.unit):
@@ -267,70 +263,9 @@ class LeanLayer:
         gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
         return self.down.add_to(rows, F.silu(gate).mul_(up))
 
-    def _attend(
-        self,
-        rows: Tensor,
-        batch: int,
-        cos: Tensor,
-        sin: Tensor,
-        cache: LayerCache,
-        index: int,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> Tensor:
-        """Add the attention to the residual stream: [N, H], a new tensor. Arguments as of `__call__`."""
-        normed = rows
-        if self.hidden_norm is not None and self.input_norm is not None:
-            embeds, states = rows.chunk(2, -1)
-            hidden = self.hidden_norm(states)
-            normed = torch.cat([self.input_norm(embeds), hidden], -1)  # [N, 2H]
-            rows = hidden if self.normed_residual else states.contiguous()
-        elif self.input_norm is not None:
-            normed = self.input_norm(rows)
-        qkv = self.qkv(normed).view(batch, -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)  # [B, T, .., D]
-        rotated = qkv[:, :, : self.num_heads + self.num_kv_heads]
-        if self.qk_norm is not None:
-            rotated.copy_(self.qk_norm(rotated))
-        if (size := cos.shape[-1]) < self.head_dim:
-            rotated = rotated[..., :size]
-        # sin carries the sign of its first half, so a roll by half the width is the rotation.
-        rolled = rotated.roll(size // 2, -1)
-        rotated.mul_(cos).addcmul_(rolled, sin)
-        queries, keys_values = qkv[:, :, : self.num_heads], qkv[:, :, self.num_heads :]
-        keys, values = cache.write(index, keys_values)  # [B, kv_heads, S, D]
-        attended = attend(queries, keys, values, self.groups, mask, causal, cache.spans)  # [B, T, heads, D]
-        return self.o.add_to(rows, attended.reshape(rows.shape[0], -1))
 
-
-class LeanNative:
-    """A `NativeLayer` over a cache; arguments as of `LeanLayer`. Values narrower than keys are cached with zeros."""
-
-    def __init__(self, layer: NativeLayer, config: LlamaConfig):
-        self.layer, self.size, self.groups = layer, config.head_dim, config.num_heads // config.num_kv_heads
-
-    def __call__(
-        self,
-        rows: Tensor,
-        batch: int,
-        cos: Tensor,
-        sin: Tensor,
-        cache: LayerCache,
-        index: int,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> Tensor:
-        def attend_cached(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-            width = value.shape[-1]
-            query, *fresh = (part.view(batch, -1, *part.shape[-2:]) for part in of_one_width(query, key, value, scale))
-            keys, values = cache.write(index, torch.cat(fresh, 2))  # [B, kv_heads, S, D]
-            query = query.contiguous()  # [B, T, heads, D]
-            if sinks is not None:
-                attended = attend_with_sinks(query, keys, values, sinks, mask, causal)
-            else:
-                attended = attend(query, keys, values, self.groups, mask, causal, cache.spans)
-            return attended[..., :width]
-
-        return self.layer(rows.view(batch, -1, rows.shape[-1]), cos, sin, attend_cached).reshape(rows.shape)
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, RMSNorm | nn.Identity)
 
 
 def swap_modules(module: nn.Module, pack: bool) -> Any:
@@ -342,7 +277,7 @@ def swap_modules(module: nn.Module, pack: bool) -> Any:
         return LeanLinear(module.weight, module.bias, pack)
     if isinstance(module, RMSNorm):
         return LeanNorm(module.weight, module.eps)
-    if isinstance(module, DecoderLayer | PairLayer):
+    if isinstance(module, DecoderLayer):
         return LeanLayer(module, pack)
     # Not by `setattr`, which takes modules only; containers call whatever is here. In `__dict__` it is found without
     # `Module.__getattr__`, which takes a microsecond.
@@ -364,26 +299,21 @@ class LeanStack:
         device: torch.device,
         pack: bool = False,
         share: bool = False,
+        tables: tuple[Tensor, Tensor] | None = None,
     ):
-        """pack: see `LeanLinear`. share: the layers are frozen and give their weights away (`_fuse`)."""
-        self.layers = [self._lean(layer, config, pack, share) for layer in layers]
+        """pack: see `LeanLinear`. share: the layers are frozen and give their weights away (`_fuse`). tables: cos and
+        sin [positions, rotary_dim]; None: those of the config."""
+        self.layers = [LeanLayer(own, pack, share) if isinstance(own, DecoderLayer) else own for own in layers]
         self.config, self.dtype, self.device = config, dtype, device
-        if layers and isinstance(layers[0], NativeLayer):
-            cos, sin = layers[0].cos, layers[0].sin
-        else:
-            cos, sin = rope_table(config, config.max_position)
+        cos, sin = rope_table(config, config.max_position) if tables is None else tables
+        if tables is None:
+            # As the fused layers take it.
             half = config.rotary_dim // 2
             sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)
         self.cos, self.sin = cos.to(device, dtype)[:, None], sin.to(device, dtype)[:, None]  # [positions, 1, D]
         self._strip = torch.zeros(0, 0, dtype=dtype)
         # Views of cos and sin, one pair for each of the first positions.
         self._ready: list[tuple[Tensor, Tensor]] = []
-
-    @staticmethod
-    def _lean(layer: Any, config: LlamaConfig, pack: bool, share: bool) -> LeanLayer | LeanNative:
-        if isinstance(layer, NativeLayer):
-            return LeanNative(layer, config)
-        return layer if isinstance(layer, LeanLayer) else LeanLayer(layer, pack, share)
 
     def new_slots(self, batch: int, capacity: int) -> Tensor:
         """Allocate keys and values of a cache: [layers, 2, B, kv_heads, capacity, D]."""
@@ -408,16 +338,22 @@ class LeanStack:
         mask: bool (true = may attend), or a bias of the stack's dtype.
         captured: filled with the states [N, H] after the first k layers, for every number k in it.
         """
+        groups, bias = self.config.num_heads // self.config.num_kv_heads, None
         if mask is not None:
-            bias = as_bias(mask, self.dtype) if mask.dtype == torch.bool else mask
-            mask = prepared(bias, self.config.num_heads // self.config.num_kv_heads)
-        single = x.dim() == 2
-        rows, batch = (x, 1) if single else (x.reshape(-1, x.shape[-1]), x.shape[0])  # [N, H]
+            bias = prepared(as_bias(mask, self.dtype) if mask.dtype == torch.bool else mask, groups)
+        batch, rows = (1, x) if x.dim() == 2 else (x.shape[0], x.reshape(-1, x.shape[-1]))  # [N, H]
+        if batch > 1:
+            shape = batch, len(rows) // batch, 1, cos.shape[-1]
+            cos, sin = cos.expand(shape).flatten(0, 1), sin.expand(shape).flatten(0, 1)  # [N, 1, D]
+        elif cos.dim() == 4:
+            cos, sin = cos[0], sin[0]
+        attention = CachedAttention(cache, batch, groups, bias, causal)
         for index, layer in enumerate(self.layers):
             if captured and index in captured:
                 captured[index] = rows
-            rows = layer(rows, batch, cos, sin, cache, index, mask, causal)
-        return rows if single else rows.view(*x.shape[:-1], -1)
+            attention.layer = index
+            rows = layer(rows, cos, sin, attention)
+        return rows if x.dim() == 2 else rows.view(*x.shape[:-1], -1)
 
     def chain(self, x: Tensor, cache: LayerCache, captured: Captured | None = None) -> Tensor:
         """Run chains of T inputs [B, T, H] or [T, H], behind the cached tokens."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules.layers import Attend, NativeLayer
+from draftsmith.modules.layers import Attend
 from draftsmith.modules.types import InputError
 
 # Name of our attention in transformers' registry.
@@ -18,6 +19,48 @@ CALLER = "draftsmith_caller"
 NO_VOCABULARY = {"vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # Of whole models and their files.
 UNRELATED = ("architectures", "dtype", "transformers_version", "quantization_config", "id2label", "label2id")
+
+
+@dataclass(frozen=True)
+class NativeLayer:
+    """Decoder layer of another architecture, as a `layers.Layer`.
+
+    layer: module with `input_layernorm` and `self_attn`, called as transformers' layers are.
+    """
+
+    layer: Any
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return self._call(self.layer, x, cos, sin, attend).view(x.shape)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.calls(x, cos, sin)[1:]
+
+    def calls(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query, key and value that the layer calls its attention with; arguments as of a call."""
+        given: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+            given.append((query, key, value))
+            return torch.zeros_like(query)
+
+        self._call(self.layer.self_attn, self.layer.input_layernorm(x), cos, sin, attend)
+        return given[0]
+
+    @staticmethod
+    def _call(module: Any, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Any:
+        # transformers takes [B, T, H] and [B or 1, T, D''].
+        x, *tables = (part[(None,) * (3 - part.dim())] for part in (x, cos.squeeze(-2), sin.squeeze(-2)))
+        return module(x, position_embeddings=tuple(tables), attention_mask=None, attend=attend)
+
+
+class Native(NamedTuple):
+    """A layer, a norm of its width, and its rotary tables [positions, D'']."""
+
+    layer: NativeLayer
+    norm: nn.Module
+    cos: Tensor
+    sin: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,8 +86,12 @@ def caller_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as the caller of the layer says (transformers' attention interface)."""
-    query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [B, T, heads, D]
-    return attend(query, key, value, scaling, s_aux), None
+    # Kernels and caches have one width, and the factor of it.
+    width = max(key.shape[-1], value.shape[-1])
+    if scaling != width**-0.5:
+        query = query * (scaling * width**0.5)
+    query, key, wide_value = (F.pad(part, (0, width - part.shape[-1])).transpose(1, 2) for part in (query, key, value))
+    return attend(query, key, wide_value, s_aux)[..., : value.shape[-1]], None
 
 
 def layer_settings(text: Mapping[str, Any], kind: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +117,7 @@ def layer_settings(text: Mapping[str, Any], kind: Mapping[str, Any]) -> dict[str
     return {**own, "model_type": text["model_type"], **NO_VOCABULARY, "num_hidden_layers": 1, **kind}
 
 
-def native_layer(settings: Mapping[str, Any], num_positions: int) -> tuple[NativeLayer, Any]:
+def native_layer(settings: Mapping[str, Any], num_positions: int) -> Native:
     """Build a decoder layer, and a norm of its width, with random weights.
 
     settings: of a model of this layer alone, as transformers' config classes take them. num_positions: of its tables.
@@ -95,15 +142,14 @@ def native_layer(settings: Mapping[str, Any], num_positions: int) -> tuple[Nativ
         found = f"{settings.get('model_type')} ({error})"
         remedy = "Update transformers, or train an eagle3 head."
         raise InputError("target", found, "an architecture whose layers transformers builds", remedy) from error
-    return NativeLayer(layer, cos[0].detach(), sin[0].detach()), norm
+    return Native(NativeLayer(layer), norm, cos[0].detach(), sin[0].detach())
 
 
 def native_shape(settings: Mapping[str, Any]) -> NativeShape:
     """Return the sizes of a layer's attention, as it calls it; arguments and errors as of `native_layer`."""
     with torch.device("meta"):
-        layer, norm = native_layer(settings, 1)
-        query, key, value = layer.calls(
-            norm.weight.new_empty(1, len(norm.weight)), layer.cos[:, None], layer.sin[:, None]
-        )
+        layer, norm, cos, sin = native_layer(settings, 1)
+        x = cos.new_empty(1, sum(weight.numel() for weight in norm.parameters()))
+        query, key, _ = layer.calls(x, cos[:, None], sin[:, None])
     window = getattr(layer.layer.self_attn, "sliding_window", None)
-    return NativeShape(query.shape[-2], key.shape[-2], max(key.shape[-1], value.shape[-1]), window)
+    return NativeShape(query.shape[-2], key.shape[-2], key.shape[-1], window)

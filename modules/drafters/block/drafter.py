@@ -165,7 +165,7 @@ class SlotNet(DraftNet):
         keys_values = self._context(torch.cat(features), torch.cat(places).to(self.device))
         for cache, own in zip(caches, keys_values.split(list(map(len, features))), strict=True):
             for layer, fresh in enumerate(own.unbind(1)):
-                cache.write(layer, fresh[None])
+                cache.write(layer, *fresh[None].chunk(2, 2))
             cache.length += len(own)
 
     def _run_block(self, anchors: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class SlotNet(DraftNet):
         length = len(self._tokens)
         cache = stack.new_cache(1, length + len(x))
         for layer, own in enumerate(self._text.unbind(1)):
-            cache.write(layer, own[None])
+            cache.write(layer, *own[None].chunk(2, 2))
         cache.length = length
         blocks = DocumentBlocks(0, anchors, slots, self.config.llama.sliding_window, 0, length)
         seen = blocks.visible(anchors, 0, length)

@@ -373,8 +373,8 @@ def attend_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scale: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None = None,
+    *,
     context: tuple[Tensor, Tensor],
     groups: Sequence[Sequence[tuple[slice, slice, Tensor]]],
 ) -> Tensor:

@@ -103,8 +103,8 @@ def test_a_module_rotates_as_its_target_by_published_spellings_too(family: str, 
     (tmp_path / "config.json").write_text(json.dumps(raw))
     target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     cos, sin = target.model.rotary_emb(torch.zeros(1, 128, 32), torch.arange(128)[None])
-    layer, _ = native_layer(MtpHead.new_config(MtpSettings(), plain_shape(raw)).layer, 128)
-    assert torch.equal(layer.cos, cos[0]) and torch.equal(layer.sin, sin[0])
+    native = native_layer(MtpHead.new_config(MtpSettings(), plain_shape(raw)).layer, 128)
+    assert torch.equal(native.cos, cos[0]) and torch.equal(native.sin, sin[0])
 
 
 @pytest.mark.parametrize("family", LAYERS)

@@ -24,20 +24,15 @@ LAYERS, BATCH, HEADS, CAPACITY, DIM = 2, 3, 2, 12, 4
 CPU = torch.device("cpu")
 
 
-def joined(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[B, heads, T, D] each -> [B, T, 2 * heads, D], as layers write them."""
-    return torch.cat([keys, values], dim=1).transpose(1, 2).contiguous()
-
-
 def filled_cache(length: int) -> KVCache:
     """Layer l, key or value, row b and slot s hold the number that says so."""
     cache = KVCache(torch.zeros(LAYERS, 2, BATCH, HEADS, CAPACITY, DIM), written=0)
-    shape = (BATCH, HEADS, length, DIM)
+    shape = (BATCH, length, HEADS, DIM)
     rows = torch.arange(BATCH).view(-1, 1, 1, 1)
-    slots = torch.arange(length).view(1, 1, -1, 1)
+    slots = torch.arange(length).view(1, -1, 1, 1)
     for layer in range(LAYERS):
         content = 1000 * layer + 100 * rows + slots
-        cache.write(layer, joined(content.expand(shape).float(), -content.expand(shape).float()))
+        cache.write(layer, content.expand(shape).float(), -content.expand(shape).float())
     cache.length = length
     return cache
 
@@ -74,8 +69,8 @@ def test_what_is_written_again_at_the_same_place_after_a_wipe_is_wiped_again():
     for _ in range(2):  # the same slices serve both
         cache.keep(0)
         assert not cache.data.any()
-        content = torch.ones(BATCH, HEADS, 2, DIM)
-        cache.write(0, joined(content, content))
+        content = torch.ones(BATCH, 2, HEADS, DIM)
+        cache.write(0, content, content)
     cache.keep(0)
     assert not cache.data.any()
 
@@ -143,7 +138,7 @@ def test_rows_of_different_lengths_read_their_own_slots(dtype):
     cache = RowsCache(torch.randn(1, 2, rows, 2, slots, 16, generator=rng, dtype=dtype))
     last = torch.randint(0, slots - 1, (rows, 1), generator=rng)
     cache.place(last, slots)
-    keys, values = cache.write(0, torch.randn(rows, 1, 4, 16, generator=rng, dtype=dtype))
+    keys, values = cache.write(0, *torch.randn(rows, 1, 4, 16, generator=rng, dtype=dtype).chunk(2, 2))
     bias = as_bias(torch.arange(slots) <= last[..., None], dtype)[:, None]
     queries = torch.randn(rows, 1, 8, 16, generator=rng, dtype=dtype)
     wanted = explicit(*(part.double() for part in (queries, keys, values)), 4, bias.double())
