@@ -414,7 +414,7 @@ class Attend(Protocol):
     """Attention as the caller of a layer brings it: over a text, a draft, a block or a cache."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Return values [.., heads, D] for query [.., heads, D], key and value [.., kv_heads, D].
+        """Return values [.., heads, D] for query [.., heads, D], key and value [.., kv_heads, D], token by token.
 
         sinks: [heads], the score of an entry without a value that every token sees (MiMo-V2, gpt-oss).
         """

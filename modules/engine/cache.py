@@ -145,7 +145,8 @@ class NoCache:
     spans: Sequence[int] = ()
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return key.transpose(1, 2), value.transpose(1, 2)
+        keys, values = (part.view(-1, *part.shape[-3:]).transpose(1, 2) for part in (key, value))
+        return keys, values
 
 
 class KVCache:
@@ -172,11 +173,11 @@ class KVCache:
         self._place: tuple[int, int, int] | None = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store key and value [B, T, kv_heads, D] behind the kept tokens.
+        """Store key and value [B, T, kv_heads, D], or [T, kv_heads, D] of a single row, behind the kept tokens.
 
         Returns all that is cached from slot `first` on: keys and values [B, kv_heads, length + T - first, D].
         """
-        place = self.length, key.shape[1], self.first
+        place = self.length, key.shape[-3], self.first
         if place != self._place:
             start, count, first = place
             self._written = max(self._written, start + count)
@@ -250,7 +251,7 @@ class RowsCache(KVCache):
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store key and value where `place` said and return keys and values [B, kv_heads, span, D]."""
-        self._flat[layer].index_put_((self._index,), torch.cat([key, value], 2))
+        self._flat[layer].index_put_((self._index,), torch.cat([key, value], -2))
         keys, values = self._layers[layer].narrow(1, 0, self._batch).narrow(3, 0, self._span).unbind(0)
         return keys, values
 
@@ -290,9 +291,9 @@ class PromptCache(NoCache):
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self._index is None:
-            slots = torch.arange(key.shape[1], device=self._first.device)
+            slots = torch.arange(key.shape[-3], device=self._first.device)
             self._index = self._first + slots[:, None]  # [R, T, 2 * kv_heads]
-        self._layers[layer].index_put_((self._index,), torch.cat([key, value], 2))
+        self._layers[layer].index_put_((self._index,), torch.cat([key, value], -2))
         return super().write(layer, key, value)
 
 
@@ -309,14 +310,12 @@ class CachedAttention:
         self._cache, self._batch, self._groups, self._mask, self._causal = cache, batch, groups, mask, causal
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        shape = query.shape
-        if len(shape) == 3 and self._batch == 1:
-            queries, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-        else:
-            queries, key, value = (part.reshape(self._batch, -1, *part.shape[-2:]) for part in (query, key, value))
+        """Return values [B, T, heads, D] of the tokens."""
+        if self._batch > 1:
+            query, key, value = (part.reshape(self._batch, -1, *part.shape[-2:]) for part in (query, key, value))
+        elif query.dim() == 3:
+            query = query.unsqueeze(0)
         keys, values = self._cache.write(self.layer, key, value)  # [B, kv_heads, S, D]
         if sinks is None:
-            attended = attend(queries, keys, values, self._groups, self._mask, self._causal, self._cache.spans)
-        else:
-            attended = attend_with_sinks(queries, keys, values, sinks, self._mask, self._causal)
-        return attended.reshape(shape)
+            return attend(query, keys, values, self._groups, self._mask, self._causal, self._cache.spans)
+        return attend_with_sinks(query, keys, values, sinks, self._mask, self._causal)

@@ -236,13 +236,16 @@ class LeanLayer:
         # What the layer does before attention, with the engine's norms. The layer itself stays as it is.
         entry = copy.copy(layer)
         entry.__dict__["_modules"] = {}
-        entry.__dict__ |= {name: swap_modules(part, pack) for name, part in layer.named_children() if _is_norm(part)}
+        for name, part in layer.named_children():
+            if isinstance(part, RMSNorm | nn.Identity):
+                entry.__dict__[name] = LeanNorm(part.weight, part.eps) if isinstance(part, RMSNorm) else _same
         self.enter = entry.enter
         self.post_norm = LeanNorm(layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed, rows = self.enter(x)
-        qkv = self.qkv(normed).view(len(x), -1, self.head_dim)  # [N, heads + 2 kv_heads, D]
+        count = x.shape[0]
+        qkv = self.qkv(normed).view(count, -1, self.head_dim)  # [N, heads + 2 kv_heads, D]
         rotated = qkv.narrow(1, 0, self.num_rotated)
         if self.qk_norm is not None:
             rotated.copy_(self.qk_norm(rotated))
@@ -251,9 +254,9 @@ class LeanLayer:
         # sin carries the sign of its first half, so a roll by half the width is the rotation.
         rolled = rotated.roll(size // 2, -1)
         rotated.mul_(cos).addcmul_(rolled, sin)
-        attended = attend(*qkv.split(self.heads, 1))  # [N, heads, D]
-        rows = self.o.add_to(rows.contiguous(), attended.flatten(1))
-        if len(rows) <= MLP_ROWS:
+        attended = attend(*qkv.split_with_sizes(self.heads, 1))
+        rows = self.o.add_to(rows.contiguous(), attended.reshape(count, -1))
+        if count <= MLP_ROWS:
             return self._mlp(rows)
         for part in rows.split(MLP_ROWS // self.unit * self.unit):
             part.copy_(self._mlp(part))
@@ -264,8 +267,8 @@ class LeanLayer:
         return self.down.add_to(rows, F.silu(gate).mul_(up))
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, RMSNorm | nn.Identity)
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def swap_modules(module: nn.Module, pack: bool) -> Any:
