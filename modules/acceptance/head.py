@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -98,13 +99,21 @@ class AcceptanceHead(nn.Module):
 
 
 class HeadPredictor(Predictor):
-    """P(a drafted token is accepted) by an acceptance head, token by token while decoding."""
+    """P(a drafted token is accepted) by an acceptance head, token by token while decoding.
+
+    The draft waits for every prediction: modules are not called, and calibration, which is affine, is folded into the
+    output's weights.
+    """
 
     late, learns = True, False
 
     def __init__(self, head: AcceptanceHead, calibrated: bool = True):
         """calibrated: predict the probability; else the raw output, which the paper's threshold is for."""
-        self._head, self._calibrated = head, calibrated
+        linears = [cast(ResidualBlock, block).linear for block in head.blocks]
+        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
+        shift = head.calibrated(0.0) if calibrated else 0.0
+        scale = head.calibrated(1.0) - shift if calibrated else 1.0
+        self._out, self._shift = scale * head.out.weight.detach()[0], scale * head.out.bias.item() + shift
 
     def prob(self, view: DraftView) -> float:
         """Return the probability of the token before the one shown, 1 if there is none.
@@ -115,8 +124,11 @@ class HeadPredictor(Predictor):
         # This state has read the token before: predict that one.
         if view.num_drafted == 1:
             return 1.0
-        logit: float = self._head(view.hidden).item()
+        x = view.hidden.float()  # [H]
+        for weight, bias in self._blocks:
+            x = x + F.silu(F.linear(x, weight, bias))
+        logit = torch.dot(x, self._out).item() + self._shift
         if not math.isfinite(logit):
             # Of the last token but one.
             raise NonFinite("output", "acceptance", -2)
-        return sigmoid(self._head.calibrated(logit) if self._calibrated else logit)
+        return sigmoid(logit)
