@@ -87,7 +87,7 @@ class UnrolledSettings(HeadSettings):
             probabilities [N, V]) -> losses of N tokens.
     """
 
-    help_rarely = (
+    help_rarely: ClassVar[tuple[str, ...]] = (
         "ttt_steps_after",
         "ttt_step_decay",
         "ttt_step_weights",
@@ -269,7 +269,7 @@ class BlockSettings(HeadSettings):
 
     defaults = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
 
-    help_rarely = (
+    help_rarely: ClassVar[tuple[str, ...]] = (
         "vary_block",
         "mask_token",
         "markov_type",
