@@ -120,12 +120,7 @@ def model_card(
         commands.append(f"draftsmith export {named} --format {GGUF} --output DIR-{GGUF}")
 
     rows = [] if measured is None else measured["methods"]
-    temperatures = sorted({row["temperature"] for row in rows})
-    sampled = {"top_k": 0, "top_p": 1.0} if measured is None else measured["settings"]
-    cuts = f"top-k {sampled['top_k'] or 'all'}, top-p {sampled['top_p']:g}"
-    labels = {
-        row["method"] + (f", temperature {row['temperature']:g}" if len(temperatures) > 1 else ""): row for row in rows
-    }
+    several = len({row["temperature"] for row in rows}) > 1
     license = manifest.get("license") or config.get("license")
     # The hub takes `other` with a name for a license that it does not list, and hub ids only as base models.
     base = ((target if drafter else reads) or "").partition("@")[0]
@@ -143,46 +138,28 @@ def model_card(
         card_data,
         template_path=str(TEMPLATE),
         code=_code,
+        meaning=_meaning,
         kind=kind,
         title=_title(kind),
         what=" ".join((head_class(kind).__doc__ or "").split("\n\n")[0].split()) if drafts else ACCEPTANCE_HEAD,
-        settings={name: value for name, value in head.items() if name != "llama"},
-        layers=", ".join(f"{name} {_code(value)}" for name, value in head.get("llama", {}).items()),
+        manifest=manifest,
+        head=head,
         imported=imported,
         export=export,
         unknown="Unknown: the head was imported." if imported else "Unknown.",
         models=models,
         bound=bound,
         teacher=manifest.get("teacher") and Proof.from_json(manifest["teacher"]),
-        data=_data_lines(manifest),
-        step=manifest.get("step"),
         options=yaml.safe_dump(options, sort_keys=False).strip(),
-        metrics=[(name, value, _meaning(name)) for name, value in sorted(metrics.items())],
+        metrics=metrics,
         measured=measured,
-        tasks=[
-            (task, label, part)
-            for label, row in labels.items()
-            for task, part in {"all": row, **(row.get("by_task") or {})}.items()
-        ],
-        classes=[
-            (of, part, label, "-".join(f"{end:.2f}" for end in part["tau_ci95"] or ()))
-            for of in ("context", "turn", "kind")
-            for label, row in labels.items()
-            if len(parts := row.get(f"by_{of}") or ()) > 1
-            for part in parts
-        ],
-        modes=" and under ".join(
-            f"sampling at temperature {t:g}, {cuts}" if t else "greedy decoding" for t in temperatures
-        ),
+        labels={row["method"] + (f", temperature {row['temperature']:g}" if several else ""): row for row in rows},
         bench=bench + ("" if saved_as_model else " --card"),
-        calibration=not drafts,
-        sampling=manifest.get("sampling"),
-        ece=metrics.get("ece_platt"),
+        drafts=drafts,
         saved_as_model=saved_as_model,
         commands="\n".join(commands),
         license=license,
         source=_code(reads) or f"the {model}",
-        versions=_versions(manifest),
     )
     return re.sub(r"\n{3,}", "\n\n", card.content).strip() + "\n"
 
@@ -199,29 +176,9 @@ def _tag_and_method(kind: str, head: Mapping[str, Any], drafter: str | None) -> 
     return "specdec++", f"specdec++:h=0.7{option}"
 
 
-def _data_lines(manifest: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name, part in (manifest.get("samples") or {}).items():
-        line = f"{name}: {part['samples']:,} samples, {part['tokens']:,} tokens"
-        if "answers" in part:
-            median = f"median {part['tokens_p50']:,.0f} tokens"
-            line += f"; {part['answers']:,} responses of {part['answer_tokens']:,} tokens, {median}"
-        lines.append(line)
-    sampling = manifest.get("sampling")
-    if lines and sampling and "labels" not in manifest:
-        lines.append(f"the target's answers at temperature {sampling['temperature']:g}")
-    return lines
-
-
 def _meaning(metric: str) -> str:
     name, _, number = metric.rpartition("_")
     return METRICS.get(metric) or METRICS.get(f"{name}_N", "").format(number)
-
-
-def _versions(manifest: Mapping[str, Any]) -> str:
-    packages = manifest.get("packages") or {}
-    names = [f"{name} {packages[name]}" for name in ("draftsmith", "torch", "transformers") if packages.get(name)]
-    return ", ".join(names + ([f"commit {manifest['git_commit']}"] if manifest.get("git_commit") else []))
 
 
 def _code(value: Any) -> str:
