@@ -122,7 +122,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     model, written = loadable(source.path), str(config.output)
     package = format.write(head.config, state, dtype, dataclasses.replace(source.facts, path=model))
     if format.name == GGUF:
-        kind = package.config["gguf"]
+        kind = str(package.config["gguf"])
         metadata, tensors = head_to_gguf(package)
         name = f"{format.kind} head of {Path(source.path).stem}"
         named = {"general.name": name, **target_tokenizer(config, source.path)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftsmith.modules.targets.shape import is_hybrid, layer_kinds, num_layers, stated_positions, text_config
 from draftsmith.modules.types import InputError
 
-Raw = Mapping[str, Any]  # a `config.json`
+Raw = Mapping[str, object]  # a `config.json`
 
 # Types of weights that layers compute with; integers and float8 are quantized weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -73,17 +73,21 @@ class TargetFacts:
     @property
     def windowed(self) -> bool:
         """True if some layers, and not all as a Mistral's, read a window of the text."""
-        return "sliding_attention" in (self.text.get("layer_types") or [])
+        return "sliding_attention" in layer_types(self.text)
 
     @property
     def window(self) -> int | None:
         """The window of a target whose layers all have one, as a Mistral's."""
-        kinds = self.text.get("layer_types") or ["sliding_attention"] * (self.family == "mistral")
-        return self.text.get("sliding_window") if set(kinds) == {"sliding_attention"} else None
+        kinds = layer_types(self.text) or ["sliding_attention"] * (self.family == "mistral")
+        return self._size("sliding_window") if set(kinds) == {"sliding_attention"} else None
 
     @property
     def hidden_size(self) -> int | None:
-        return self.text.get("hidden_size")
+        return self._size("hidden_size")
+
+    def _size(self, name: str) -> int | None:
+        size = self.text.get(name)
+        return size if isinstance(size, int) else None
 
     @property
     def num_layers(self) -> int | None:
@@ -200,6 +204,18 @@ class HeadFormat(ABC):
         except InputError:
             return False
         return self.writes
+
+
+def layer_types(raw: Raw) -> list[str]:
+    """Return the kinds of attention in a `config.json`, by layers; empty if it does not list them.
+
+    Raises:
+        InputError: another value than a list of names.
+    """
+    types = raw.get("layer_types") or []
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise InputError("config.json, layer_types", repr(types)[:80], "a list of names", "Correct config.json.")
+    return types
 
 
 def check_tensors(net: nn.Module, state: Mapping[str, Tensor], disk_name: Callable[[str], str] = str) -> None:

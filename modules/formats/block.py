@@ -23,6 +23,7 @@ from draftsmith.modules.formats.llama import (
     Fields,
     flat,
     inner_object,
+    layer_ids,
     layer_window,
     llama_fields,
     to_halves,
@@ -287,16 +288,14 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         """Return the target's layers that the head reads, as many as its fc has room for."""
         raw, wanted = files.raw, files.num_states(size)
         field = STATES if raw.get(STATES) is not None else OUTPUTS
-        numbers, count = raw.get(field), None if files.target is None else files.target.num_layers
-        if numbers is None:
-            if count is None:
-                raise InputError(f"config.json, {OUTPUTS}", "none", "the target's layers", "Pass --target.")
+        numbers, count = layer_ids(raw, field=field), None if files.target is None else files.target.num_layers
+        if numbers is not None:
+            layers = tuple(number + (field == OUTPUTS) for number in numbers)
+        elif count is None:
+            raise InputError(f"config.json, {OUTPUTS}", "none", "the target's layers", "Pass --target.")
+        else:
             layers = default_layers(count, wanted)
             files.notes.append(f"{OUTPUTS} is absent: layers {', '.join(str(k - 1) for k in layers)}, as by default")
-        elif isinstance(numbers, list) and numbers and all(type(number) is int for number in numbers):
-            layers = tuple(number + (field == OUTPUTS) for number in numbers)
-        else:
-            raise InputError(f"config.json, {field}", repr(numbers), "a list of integers", "Correct config.json.")
         files.check_layers(f"config.json, {field}", numbers or layers, layers, wanted, outputs=True)
         return layers
 

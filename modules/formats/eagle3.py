@@ -16,12 +16,11 @@ from torch import Tensor
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
 from draftsmith.modules.formats.base import NotReadHere, Problem, Raw, TargetFacts
-from draftsmith.modules.formats.llama import Fields, flat, inner_object, layer_window, llama_fields
+from draftsmith.modules.formats.llama import Fields, flat, inner_object, layer_ids, layer_window, llama_fields
 from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, check_layer
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
-IDS = "eagle_aux_hidden_state_layer_ids"
 # Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
 # reduced.
 #
@@ -149,16 +148,6 @@ def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
     return None if target.num_layers is None else layers_of_target(target.num_layers)
 
 
-def layer_ids(raw: Raw, place: str = "", field: str = IDS) -> tuple[int, ...] | None:
-    """Return the layer ids in an object of `config.json`; "" is the top. None if it has none."""
-    ids = (inner_object(raw, place) if place else raw).get(field)
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
-        raise InputError(f"config.json, {field}", repr(ids), "a list of integers", "Correct config.json.")
-    return tuple(ids)
-
-
 def valid_table(ids: Tensor, marks: Tensor | None, vocab: int) -> bool:
     """Return whether ids [N] are different ones of the target's, those that t2d marks."""
     marked = torch.zeros(vocab, dtype=torch.bool)
@@ -179,7 +168,8 @@ def take_vocabulary(files: HeadFiles, llama: LlamaConfig) -> int:
     for name, tensor, dims in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
         if tensor is not None and tensor.ndim != dims:
             raise InputError(name, f"a tensor {list(tensor.shape)}", f"{dims} dimension(s)", "Fetch the head again.")
-    drafted = raw.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
+    rows = vocab if lm_head is None else len(lm_head)
+    drafted = positive(raw, "draft_vocab_size", rows) if raw.get("draft_vocab_size") else rows
     if lm_head is not None and len(lm_head) != drafted:
         remedy = "Correct config.json."
         raise InputError("config.json, draft_vocab_size", drafted, f"the {len(lm_head)} rows of lm_head", remedy)

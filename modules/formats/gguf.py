@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,7 @@ from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.block import OUTPUTS, SELECTOR, SOFTCAP, settings, window
-from draftsmith.modules.formats.eagle3 import IDS
-from draftsmith.modules.formats.llama import rope_fields, to_adjacent, to_halves
+from draftsmith.modules.formats.llama import IDS, Fields, layer_ids, rope_fields, to_adjacent, to_halves
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, llama_sizes, rope_attention_scale, rope_frequencies
 from draftsmith.modules.types import InputError
 
@@ -79,12 +77,12 @@ ADJACENT_ROPE = ("llama", "eagle3")
 BETAS = (32.0, 1.0)  # of YaRN in llama.cpp
 
 
-def llama_metadata(kind: str, llama: LlamaConfig) -> dict[str, Any]:
+def llama_metadata(kind: str, llama: LlamaConfig) -> Fields:
     """Return the metadata of a model or head of architecture `kind` with Llama's layers.
 
     What a rotary scaling does to frequencies may be the tensor `rope_freqs.weight` (`rope_divisors`).
     """
-    metadata: dict[str, Any] = {
+    metadata: Fields = {
         "block_count": llama.num_layers,
         "context_length": llama.max_position,
         "embedding_length": llama.hidden_size,
@@ -134,7 +132,38 @@ def rope_divisors(kind: str, llama: LlamaConfig) -> dict[str, Tensor]:
     return {"rope_freqs.weight": F.pad(divisors, (0, unused), value=1.0)}
 
 
-def read_layers(kind: str, metadata: Mapping[str, Any], divisors: Tensor | None) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """Settings in a GGUF file, by their names behind that of the architecture `kind`."""
+
+    kind: str
+    fields: Mapping[str, object]
+
+    def get(self, name: str, default: object = None) -> object:
+        return self.fields.get(f"{self.kind}.{name}", default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a number; raise InputError if there is none."""
+        value = self.get(name, default)
+        if not isinstance(value, int | float):
+            found = "nothing" if value is None else value
+            raise InputError(f"{self.kind}.{name}", found, "one number, for all layers", REMEDY)
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return an integer above 0; raise InputError if there is none."""
+        value = self.number(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise InputError(f"{self.kind}.{name}", value, "one number above 0, for all layers", REMEDY)
+        return value
+
+    def listed(self, name: str) -> list[object] | None:
+        """Return a list; None if there is none."""
+        value = self.get(name)
+        return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+
+
+def read_layers(kind: str, fields: Mapping[str, object], divisors: Tensor | None) -> Fields:
     """Return sizes and rotary settings of a GGUF file as fields of `config.json`, as llama.cpp reads them.
 
     kind: the architecture (src/llama-model.cpp, load_hparams). divisors: the file's `rope_freqs.weight`.
@@ -142,62 +171,51 @@ def read_layers(kind: str, metadata: Mapping[str, Any], divisors: Tensor | None)
     Raises:
         InputError: a setting is missing, or one that our layers do not compute with.
     """
-
-    def number(name: str, default: float | None = None) -> Any:
-        value = metadata.get(f"{kind}.{name}", default)
-        if not isinstance(value, int | float) or value <= 0:
-            found = "nothing" if value is None else value
-            raise InputError(f"{kind}.{name}", found, "one number above 0, for all layers", REMEDY)
-        return value
-
-    hidden, heads = number("embedding_length"), number("attention.head_count")
-    sizes = {
+    metadata = Metadata(kind, fields)
+    hidden, heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
+    sizes: Fields = {
         "hidden_size": hidden,
-        "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": number("block_count"),
+        "intermediate_size": metadata.size("feed_forward_length"),
+        "num_hidden_layers": metadata.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", heads),
-        "head_dim": number("attention.key_length", hidden // heads),
-        "max_position_embeddings": number("context_length"),
-        "rms_norm_eps": shortest(number("attention.layer_norm_rms_epsilon")),
+        "num_key_value_heads": metadata.size("attention.head_count_kv", heads),
+        "head_dim": metadata.size("attention.key_length", hidden // heads),
+        "max_position_embeddings": metadata.size("context_length"),
+        "rms_norm_eps": shortest(metadata.number("attention.layer_norm_rms_epsilon")),
     }
-    in_order: Any = (*sizes.values(), shortest(number("rope.freq_base", 10000.0)))
-    llama = LlamaConfig(1, *in_order)
-    scaling = _read_rope(kind, metadata, llama, divisors)
-    return sizes | {"rope_parameters": {**rope_fields(scaling), "rope_theta": llama.rope_theta}}
+    theta = shortest(metadata.number("rope.freq_base", 10000.0))
+    scaling = _read_rope(metadata, llama_sizes({**sizes, "rope_theta": theta}), divisors)
+    return sizes | {"rope_parameters": {**rope_fields(scaling), "rope_theta": theta}}
 
 
-def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divisors: Tensor | None) -> RopeScaling:
+def _read_rope(metadata: Metadata, plain: LlamaConfig, divisors: Tensor | None) -> RopeScaling:
     """Return the rotary scaling. plain: sizes and rotary base."""
-
-    def read(name: str, default: Any) -> Any:
-        return metadata.get(f"{kind}.{name}", default)
-
+    kind = metadata.kind
     # Without a type the scaling is linear, and a factor of 0 is none. scale_linear is the name in files of 2023.
-    scaling = read("rope.scaling.type", "linear")
-    factor = read("rope.scaling.factor", read("rope.scale_linear", 0))
-    rotated, scale = read("rope.dimension_count", plain.head_dim), read("rope.scaling.attn_factor", 1.0)
+    scaling = metadata.get("rope.scaling.type", "linear")
+    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 0))
+    rotated = metadata.size("rope.dimension_count", plain.head_dim)
+    scale = metadata.number("rope.scaling.attn_factor", 1.0)
     is_scaled = scaling == "yarn" or (scaling == "none" and divisors is not None)
     for name, value, allowed in (
-        ("attention.value_length", read("attention.value_length", plain.head_dim), (plain.head_dim,)),
+        ("attention.value_length", metadata.get("attention.value_length", plain.head_dim), (plain.head_dim,)),
         ("rope.dimension_count", rotated, range(2, plain.head_dim + 1, 2) if kind in HEADS else (plain.head_dim,)),
         ("rope.scaling.attn_factor", scale, (scale if is_scaled else 1.0,)),
-        ("rope.scaling.yarn_log_multiplier", read("rope.scaling.yarn_log_multiplier", 0.0), (0.0,)),
+        ("rope.scaling.yarn_log_multiplier", metadata.get("rope.scaling.yarn_log_multiplier", 0.0), (0.0,)),
         ("rope.scaling.type", scaling, ("none", "linear", "yarn")),
     ):
         if value not in allowed:
             raise InputError(f"{kind}.{name}", value, " or ".join(map(str, allowed)), REMEDY)
-    if not isinstance(factor, int | float):
-        raise InputError(f"{kind}.rope.scaling.factor", factor, "a number", REMEDY)
     part = RopeScaling(partial_rotary_factor=rotated / plain.head_dim)
-    betas = BETAS if scaling == "yarn" else [read(f"rope.scaling.yarn_beta_{end}", 1.0) for end in ("fast", "slow")]
+    fast, slow = (metadata.number(f"rope.scaling.yarn_beta_{end}", 1.0) for end in ("fast", "slow"))
+    fast, slow = BETAS if scaling == "yarn" else (fast, slow)
     yarn = dataclasses.replace(
         part,
         kind="yarn",
         factor=shortest(factor) or 1.0,
-        original_max_position=read("rope.scaling.original_context_length", plain.max_position),
-        beta_fast=shortest(betas[0]),
-        beta_slow=shortest(betas[1]),
+        original_max_position=metadata.size("rope.scaling.original_context_length", plain.max_position),
+        beta_fast=shortest(fast),
+        beta_slow=shortest(slow),
     )
     usual = rope_attention_scale(yarn)
     scale = scale * usual if scaling == "yarn" else scale
@@ -217,9 +235,9 @@ def _read_rope(kind: str, metadata: Mapping[str, Any], plain: LlamaConfig, divis
         tried = [dataclasses.replace(yarn, truncate=False), yarn]
     base, *scaled = (rope_frequencies(dataclasses.replace(plain, rope_scaling=one)) for one in (part, *tried))
     given = base / divisors[: len(base)].float()
-    for scaling, frequencies in zip(tried, scaled, strict=True):
+    for one, frequencies in zip(tried, scaled, strict=True):
         if torch.allclose(given, frequencies, rtol=1e-4, atol=0):
-            return scaling
+            return one
     raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions, or YaRN's", REMEDY)
 
 
@@ -268,9 +286,9 @@ def reordered(
     return tensor if count is None else reorder(tensor, count, rotated)
 
 
-def head_to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def head_to_gguf(package: Package) -> tuple[Fields, dict[str, Tensor]]:
     """Return metadata and tensors of a head's GGUF file; the tokenizer's other fields are the caller's."""
-    raw, kind = settings(package.config), package.config["gguf"]
+    raw, kind = settings(package.config), str(package.config["gguf"])
     llama = llama_sizes(raw)
     tensors = rope_divisors(kind, llama)
     for name, tensor in package.tensors.items():
@@ -282,17 +300,17 @@ def head_to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
             placed = reordered(kind, name, tensor, heads, to_adjacent, llama.rotary_dim)
             tensors[str(gguf_name(kind, name))] = placed
     if kind == "eagle3":
-        own: dict[str, Any] = {
-            "target_layers": list(raw[IDS]),
-            "target_hidden_size": int(raw.get("target_hidden_size") or llama.hidden_size),
+        own: Fields = {
+            "target_layers": [*(layer_ids(raw) or ())],
+            "target_hidden_size": llama.hidden_size,
             "norm_before_residual": bool(raw.get("norm_before_residual")),
             "norm_before_fc": bool(raw.get("norm_before_fc")),
         }
         return llama_metadata(kind, llama) | {f"{kind}.{name}": value for name, value in own.items()}, tensors
     span = window(raw, llama.num_layers)
     own = {
-        "target_layers": [number + 1 for number in raw[OUTPUTS]],
-        "block_size": int(raw["block_size"]),
+        "target_layers": [number + 1 for number in layer_ids(raw, field=OUTPUTS) or ()],
+        "block_size": raw["block_size"],
         "sample_from_anchor": bool(raw["sample_from_anchor"]),
         "has_confidence_head": bool(raw.get("enable_confidence_head")),
         "attention.causal": span is not None,
@@ -301,56 +319,54 @@ def head_to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
         own |= {"attention.sliding_window": span, "attention.sliding_window_pattern": [True] * llama.num_layers}
     own |= {name: raw[name] for name in (*SELECTOR.values(), SOFTCAP) if raw.get(name)}
     metadata = llama_metadata(kind, llama) | {f"{kind}.{name}": value for name, value in own.items()}
-    return metadata | {"tokenizer.ggml.mask_token_id": int(raw["mask_token_id"])}, tensors
+    return metadata | {"tokenizer.ggml.mask_token_id": raw["mask_token_id"]}, tensors
 
 
-def head_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Package:
-    """Return a head's GGUF file as a directory in vLLM's layout.
+def head_from_gguf(fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Package:
+    """Return a head's GGUF file as a directory in vLLM's layout. fields: its metadata.
 
     Raises:
         InputError: metadata are missing, or other ones than our layers compute with.
     """
-    kind = metadata["general.architecture"]
-
-    def setting(name: str, default: Any = None) -> Any:
-        return metadata.get(f"{kind}.{name}", default)
-
-    layers = read_layers(kind, metadata, tensors.get("rope_freqs.weight"))
-    if (numbers := setting("target_layers")) is None:
+    kind = str(fields["general.architecture"])
+    metadata, layers = Metadata(kind, fields), read_layers(kind, fields, tensors.get("rope_freqs.weight"))
+    if (numbers := metadata.listed("target_layers")) is None:
         found = f"a GGUF file without {kind}.target_layers"
         raise InputError("directory", found, "it", "Export the head again.")
-    vocab_size = setting("vocab_size") or len(metadata["tokenizer.ggml.tokens"])
-    config: dict[str, Any] = {"gguf": kind, "vocab_size": vocab_size, **layers}
+    words = fields.get("tokenizer.ggml.tokens")
+    vocab_size = metadata.size("vocab_size", len(words) if isinstance(words, Sequence) else None)
+    config: Fields = {"gguf": kind, "vocab_size": vocab_size, **layers}
     if "output.weight" in tensors:
         config["draft_vocab_size"] = len(tensors["output.weight"])
     if kind == "eagle3":
         config |= {
-            IDS: [int(number) for number in numbers],
-            "norm_before_residual": bool(setting("norm_before_residual")),
-            "norm_before_fc": bool(setting("norm_before_fc")),
+            IDS: numbers,
+            "norm_before_residual": bool(metadata.get("norm_before_residual")),
+            "norm_before_fc": bool(metadata.get("norm_before_fc")),
         }
     else:
         markov = tensors.get("markov_w1.weight")
-        slides = setting("attention.sliding_window_pattern", [])
+        slides = metadata.listed("attention.sliding_window_pattern") or []
         config |= {
             "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
-            "sliding_window": setting("attention.sliding_window"),
-            "is_causal": bool(setting("attention.causal")),
-            OUTPUTS: [int(number) - 1 for number in numbers],
-            "block_size": setting("block_size"),
-            "mask_token_id": metadata.get("tokenizer.ggml.mask_token_id"),
+            "sliding_window": metadata.get("attention.sliding_window"),
+            "is_causal": bool(metadata.get("attention.causal")),
+            OUTPUTS: [number - 1 for number in numbers if isinstance(number, int)],
+            "block_size": metadata.get("block_size"),
+            "mask_token_id": fields.get("tokenizer.ggml.mask_token_id"),
             # A file without a Markov head is drafted with as DFlash, whatever it says.
-            "sample_from_anchor": markov is not None and bool(setting("sample_from_anchor", True)),
+            "sample_from_anchor": markov is not None and bool(metadata.get("sample_from_anchor", True)),
             "markov_rank": 0 if markov is None else markov.shape[-1],
-            "enable_confidence_head": bool(setting("has_confidence_head", "conf_proj.weight" in tensors)),
-            **{name: value for name in (*SELECTOR.values(), SOFTCAP) if (value := setting(name)) is not None},
+            "enable_confidence_head": bool(metadata.get("has_confidence_head", "conf_proj.weight" in tensors)),
+            **{name: value for name in (*SELECTOR.values(), SOFTCAP) if (value := metadata.get(name)) is not None},
         }
-    heads, rotated = (layers["num_attention_heads"], layers["num_key_value_heads"]), llama_sizes(layers).rotary_dim
+    llama = llama_sizes(layers)
+    heads = llama.num_heads, llama.num_kv_heads
     package: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name == "d2t":
             package["d2t"] = tensor - torch.arange(len(tensor))
         elif name != "rope_freqs.weight":
             known = directory_name(kind, name) or name
-            package[known] = reordered(kind, known, tensor, heads, to_halves, rotated)
+            package[known] = reordered(kind, known, tensor, heads, to_halves, llama.rotary_dim)
     return Package(config, package)

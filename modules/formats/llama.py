@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.base import NotReadHere, Raw
+from draftsmith.modules.formats.base import NotReadHere, Raw, layer_types
 from draftsmith.modules.layers import (
     PARTIAL,
     ROPE_KINDS,
@@ -24,6 +24,7 @@ from draftsmith.modules.layers import (
 from draftsmith.modules.types import InputError
 
 Fields = dict[str, object]  # of a `config.json`
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def architecture(raw: Raw) -> str:
@@ -44,16 +45,23 @@ def flat(config: Raw) -> Raw:
     return {**inner_object(config, "transformer_layer_config"), **config}
 
 
+def layer_ids(raw: Raw, place: str = "", field: str = IDS) -> tuple[int, ...] | None:
+    """Return the layer ids in an object of `config.json`; "" is the top. None if it has none."""
+    ids = (inner_object(raw, place) if place else raw).get(field)
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
+        raise InputError(f"config.json, {field}", repr(ids), "a list of integers", "Correct config.json.")
+    return tuple(ids)
+
+
 def layer_window(raw: Raw, num_layers: int) -> int | None:
     """Return the sliding window of all layers: most keys that a token attends to, itself included; None without one.
 
     Raises:
         InputError: layers differ, or have a window of no size.
     """
-    types = raw.get("layer_types") or ["full_attention"]
-    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-        raise InputError("config.json, layer_types", repr(types)[:80], "a list of names", "Correct config.json.")
-    kinds = set(types[:num_layers])
+    kinds = set((layer_types(raw) or ["full_attention"])[:num_layers])
     if len(kinds) > 1 or raw.get("use_swa"):
         raise NotReadHere("config.json, layer_types", ", ".join(sorted(kinds)), "layers of one kind")
     return positive(raw, "sliding_window", 0) if kinds == {"sliding_attention"} else None

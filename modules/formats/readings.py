@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,18 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, default_layers
 from draftsmith.modules.drafters.settings import Layout
 from draftsmith.modules.formats.llama import frequencies, to_adjacent, to_halves
-from draftsmith.modules.layers import BASE, ROPE_KINDS, RopeScaling, RotarySettings
+from draftsmith.modules.layers import (
+    BASE,
+    ROPE_KINDS,
+    CaptureConfig,
+    LlamaHeadConfig,
+    RopeScaling,
+    RotarySettings,
+)
 
 BIASES = {"fc": r"fc\.bias", "q, k and v": r".*\.[qkv]_proj\.bias", "o": r".*\.o_proj\.bias"}
+C = TypeVar("C", bound=LlamaHeadConfig)
 USUAL_WINDOW = 2048  # speculators' default
-SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3 heads; no tensor shows them
 ROTATED = re.compile(r".*\.[qk]_proj\.(weight|bias)")
 NORMS = re.compile(r".*\.[qk]_norm\.weight")
 
@@ -37,12 +44,12 @@ class Reading:
 
     factor: str
     label: str
-    config: Any
+    config: LlamaHeadConfig
     state: Mapping[str, Tensor]
 
 
 def readings(
-    config: Any,
+    config: object,
     state: Mapping[str, Tensor],
     num_layers: int,
     target_rope: RotarySettings | None = None,
@@ -52,9 +59,10 @@ def readings(
 
     num_layers, target_rope: of the target. masks: tokens that may fill a block drafter's slots.
     """
-    yield from other_layers(config, state, num_layers)
-    if not hasattr(config, "llama"):
+    if not isinstance(config, LlamaHeadConfig):
         return
+    if isinstance(config, CaptureConfig):
+        yield from other_layers(config, state, num_layers)
     yield from other_rotary(config, state, target_rope)
     yield from other_weights(config, state)
     yield from other_windows(config, state)
@@ -70,16 +78,18 @@ def readings(
             if token != config.mask_token:
                 changed = dataclasses.replace(config, mask_token=token)
                 yield Reading("mask token", f"mask token {token}", changed, state)
-    for name in SWITCHES:
-        if hasattr(config, name):
-            on = getattr(config, name)
-            changed = dataclasses.replace(config, **{name: not on})
-            yield Reading("switches", f"{name} {'off' if on else 'on'}", changed, state)
+    if isinstance(config, Eagle3Config):
+        # Switches that no tensor shows.
+        normed = dataclasses.replace(config, norm_output=not config.norm_output)
+        yield Reading("switches", f"norm_output {'on' if normed.norm_output else 'off'}", normed, state)
+        before = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
+        label = f"norm_before_residual {'on' if before.norm_before_residual else 'off'}"
+        yield Reading("switches", label, before, state)
 
 
-def other_layers(config: Any, state: Mapping[str, Tensor], num_layers: int) -> Iterator[Reading]:
+def other_layers(config: CaptureConfig, state: Mapping[str, Tensor], num_layers: int) -> Iterator[Reading]:
     """Yield readings by other layers of the target: one earlier or later, the default ones, and in opposite order."""
-    own = getattr(config, "aux_layers", ())
+    own = config.aux_layers
     usual = default_layers(num_layers) if isinstance(config, Eagle3Config) else ()
     for layers in dict.fromkeys([*(tuple(number + step for number in own) for step in (-1, 1)), usual]):
         if own and len(layers) == len(own) and layers != own and layers[0] >= 0 and layers[-1] < num_layers:
@@ -102,7 +112,9 @@ def reversed_states(name: str, tensor: Tensor, count: int) -> Tensor:
     return tensor if dim is None else torch.cat(tensor.chunk(count, dim)[::-1], dim)
 
 
-def other_rotary(config: Any, state: Mapping[str, Tensor], target_rope: RotarySettings | None) -> Iterator[Reading]:
+def other_rotary(
+    config: LlamaHeadConfig, state: Mapping[str, Tensor], target_rope: RotarySettings | None
+) -> Iterator[Reading]:
     """Yield readings by rotary settings that are often taken for a head's: the target's, and transformers' defaults."""
     llama = config.llama
     tried = [frequencies(llama)]
@@ -117,7 +129,7 @@ def other_rotary(config: Any, state: Mapping[str, Tensor], target_rope: RotarySe
             yield Reading("rotary", label, dataclasses.replace(config, llama=other), state)
 
 
-def other_windows(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]:
+def other_windows(config: LlamaHeadConfig, state: Mapping[str, Tensor]) -> Iterator[Reading]:
     """Yield readings without the window, and of a head without one with that of speculators."""
     own, none = config.llama.sliding_window, f"no window in place of {config.llama.sliding_window} tokens"
     if own is None and config.windowed and config.max_position > USUAL_WINDOW:
@@ -129,12 +141,12 @@ def other_windows(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]
         yield Reading("window", f"{none}, and causal blocks", causal, state)
 
 
-def with_window(config: Any, window: int | None) -> Any:
+def with_window(config: C, window: int | None) -> C:
     """Return the config with another window. Of a block, one longer than any text leaves its causality."""
     return dataclasses.replace(config, llama=dataclasses.replace(config.llama, sliding_window=window))
 
 
-def other_weights(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]:
+def other_weights(config: LlamaHeadConfig, state: Mapping[str, Tensor]) -> Iterator[Reading]:
     """Yield readings of the weights as another convention stores them."""
     # Weights that read an embedding and a state side by side.
     names = [f"layer.self_attn.{part}_proj.weight" for part in "qkv"] if isinstance(config, Eagle3Config) else []
@@ -153,16 +165,18 @@ def other_weights(config: Any, state: Mapping[str, Tensor]) -> Iterator[Reading]
             yield Reading("weights", label, config, {**state, **other})
 
 
-def engine_readings(config: Any, state: Mapping[str, Tensor], target_window: int | None = None) -> Iterator[Reading]:
+def engine_readings(
+    config: LlamaHeadConfig, state: Mapping[str, Tensor], target_window: int | None = None
+) -> Iterator[Reading]:
     """Yield readings that an engine may have and no file means: parts of the head that it leaves out, and the like.
 
     target_window: the sliding window of a target whose layers all have one, which vLLM gives heads without one.
     """
-    if (own := getattr(config, "llama", None) and config.llama.sliding_window) is not None:
+    if (own := config.llama.sliding_window) is not None:
         for window in (own - 1, own + 1):  # as a server counts that leaves the token out, or counts it twice
             label = f"a window of {window} tokens in place of {own}"
             yield Reading("window", label, with_window(config, max(1, window)), state)
-    elif target_window and getattr(config, "windowed", False):
+    elif target_window and config.windowed:
         label = f"the target's window of {target_window} tokens"
         yield Reading("window", label, with_window(config, target_window), state)
     for name, pattern in BIASES.items():

@@ -30,7 +30,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats import families
-from draftsmith.modules.formats.base import Package, Raw, Served, TargetFacts
+from draftsmith.modules.formats.base import Package, Raw, Served, TargetFacts, layer_types
 from draftsmith.modules.formats.block import (
     CLASSES,
     CONTEXT,
@@ -43,8 +43,8 @@ from draftsmith.modules.formats.block import (
     qwen3_fields,
 )
 from draftsmith.modules.formats.eagle1 import Eagle1Format
-from draftsmith.modules.formats.eagle3 import IDS, Eagle3Format, Flags, default_layers, layer_ids
-from draftsmith.modules.formats.llama import Fields, architecture, llama_fields
+from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers
+from draftsmith.modules.formats.llama import IDS, Fields, architecture, layer_ids, llama_fields
 from draftsmith.modules.formats.llama_format import Biases, BiasFields, C, HeadFiles, LlamaFormat, Refusal, Wrong
 from draftsmith.modules.layers import (
     BASE,
@@ -273,7 +273,7 @@ class VllmEagle1(Vllm[EagleConfig], Eagle1Format):
     def problems(self, files: HeadFiles) -> Wrong:
         # The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention).
         raw, target = files.raw, files.target
-        typed, layers = len(raw.get("layer_types") or []), positive(raw, "num_hidden_layers", 1)
+        typed, layers = len(layer_types(raw)), positive(raw, "num_hidden_layers", 1)
         short = typed and target is not None and (target.num_layers or 0) + layers > typed
         text = "raises: effective_layer_idx is out of bounds. Remove the field"
         return {**built_by_class(files, self.classes, raw), "layer_types": (short, text)}
@@ -310,7 +310,7 @@ class VllmBlock(Vllm[BlockConfig], BlockFormat):
 
     def problems(self, files: HeadFiles) -> Wrong:
         raw = files.raw
-        slides = "sliding_attention" in (raw.get("layer_types") or [])
+        slides = "sliding_attention" in layer_types(raw)
         # transformers_utils/configs/speculators/algos.py, update_dflash.
         other = raw.get(TYPE) in ("dflash", "dflash2") and bool(raw.get(NON_CAUSAL, True)) == slides
         text = f"lays {'bidirectional' if slides else 'causal'} blocks: write {str(not slides).lower()}"
@@ -340,7 +340,7 @@ class Sglang(LlamaFormat[C]):
         longer = f"raises: the target's context of {theirs} is longer than the draft's {own}. Write a longer one, or "
         # It does not read `attention_factor` of YaRN.
         usual = rope_attention_scale(dataclasses.replace(meant.scaling, attention_factor=None))
-        scale = usual * (rope.get("attn_factor") or 1)
+        scale = usual * rope_number("attn_factor", rope.get("attn_factor") or None, 1.0)
         otherwise = not math.isclose(scale, rope_attention_scale(meant.scaling), rel_tol=1e-6)
         return {
             "max_position_embeddings": (theirs > own, longer + "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
