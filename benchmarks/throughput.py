@@ -30,7 +30,7 @@ from draftsmith.data.store.datasets import Item, pack_features
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_training
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.types import LossOutput, check_range
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples
@@ -282,7 +282,8 @@ def measure(config: ThroughputConfig) -> Iterator[Measured]:
         yield Measured("bare with torch.compile for the head / without", ratio, "x")
 
     counted = sum(int(work.samples.dataset[i]["loss_mask"][2:].sum()) for i in range(len(lengths)))
-    flops = eagle_training(work.head.config.llama, lengths, counted) / sum(lengths)  # per token
+    settings, step = work.training_config(Path("unused"), steps), TrainStep(0, 1, lengths.tolist(), ())
+    flops = work.head.flops(settings, step, counted) / sum(lengths)  # per token
     peak = measured_peak(torch.device("cpu"), DTYPES[config.dtype], time.process_time, PEAK_FOR_S)
     yield Measured(
         "ours: model FLOPs / FLOPs of large matrix products here", 100 * flops * tokens_per_s(ours) / peak, "%"

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from draftsmith.modules.layers import LlamaConfig
 
 # Passes of a trained product: the forward, and as many FLOPs each for the gradients of weights and of inputs.
@@ -39,6 +41,12 @@ def attention(config: LlamaConfig, pairs: int) -> float:
     return 4.0 * config.num_heads * config.head_dim * pairs
 
 
+def matrices(module: nn.Module, rows: float, chosen: int = 1) -> float:
+    """Count `rows` positions through all matrices of a module; of stacked experts [E, .., ..] each meets so many."""
+    weights = [weight for weight in module.parameters() if weight.dim() > 1]
+    return 2.0 * rows * sum(w.numel() * chosen // len(w) if w.dim() == 3 else w.numel() for w in weights)
+
+
 def layer_matrices(config: LlamaConfig, rows: int) -> float:
     """Count the projections and the MLP of ONE layer."""
     size = config.hidden_size
@@ -51,8 +59,3 @@ def layers_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
     """Count all decoder layers over documents, without embedding and lm_head: a target's features."""
     pairs = causal_pairs(lengths, config.sliding_window)
     return config.num_layers * (layer_matrices(config, sum(lengths)) + attention(config, pairs))
-
-
-def lm_head_forward(config: LlamaConfig, rows: int) -> float:
-    """Count the logits of `rows` hidden states."""
-    return linear(config.hidden_size, config.vocab_size, rows)

@@ -463,7 +463,7 @@ class LitDrafter(LitHead):
         step = dataclasses.replace(self.train_step(batch), lengths=batch.real_lengths)
         target_flops = features_flops(self.target, step.lengths) if batch.data.features is None else 0.0
         rows = head.logit_rows(batch.data, self.settings) if batch.logit_rows is None else batch.logit_rows
-        head_flops = head.flops(head.config, self.settings, step, rows)
+        head_flops = head.flops(self.settings, step, rows)
         return head_flops and target_flops + head_flops
 
     def costs(self) -> dict[str, float]:

@@ -205,7 +205,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
     _, predictions = head.loss_memory(
         config, [(0, length, length) for length in lengths], documents.loss_share, FLOAT32
     )
-    step_flops = head.flops(head_shape, config, TrainStep(MOST, MOST, lengths, ()), round(predictions))
+    step_flops = head.flops(config, TrainStep(MOST, MOST, lengths, ()), round(predictions))
     if read_in_step:
         step_flops += flops.layers_forward(shape, lengths)
 

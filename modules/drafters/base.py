@@ -200,8 +200,7 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
         """Return the number of positions that `loss` makes logits for."""
         return int(cls.loss_count(batch, settings))
 
-    @classmethod
-    def flops(cls, config: ConfigT, settings: SettingsT, step: TrainStep, logit_rows: int) -> float:
+    def flops(self, settings: SettingsT, step: TrainStep, logit_rows: int) -> float:
         """Return the model FLOPs (modules/flops.py) of loss and gradient, from features that are there; 0 if unknown.
 
         step: with the lengths of the sequences.

@@ -226,11 +226,10 @@ class DraftModelHead(DraftHead[DraftConfig, DraftModelSettings]):
         count = torch.full((), len(rows), device=own.device)
         return LossOutput(total / count.clamp_min(1), sums, dict.fromkeys(sums, count))
 
-    @classmethod
-    def flops(cls, config: DraftConfig, settings: DraftModelSettings, step: TrainStep, logit_rows: int) -> float:
-        logits = 1 + (flops.TRAINED if settings.train_embeddings else flops.FROZEN_PASSING)
-        layers = flops.TRAINED * flops.layers_forward(config.llama, step.lengths)
-        return layers + logits * flops.lm_head_forward(config.llama, logit_rows)
+    def flops(self, settings: DraftModelSettings, step: TrainStep, logit_rows: int) -> float:
+        llama, logits = self.config.llama, 1 + (flops.TRAINED if settings.train_embeddings else flops.FROZEN_PASSING)
+        layers = flops.TRAINED * flops.layers_forward(llama, step.lengths)
+        return layers + logits * flops.linear(llama.hidden_size, llama.vocab_size, logit_rows)
 
     # -- drafter
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.settings import EagleSettings, Rope
 from draftsmith.modules.drafters.unrolled import UnrolledHead
@@ -100,6 +99,10 @@ class EagleHead(UnrolledHead):
     def decoder_layers(self) -> Sequence[Layer]:
         return cast("Sequence[DecoderLayer]", self.layers)
 
+    @property
+    def fusion(self) -> nn.Linear:
+        return self.fc
+
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layers' input [.., H] of embeddings and states [.., H]."""
         return self.fc(torch.cat([embeds, states], -1))
@@ -135,10 +138,6 @@ class EagleHead(UnrolledHead):
         total = settings.feature_weight * by_features + settings.token_weight * by_tokens
         return total, {"feature_loss": by_features.detach(), "token_loss": by_tokens.detach()}
 
-    @classmethod
-    def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, logit_rows: int) -> float:
-        return eagle_training(config.llama, step.lengths, logit_rows, settings.num_ttt_steps(step))
-
 
 def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:
     """Draw U(-size, size) like `features`, for each sequence by its seed. flat: sequences lie end to end in a row."""
@@ -150,16 +149,3 @@ def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Te
         generator.manual_seed(seed)
         row.uniform_(-size, size, generator=generator)
     return noise
-
-
-def eagle_training(config: LlamaConfig, rows: Sequence[int], logit_rows: int, ttt_steps: int = 1) -> float:
-    """Return the FLOPs of forward and backward of an EAGLE head with these layers, and of its loss.
-
-    rows: of each document. logit_rows: rows whose logits are made, the target's once and the head's in every pass.
-    Later passes cost what the first does, because each query has as many keys.
-    """
-    fusion = flops.linear(2 * config.hidden_size, config.hidden_size, sum(rows))
-    head = ttt_steps * flops.TRAINED * (fusion + flops.layers_forward(config, rows))
-    # The first pass reads data, so no gradient flows to the inputs of its fusion layer.
-    head -= (flops.TRAINED - flops.TRAINED_FIRST) * fusion
-    return head + (1 + ttt_steps * flops.FROZEN_PASSING) * flops.lm_head_forward(config, logit_rows)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import DocumentParts, TargetWeights
 from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.settings import Eagle3Settings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
@@ -106,6 +105,7 @@ class Eagle3Head(UnrolledHead):
     kind, title = "eagle3", "EAGLE-3 head"
     drafts = ("chain", "tree", "static")
     Config, Settings = Eagle3Config, Eagle3Settings
+    fuses_once: ClassVar[bool] = True
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -142,6 +142,10 @@ class Eagle3Head(UnrolledHead):
     @property
     def decoder_layers(self) -> Sequence[Layer]:
         return [self.layer]
+
+    @property
+    def fusion(self) -> nn.Linear:
+        return self.fc
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layer's input [.., 2H] of embeddings and states [.., H]; the layer norms both."""
@@ -238,22 +242,6 @@ class Eagle3Head(UnrolledHead):
     def loss_layers(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
         """Return its layers and, last, the final state, which gives the target's distributions."""
         return (*config.aux_layers, num_layers)
-
-    @classmethod
-    def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, logit_rows: int) -> float:
-        """Leave out the entries that later passes see beside the first one's, which are few."""
-        llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
-        ttt_steps = settings.num_ttt_steps(step)
-        # Attention reads embedding and state side by side.
-        queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
-        layer = flops.layer_matrices(llama, rows) + flops.linear(size, queries + 2 * keys, rows)
-        layer += flops.attention(llama, flops.causal_pairs(step.lengths, llama.sliding_window))
-        fused = flops.TRAINED_FIRST * flops.linear(len(config.aux_layers) * size, size, rows)
-        logits = flops.linear(size, config.draft_vocab_size, logit_rows)
-        head = ttt_steps * logits * (flops.TRAINED if settings.train_lm_head else flops.FROZEN_PASSING)
-        whole = settings.unknown == "drop" or step.logged
-        target = flops.linear(size, llama.vocab_size if whole else config.draft_vocab_size, logit_rows)
-        return ttt_steps * flops.TRAINED * layer + fused + head + target
 
     def loss_memory(
         self, settings: Eagle3Settings, parts: DocumentParts, share: float, width: int

@@ -5,17 +5,14 @@ on drafts as EAGLE-3 is.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import DocumentParts, TargetWeights
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import PLAIN, Layer, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
@@ -83,6 +80,14 @@ class MtpHead(UnrolledHead):
     def rotary_tables(self) -> tuple[Tensor, Tensor]:
         return self.cos, self.sin
 
+    @property
+    def fusion(self) -> nn.Linear:
+        return self.eh_proj
+
+    @property
+    def chosen_experts(self) -> int:
+        return self.config.layer.get("num_experts_per_tok", 1)
+
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layer's input [.., H] of embeddings and states [.., H]."""
         return self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(states)], -1))
@@ -123,33 +128,9 @@ class MtpHead(UnrolledHead):
 
     # -- loss
 
-    @classmethod
-    def flops(cls, config: MtpConfig, settings: MtpSettings, step: TrainStep, logit_rows: int) -> float:
-        llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
-        layer = flops.linear(1, active_weights(json.dumps(config.layer)), rows)
-        layer += flops.linear(2 * size, size, rows)
-        layer += flops.attention(llama, flops.causal_pairs(step.lengths, llama.sliding_window))
-        logits = flops.linear(size, config.vocab_size, logit_rows)
-        ttt_steps = settings.num_ttt_steps(step)
-        return ttt_steps * (flops.TRAINED * layer + flops.FROZEN_PASSING * logits) + logits
-
     def loss_memory(self, settings: MtpSettings, parts: DocumentParts, share: float, width: int) -> tuple[float, float]:
         kept, predictions = super().loss_memory(settings, parts, share, width)
         inner = self.config.layer.get("moe_intermediate_size", 0) * self.config.layer.get("num_experts_per_tok", 0)
         rows = sum(stop - start for start, stop, _ in parts)
         # Of each chosen expert its gate, its up projection and their product.
         return kept + width * 3 * inner * rows * settings.ttt_steps, predictions
-
-
-@lru_cache
-def active_weights(settings: str) -> int:
-    """Return the weights of a decoder layer that a token meets. settings: of `native_layer`, as JSON."""
-    with torch.device("meta"):
-        layer = native_layer(json.loads(settings), 1).layer
-    chosen = json.loads(settings).get("num_experts_per_tok", 1)
-    # Experts are stacked in one tensor.
-    return sum(
-        weight.numel() * chosen // len(weight) if weight.dim() == 3 else weight.numel()
-        for weight in layer.layer.parameters()
-        if weight.dim() > 1
-    )

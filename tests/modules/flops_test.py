@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, eagle_training
-from draftsmith.modules.drafters.settings import EagleSettings
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.types import FeatureBatch
 
@@ -68,18 +69,24 @@ def test_a_targets_forward(config):
         features = counted(lambda: model.features(ids))
         logits = counted(lambda: model(ids))
     assert features == flops.layers_forward(config, lengths) + hidden_half(config, lengths, 1)
-    assert logits - features == flops.lm_head_forward(config, BATCH * LENGTH)
+    assert logits - features == flops.linear(config.hidden_size, config.vocab_size, BATCH * LENGTH)
+
+
+def eagle3_head(config: LlamaConfig) -> Eagle3Head:
+    return Eagle3Head(Eagle3Config(dataclasses.replace(config, num_layers=1), (0, 1), config.vocab_size))
 
 
 @pytest.mark.parametrize("config", [GROUPED, PLAIN], ids=["grouped", "plain"])
 @pytest.mark.parametrize("ttt_steps", [1, 3])
-def test_training_an_eagle_head(config, ttt_steps):
-    head, lengths = EagleHead(EagleConfig(config)), [LENGTH] * BATCH
+@pytest.mark.parametrize("make", [lambda config: EagleHead(EagleConfig(config)), eagle3_head], ids=["eagle", "eagle3"])
+def test_training_a_head(make, config, ttt_steps):
+    head, lengths = make(config), (LENGTH,) * BATCH
     weight = torch.randn(config.vocab_size, config.hidden_size)
     places = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    features = torch.randn(BATCH, LENGTH, config.hidden_size)
+    layers = max(1, len(head.loss_layers(head.config, config.num_layers)))
+    features = torch.randn(BATCH, LENGTH, layers * config.hidden_size)
     batch = FeatureBatch(torch.zeros_like(places), features, torch.rand(BATCH, LENGTH) < 0.5, places)
-    settings = EagleSettings(ttt_steps=ttt_steps)
+    settings = head.Settings(ttt_steps=ttt_steps)
     loss_tokens = head.logit_rows(batch, settings)
 
     class Target:  # no module: the counter's hooks fail in the loss' inner backward
@@ -94,13 +101,8 @@ def test_training_an_eagle_head(config, ttt_steps):
     def step() -> None:
         head.loss(batch, Target(), settings, None).loss.backward()
 
-    ours = eagle_training(config, lengths, loss_tokens, ttt_steps)
-    ours += ttt_steps * hidden_half(config, lengths, 3)
-    assert counted(step) == ours
-    with torch.no_grad():
-        forward = counted(lambda: head.unroll(features, features, 1))
-    fusion = flops.linear(2 * config.hidden_size, config.hidden_size, sum(lengths))
-    assert forward == fusion + flops.layers_forward(config, lengths) + hidden_half(config, lengths, 1)
+    ours = head.flops(settings, TrainStep(1, 1, lengths, ()), loss_tokens)
+    assert counted(step) == ours + ttt_steps * hidden_half(head.config.llama, lengths, 3)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 50])

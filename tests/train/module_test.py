@@ -23,7 +23,8 @@ from worlds import tiny_llama_dir
 
 import draftsmith
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
-from draftsmith.modules.drafters.eagle import EagleHead, eagle_training, noise_like
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.eagle import EagleHead, noise_like
 from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.types import InputError
 from draftsmith.train.checkpoints import FOLDER, STATE, all_in
@@ -441,11 +442,14 @@ def test_the_amount_of_supervision_is_logged_and_recorded(artifacts, eagle_run, 
 def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artifacts, tmp_path):
     module, batch = a_module(artifacts, tmp_path), a_part(artifacts, [0, 1, 5])
     filler = dataclasses.replace(batch, keys=(*batch.keys[:2], dataclasses.replace(batch.keys[2], filler=True)))
-    config = module.head.config.llama
-    assert module.flops(batch) == eagle_training(config, batch.lengths, batch.tokens)
-    assert module.flops(filler) == eagle_training(config, batch.lengths[:2], batch.tokens)
+
+    def expected(lengths):
+        return module.head.flops(module.settings, TrainStep(1, 1, lengths, ()), batch.tokens)
+
+    once = module.flops(batch)
+    assert once == expected(batch.lengths) and module.flops(filler) == expected(batch.lengths[:2])
     change(module, ttt_steps=3)
-    assert module.flops(batch) == eagle_training(config, batch.lengths, batch.tokens, ttt_steps=3)
+    assert module.flops(batch) == expected(batch.lengths) > 2 * once
     online = dataclasses.replace(batch, data=dataclasses.replace(batch.data, features=None))
     target_flops = layers_forward(module.target.config, batch.lengths)
     assert module.flops(online) - module.flops(batch) == pytest.approx(target_flops)

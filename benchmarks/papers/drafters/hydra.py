@@ -144,13 +144,13 @@ class HydraHead(MedusaHead):
         tokens = [target.embed(batch.input_ids[:, 1 + i : 1 + i + end][counted]) for i in range(1 + number)]
         return torch.cat([states[:, :end][counted], *(embeds.to(states.dtype) for embeds in tokens)], -1)
 
-    @classmethod
-    def flops(cls, config: Any, settings: Any, step: TrainStep, logit_rows: int) -> float:
+    def flops(self, settings: Any, step: TrainStep, logit_rows: int) -> float:
+        config = self.config
         size, first = config.hidden_size, flops.TRAINED if config.prefix_attention else flops.TRAINED_FIRST
         parts = sum(2 + i for i in range(config.num_heads))
         reading = first * flops.linear(parts * size, 2 * size, logit_rows)
         blocks = flops.TRAINED * config.num_heads * (config.num_layers - 1) * flops.linear(size, size, logit_rows)
-        logits = lm_head_passes(config, settings) * flops.lm_head_forward(config.llama, logit_rows)
+        logits = lm_head_passes(config, settings) * flops.linear(size, config.vocab_size, logit_rows)
         layers = flops.TRAINED * flops.layers_forward(config.llama, step.lengths)
         return reading + blocks + config.num_heads * logits + layers
 

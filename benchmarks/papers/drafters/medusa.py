@@ -176,8 +176,8 @@ class MedusaHead(DraftHead):
         sums["loss"], counts["loss"] = loss.detach(), counts["top1"]
         return LossOutput(loss / counts["top1"].clamp_min(1), sums, counts)
 
-    @classmethod
-    def flops(cls, config: Any, settings: Any, step: TrainStep, logit_rows: int) -> float:
+    def flops(self, settings: Any, step: TrainStep, logit_rows: int) -> float:
+        config = self.config
         blocks = config.num_layers * flops.linear(config.hidden_size, config.hidden_size, logit_rows)
         lm_head = flops.linear(config.hidden_size, config.vocab_size, logit_rows)
         return config.num_heads * (flops.TRAINED * blocks + lm_head_passes(config, settings) * lm_head)

@@ -302,23 +302,21 @@ class BlockHead(BlockNet):
         parts = [hidden] if self.markov_head is None else [hidden, self.markov_head.markov_w1(previous)]
         return self.confidence_head.proj(torch.cat(parts, -1))[..., 0]
 
-    @classmethod
-    def flops(cls, config: BlockConfig, settings: BlockSettings, step: TrainStep, logit_rows: int) -> float:
+    def flops(self, settings: BlockSettings, step: TrainStep, logit_rows: int) -> float:
         """Count as many positions as predictions; those that share a position share the target's logits."""
-        llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
+        config, llama, size, rows = self.config, self.config.llama, self.config.hidden_size, sum(step.lengths)
         slots = config.slots(config.drafts) * logit_rows // max(1, config.drafts)
-        mean = flops.causal_pairs(step.lengths, llama.sliding_window) / max(1, rows)
-        layer = flops.layer_matrices(llama, slots) + flops.attention(llama, round(slots * mean))
-        layer += flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
-        if config.conv_kernel:
-            layer += 2 * flops.linear(size, 2 * config.conv_kernel * (size // config.conv_group + 2), slots)
-        read = flops.TRAINED_FIRST * flops.linear(len(config.aux_layers) * size, size, rows)
+        seen = slots * flops.causal_pairs(step.lengths, llama.sliding_window) / max(1, rows)
+        layers = sum(flops.matrices(layer, slots) for layer in self.layers)
+        # The rows of the text are read for their keys and values.
+        of_text = flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
+        layers += llama.num_layers * (flops.attention(llama, round(seen)) + of_text)
         columns = min(settings.loss_vocab or llama.vocab_size, llama.vocab_size)
-        markov = flops.TRAINED * flops.linear(config.markov_rank, columns, logit_rows)
-        markov += flops.TRAINED * flops.linear(config.selector_rank, size + config.selector_top_k, logit_rows)
+        others = flops.linear(config.markov_rank, columns, logit_rows)
+        others += flops.linear(config.selector_rank, size + config.selector_top_k, logit_rows)
         logits = flops.FROZEN_PASSING * flops.linear(size, columns, logit_rows)
-        target = flops.lm_head_forward(llama, min(rows, logit_rows))
-        return flops.TRAINED * llama.num_layers * layer + read + markov + logits + target
+        logits += flops.linear(size, llama.vocab_size, min(rows, logit_rows))
+        return flops.TRAINED * (layers + others) + flops.TRAINED_FIRST * flops.matrices(self.fc, rows) + logits
 
     def loss_memory(
         self, settings: BlockSettings, parts: DocumentParts, share: float, width: int

@@ -265,7 +265,7 @@ def test_validation_reports_the_loss_and_what_picks_the_best_head(drafter):
 
 def test_its_cost_grows_with_what_it_reads(drafter):
     def cost(lengths, tokens):
-        return drafter.flops(drafter.config, drafter.Settings(), TrainStep(0, 10, lengths, ()), tokens)
+        return drafter.flops(drafter.Settings(), TrainStep(0, 10, lengths, ()), tokens)
 
     # A drafter that looks at the tokens that count alone costs the same whatever else is there.
     assert 0 < cost(LENGTHS, 4) < cost(LENGTHS, 5) <= cost((*LENGTHS, 6), 5)

@@ -13,8 +13,9 @@ from oracles.native import EXPERTS, MTP_FAMILIES, mtp_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.mtp import LAYERS, MtpHead, active_weights
+from draftsmith.modules.drafters.mtp import LAYERS, MtpHead
 from draftsmith.modules.drafters.net import RowState
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.pretrained.models import target_shape
@@ -184,7 +185,7 @@ def test_a_mixture_costs_the_weights_of_the_experts_that_a_token_meets() -> None
     experts = head.layer.mlp.experts
     unused = sum(weight[EXPERTS // 2 :].numel() for weight in experts.parameters())
     whole = sum(weight.numel() for weight in head.layer.parameters() if weight.dim() > 1)
-    assert active_weights(json.dumps(head.config.layer)) == whole - unused
+    assert flops.matrices(head.layer, 1, head.chosen_experts) == 2 * (whole - unused)
 
 
 def test_a_family_that_no_server_drafts_for_is_refused() -> None:
