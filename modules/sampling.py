@@ -9,9 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
@@ -146,22 +144,23 @@ def pick(probs: Tensor, uniform: float) -> int:
         wanted = total * uniform
         # The rest behind the whole blocks counts as one.
         block = int(ends.searchsorted(wanted, "right"))
-        own = array[block * TOP_BLOCK : (block + 1) * TOP_BLOCK]
+        inside = slice(block * TOP_BLOCK, (block + 1) * TOP_BLOCK)
+        own = array[inside]
         place = int(own.cumsum(dtype="float64").searchsorted(wanted - (ends[block - 1] if block else 0.0), "right"))
         if place < len(own):
             return block * TOP_BLOCK + place
         # Where the product was rounded up to the total, there may be no mass left from this block on.
-        return _last(own, total, block * TOP_BLOCK) if own.any() else _last(array, total, 0)
+        return _last(probs[inside], total, inside.start) if own.any() else _last(probs, total, 0)
     # Scaling by the sum as computed keeps the index in range; "right" steps over entries of probability zero. NumPy
     # looks up with fewer calls than torch.
     cumulative = probs.cumsum(-1, dtype=torch.float64).numpy()
     index = int(cumulative.searchsorted(cumulative[-1] * uniform, "right"))
-    return index if index < len(probs) else _last(probs.numpy(), cumulative[-1], 0)
+    return index if index < len(probs) else _last(probs, cumulative[-1], 0)
 
 
-def _last(probs: NDArray[np.floating], total: float, first: int) -> int:
+def _last(probs: Tensor, total: float, first: int) -> int:
     """Return `first` plus the last place with mass, where uniform * total was rounded up; NO_TOKEN for a bad total."""
-    return first + int(probs.nonzero()[0][-1]) if 0 < total < math.inf else NO_TOKEN
+    return first + int(probs.nonzero()[-1]) if 0 < total < math.inf else NO_TOKEN
 
 
 class Source(Protocol):
