@@ -65,7 +65,7 @@ def rope_of(head: LlamaConfig) -> Rope:
     return "plain" if (scaling.kind, scaling.partial_rotary_factor) == ("default", 1) else "target"
 
 
-class EagleHead(UnrolledHead):
+class EagleHead(UnrolledHead[EagleConfig, EagleSettings]):
     """Drafts tokens from the target's state after the final norm, and from its own states behind the text (EAGLE, Li
     et al. 2024). Embedding and lm_head are the target's and not in this directory.
 
@@ -120,7 +120,7 @@ class EagleHead(UnrolledHead):
     # -- loss
 
     @classmethod
-    def needs_gathered_weights(cls, settings: Any) -> bool:
+    def needs_gathered_weights(cls, settings: EagleSettings) -> bool:
         return False
 
     def training_states(self, states: Tensor, batch: FeatureBatch, settings: EagleSettings, step: TrainStep) -> Tensor:

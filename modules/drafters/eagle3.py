@@ -76,7 +76,7 @@ def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope:
     return layers_of(target, num_layers=1, rope_theta=theta, rope_scaling=scaling, **PLAIN)
 
 
-def _check_d2t(net: Eagle3Head, _: Any) -> None:
+def _check_d2t(net: Eagle3Head, _: object) -> None:
     """Raise InputError unless `d2t` holds ids of the target, each once, ascending."""
     ids = net.d2t
     if not bool((ids[1:] > ids[:-1]).all()) or not 0 <= int(ids[0]) <= int(ids[-1]) < net.config.vocab_size:
@@ -90,7 +90,7 @@ VERSIONS = {"3": (False, False, False), "3-norm": (False, True, False), "3.1": (
 DRAFT_VOCAB = 32_000
 
 
-class Eagle3Head(UnrolledHead):
+class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
     """EAGLE-3: it reads the inputs of some of the target's layers, and its own state in the place of the next ones. It
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
     directory.
@@ -239,6 +239,10 @@ class Eagle3Head(UnrolledHead):
     # -- loss
 
     @classmethod
+    def drops_unknown(cls, settings: Eagle3Settings) -> bool:
+        return settings.unknown == "drop"
+
+    @classmethod
     def loss_layers(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
         """Return its layers and, last, the final state, which gives the target's distributions."""
         return (*config.aux_layers, num_layers)
@@ -252,7 +256,7 @@ class Eagle3Head(UnrolledHead):
         norm, rows = 4 + width, sum(stop - start for start, stop, _ in parts)
         earlier = sum(min(start, window or start) for start, _, _ in parts)
         once = norm * len(self.config.aux_layers) * size + (8 + 4 * share) * size
-        layer = width * (2 * size + 3 * queries + 2 * keys + 4 * llama.intermediate_size + 2 * llama.head_dim)
+        layer: float = width * (2 * size + 3 * queries + 2 * keys + 4 * llama.intermediate_size + 2 * llama.head_dim)
         layer += 2 * norm * size + width * size + share * (norm + 4) * size  # with the rows that give logits
         # Besides, gradients of the first pass's keys and values: their sum, and those of a pass.
         kept = rows * (once + settings.ttt_steps * layer + 4 * width * keys) + earlier * (4 * size + 6 * width * keys)

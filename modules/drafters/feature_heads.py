@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.growth import Level
-from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.base import ConfigT, DraftHead, SettingsT
 from draftsmith.modules.drafters.branches import branch_mask, group_of
 from draftsmith.modules.drafters.net import DraftNet, RowState
 from draftsmith.modules.engine.cache import KVCache, as_bias
@@ -23,7 +23,7 @@ from draftsmith.modules.layers import Layer
 from draftsmith.modules.targets.base import CausalLM
 
 
-class FeatureHead(DraftHead):
+class FeatureHead(DraftHead[ConfigT, SettingsT]):
     """A head that reads pairs of a token and the target's feature of the token before it. Past the text its own states
     take the place of features.
 

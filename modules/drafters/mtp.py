@@ -17,6 +17,7 @@ from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import PLAIN, Layer, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
 from draftsmith.modules.targets.native import NativeLayer, layer_settings, native_layer, native_shape
+from draftsmith.modules.targets.shape import TargetShape
 from draftsmith.modules.types import InputError
 
 # Families whose modules servers draft with, by the type of their text model: the layer of the module among the kinds of
@@ -43,7 +44,7 @@ class MtpConfig(LlamaHeadConfig):
     windowed = True
 
 
-class MtpHead(UnrolledHead):
+class MtpHead(UnrolledHead[MtpConfig, MtpSettings]):
     """MTP module: it reads the target's final state and then its own, through one decoder layer of the target's own
     kind. Embedding and lm_head are the target's and not in this directory.
 
@@ -99,7 +100,7 @@ class MtpHead(UnrolledHead):
 
     @classmethod
     def new_config(cls, settings: MtpSettings, target: LlamaConfig) -> MtpConfig:
-        text = getattr(target, "text", {})
+        text = target.text if isinstance(target, TargetShape) else {}
         if text.get("model_type") not in LAYERS:
             expected = f"one of {', '.join(LAYERS)}, whose MTP modules servers draft with"
             raise InputError("target", text.get("model_type", "a nameless family"), expected, "Train an eagle3 head.")

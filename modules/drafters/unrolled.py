@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -131,7 +131,11 @@ def paired(
     )
 
 
-class UnrolledHead(FeatureHead):
+ConfigT = TypeVar("ConfigT", bound=LlamaHeadConfig)
+SettingsT = TypeVar("SettingsT", bound=UnrolledSettings)
+
+
+class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
     """A head whose loss is that of whole drafts, each token behind the head's own states.
 
     cos, sin: rotary tables of its layers, [positions, rotary_dim].
@@ -160,6 +164,11 @@ class UnrolledHead(FeatureHead):
     def tokens(self) -> Tensor | None:
         """The target's id of each token that it can draft, int64 ascending; None: all."""
         return None
+
+    @classmethod
+    def drops_unknown(cls, settings: SettingsT) -> bool:
+        """Return whether tokens do not count where the target's first choice cannot be drafted."""
+        return False
 
     @property
     def output_weight(self) -> Tensor | None:
@@ -231,17 +240,17 @@ class UnrolledHead(FeatureHead):
     # -- loss
 
     @classmethod
-    def loss_count(cls, batch: FeatureBatch, settings: UnrolledSettings) -> float:
+    def loss_count(cls, batch: FeatureBatch, settings: SettingsT) -> float:
         if settings.normalizer == "padded":
             return batch.input_ids.numel()
         chosen = counted(batch, settings.token_mask)
         return int(chosen.sum() if settings.normalizer == "tokens" else owners(batch)[chosen].unique().numel())
 
     @classmethod
-    def logit_rows(cls, batch: FeatureBatch, settings: UnrolledSettings) -> int:
+    def logit_rows(cls, batch: FeatureBatch, settings: SettingsT) -> int:
         return int(counted(batch, settings.token_mask).sum())
 
-    def flops(self, settings: Any, step: TrainStep, logit_rows: int) -> float:
+    def flops(self, settings: SettingsT, step: TrainStep, logit_rows: int) -> float:
         """Later passes cost what the first does; the entries that they see beside the first one's, which are few, are
         left out."""
         llama, rows, passes = self.config.llama, sum(step.lengths), settings.num_ttt_steps(step)
@@ -253,18 +262,18 @@ class UnrolledHead(FeatureHead):
         read = flops.TRAINED_FIRST * fused + (0 if self.fuses_once else flops.TRAINED * (passes - 1) * fused)
         # The target's logits, and those of each pass.
         size, known = llama.hidden_size, llama.vocab_size if self.tokens is None else len(self.tokens)
-        whole = step.logged or self.tokens is None or settings.unknown == "drop"
+        whole = step.logged or self.tokens is None or self.drops_unknown(settings)
         logits = flops.linear(size, llama.vocab_size if whole else known, logit_rows)
         trained = output is not None and output.requires_grad
         logits += passes * (flops.TRAINED if trained else flops.FROZEN_PASSING) * flops.linear(size, known, logit_rows)
         return flops.TRAINED * passes * layers + read + logits
 
-    def training_states(self, states: Tensor, batch: FeatureBatch, settings: Any, step: TrainStep) -> Tensor:
+    def training_states(self, states: Tensor, batch: FeatureBatch, settings: SettingsT, step: TrainStep) -> Tensor:
         """Return what a training step reads in the place of the batch's states [B, T, F]."""
         return states
 
     def combine(
-        self, by_tokens: Tensor, hidden: Sequence[Tensor], wanted: Tensor, weights: Tensor, settings: Any
+        self, by_tokens: Tensor, hidden: Sequence[Tensor], wanted: Tensor, weights: Tensor, settings: SettingsT
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted loss, and parts of it to log, from that of the distributions.
 
@@ -272,7 +281,7 @@ class UnrolledHead(FeatureHead):
         """
         return by_tokens, {}
 
-    def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
+    def loss(self, batch: FeatureBatch, target: CausalLM, settings: SettingsT, step: TrainStep | None) -> LossOutput:
         """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes.
 
         In validation it also says what drafts of `ttt_steps` tokens would come to.
@@ -314,7 +323,7 @@ class UnrolledHead(FeatureHead):
         weights = weights * (scale / scale.sum() if settings.ttt_step_weights == "mean" else scale)
         lm_head: LmHead = target.lm_head
         vocab_size, tokens = self.config.vocab_size, self.tokens
-        drop_unknown = tokens is not None and settings.unknown == "drop"
+        drop_unknown = tokens is not None and self.drops_unknown(settings)
         if tokens is not None and not drop_unknown and not measured:
             # The loss alone compares distributions over the draft vocabulary.
             lm_head, vocab_size, tokens = target.lm_head_of(tokens), len(tokens), None
