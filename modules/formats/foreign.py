@@ -37,7 +37,9 @@ def detect(package: Package, target: TargetFacts | None = None) -> HeadFormat:
     readers = [format for format in formats().values() if format.kind == kind]
     if marked := [format for format in readers if format.wrote(package)]:
         return marked[0]
-    return min(readers, key=lambda format: (not format.writes, *misread(format, package, target)))
+    # Trainers' own formats, which are only read, have a mark.
+    servers = [format for format in readers if format.writes] or readers
+    return min(servers, key=lambda format: misread(format, package, target))
 
 
 def misread(format: HeadFormat, package: Package, target: TargetFacts | None) -> tuple[float, bool]:
