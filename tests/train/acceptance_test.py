@@ -206,9 +206,9 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artifacts, ro
         features, embeds = target.features(ids)[:, :-1], target.embed(ids[:, 1:])
         for place, token in enumerate(batch.draft_ids[number].tolist()):
             # The drafted token is read beside the head's own state before it.
-            features = torch.cat([features, head(embeds, features)[:, -1:]], 1)
+            features = torch.cat([features, head.unroll(embeds, features, 1)[0][:, -1:]], 1)
             embeds = torch.cat([embeds, target.embed(torch.tensor([[token]]))], 1)
-            assert torch.allclose(found[number, place], head(embeds, features)[0, -1], atol=1e-5)
+            assert torch.allclose(found[number, place], head.unroll(embeds, features, 1)[0][0, -1], atol=1e-5)
 
 
 def test_accumulating_gives_the_same_weights(artifacts, eagle, rollouts, tmp_path, trained_on_rounds):
