@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 # Name -> its module and its name there.
 PUBLIC = {
     "load_target": ("modules.pretrained.models", "load_lm"),
-    "load_tokenizer": ("modules.pretrained.tokenizers", "load_tokenizer"),
+    "load_tokenizer": ("modules.pretrained.checkpoint", "load_tokenizer"),
     "load_drafter": ("eval.answer", "load_drafter"),
     "load_head": ("modules.pretrained.heads", "load_draft_head"),
     "generate": ("eval.answer", "generate"),
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from draftsmith.launch.python import settings as settings
     from draftsmith.modules.drafters.plug_ins import add_folder as add_drafters
     from draftsmith.modules.pretrained.card import save as save
+    from draftsmith.modules.pretrained.checkpoint import load_tokenizer as load_tokenizer
     from draftsmith.modules.pretrained.heads import load_draft_head as load_head
     from draftsmith.modules.pretrained.models import load_lm as load_target
-    from draftsmith.modules.pretrained.tokenizers import load_tokenizer as load_tokenizer
     from draftsmith.modules.types import InputError as InputError
     from draftsmith.train.data import HeadDataModule as HeadDataModule
     from draftsmith.train.fit import fit as fit

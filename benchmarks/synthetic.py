@@ -16,7 +16,8 @@ from torch import Tensor
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
-from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state
+from draftsmith.modules.targets.llama import LlamaLM, model_from_state
+from draftsmith.modules.targets.shape import llama_config
 
 # transformers' config.json. 88m: a forward reads 14 x 4.8 M weights of layers and 20.5 M of the output embedding.
 SHAPES: dict[str, dict[str, Any]] = {

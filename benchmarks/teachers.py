@@ -86,15 +86,17 @@ def read_states(target: Path, config: TeachersConfig, file: Path) -> None:
     server and by our teacher."""
     from draftsmith.data.engines.vllm_states import VllmStates, prove_teacher
     from draftsmith.data.store.feature_codec import decode
-    from draftsmith.modules.pretrained.models import load_info, load_outer
+    from draftsmith.modules.pretrained.checkpoint import Checkpoint
+    from draftsmith.modules.pretrained.models import load_outer
 
-    info = load_info(str(target))
+    checkpoint = Checkpoint(target)
+    info = checkpoint.info
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(info.vocab_size, (config.num_tokens,), generator=generator).tolist()
     args = config.output / "vllm.json"
     args.write_text(json.dumps({"enforce_eager": True, "max_num_seqs": 4, "max_model_len": 2 * config.num_tokens}))
     outer = load_outer(str(target), "float32")
-    with VllmStates(str(target), (info.num_layers,), config.dtype, "bf16", config.output, args) as source:
+    with VllmStates(checkpoint, (info.num_layers,), config.dtype, "bf16", config.output, args) as source:
         stored, places = source.read_with_log_probs(row)
         readout = prove_teacher(source, outer, [row]).readout
     states = decode(stored)[:-1].float()  # [T, H], before the final norm

@@ -19,9 +19,9 @@ from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer
 from draftsmith.modules.pretrained.heads import FrozenDrafter, kind_at, load_drafter
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, text_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -31,18 +31,18 @@ def run(config: AcceptanceConfig) -> Path:
     """Write the artifact `acceptance` or `rollouts` and return its directory."""
     set_threads(config.num_threads)
 
-    drafts = kind_at(config.draft) is not None
+    drafts, target_files = kind_at(config.draft) is not None, Checkpoint(config.target, config.trust_remote_code)
 
-    def load(path: str) -> CausalLM:
+    def load(model: str | Checkpoint) -> CausalLM:
         # Drafts are read in the way of decoding, for which weights are packed.
-        return load_lm(path, **config.loading, packed=drafts)
+        return load_lm(model, **config.loading, packed=drafts)
 
     if not drafts:
-        check_same_tokenizer(config.target, config.draft)
-    target = load(config.target)
+        check_same_tokenizer(target_files, Checkpoint(config.draft))
+    target = load(target_files)
     drafter = load_drafter(config.draft, lambda: target, load)
     recorded = Manifest.read(config.responses).identity
-    identity = {**text_identity(config.target, recorded), "target": target.info.identity}
+    identity = {**target_files.text_identity(recorded), "target": target.info.identity}
     manifest = open_artifact(config.responses, "responses", identity)
     rows = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
 

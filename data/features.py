@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,12 +34,12 @@ from draftsmith.modules import drafters
 from draftsmith.modules.attention import Documents, group_by_length
 from draftsmith.modules.finite import NonFinite, broken_row, first_broken, name_nonfinite
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.models import load_info, load_lm, load_outer, target_shape, vocabulary_size
+from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.pretrained.ranks import place
-from draftsmith.modules.pretrained.tokenizers import text_identity
-from draftsmith.modules.targets.base import CausalLM, ModelInfo
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.proof import prove_reading
 from draftsmith.modules.transfer import to_host_together
 from draftsmith.modules.types import InputError
@@ -63,15 +63,15 @@ BATCHES_AHEAD = 2
 def run(config: FeaturesConfig) -> Path:
     """Write the artifact `features` and return its directory."""
     set_threads(config.num_threads)
-    lm = None
+    target, lm = Checkpoint(config.target, config.trust_remote_code), None
     if config.engine != "vllm":
-        lm = load_lm(config.target, **config.loading, device_map=config.device_map)
+        lm = load_lm(target, **config.loading, device_map=config.device_map)
         note_slow_dtype(lm)
-    info = load_info(config.target) if lm is None else lm.info
+    info = target.info
     # Final states are there in any family.
     needs_shape = config.drafter is not None or config.layers
-    rows, plan, aux_layers = open_rows(config, info, target_shape(config.target) if needs_shape else None)
-    with open_states(config, lm, plan, rows, aux_layers) as source:
+    rows, plan, aux_layers = open_rows(config, target, target.shape if needs_shape else None)
+    with open_states(config, target, lm, plan, rows, aux_layers) as source:
         if source is None:
             done = Manifest.read(config.output)
             about, teacher = done.identity.get("read_by"), done.teacher
@@ -98,7 +98,12 @@ def run(config: FeaturesConfig) -> Path:
 
 @contextmanager
 def open_states(
-    config: FeaturesConfig, lm: CausalLM | None, plan: StagePlan, rows: Rows, aux_layers: tuple[int, ...]
+    config: FeaturesConfig,
+    target: Checkpoint,
+    lm: CausalLM | None,
+    plan: StagePlan,
+    rows: Rows,
+    aux_layers: tuple[int, ...],
 ) -> Iterator[OwnStates | VllmStates | ServedStates | None]:
     """Open what computes the states: our own engine, vLLM in processes of its own, or vLLM at a server.
 
@@ -116,29 +121,29 @@ def open_states(
     if (config.output / MANIFEST).exists() and all(read_done(config.output, shard) for shard in plan.shards):
         yield None
         return
-    layers = aux_layers or (target_shape(config.target).num_layers,)
+    layers = aux_layers or (target.shape.num_layers,)
     source: VllmStates | ServedStates
     if config.server is not None:
         source = ServedStates(config.server, config.output)
     else:
         how = (config.dtype, config.feature_dtype, config.output, config.vllm_args, config.trust_remote_code)
-        source = VllmStates(config.target, layers, *how)
+        source = VllmStates(target, layers, *how)
     with source:
         examples = [row["input_ids"] for row in rows.read(0, min(4, len(rows)))]
-        proof = prove_teacher(source, load_outer(config.target, "auto"), examples)
+        proof = prove_teacher(source, load_outer(target, "auto"), examples)
         log_note(str(proof))
-        log_note(check_numbering(source, config.target, layers, examples, config.feature_dtype))
+        log_note(check_numbering(source, target, layers, examples, config.feature_dtype))
         yield source
 
 
 def open_rows(
-    config: FeaturesConfig, info: ModelInfo, shape: LlamaConfig | None
+    config: FeaturesConfig, target: Checkpoint, shape: LlamaConfig | None
 ) -> tuple[Rows, StagePlan, tuple[int, ...]]:
     """Open the texts, and plan the stage; return them with the layers that are captured.
 
-    info, shape: of the target; the shape is needed for a drafter's layers only.
+    shape: of the target, which is needed for a drafter's layers only.
     """
-    manifest = open_texts(config.responses, config.target, info.identity)
+    info, manifest = target.info, open_texts(config.responses, target)
     rows = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=info.vocab_size)
     aux_layers = () if shape is None else captured_layers(config.drafter, config.layers, shape)
     plan = StagePlan(
@@ -175,18 +180,18 @@ def captured_layers(drafter: str | None, layers: tuple[int, ...], shape: LlamaCo
     return head.loss_layers(head.new_config(settings, shape), shape.num_layers)
 
 
-def open_texts(directory: Path, target: str, identity: Mapping[str, str], field: str = "responses") -> Manifest:
+def open_texts(directory: Path, target: Checkpoint, field: str = "responses") -> Manifest:
     """Open responses of this target, or supervised prompts of its tokenizer.
 
-    identity: the target's. field: option that names the directory, for errors.
+    field: option that names the directory, for errors.
 
     Raises:
         InputError: another artifact, or prompts without answers.
     """
     manifest = Manifest.read(directory)
-    expected: dict[str, Any] = text_identity(target, manifest.identity)
+    expected: dict[str, Any] = target.text_identity(manifest.identity)
     if manifest.kind == "responses":
-        expected["target"] = dict(identity)
+        expected["target"] = target.identity
     manifest = open_artifact(manifest.directory, ("responses", "prompts"), expected)
     if "loss_mask" not in manifest.field_names:
         remedy = "Make responses first (data responses), or data prompts --supervised."
@@ -194,10 +199,10 @@ def open_texts(directory: Path, target: str, identity: Mapping[str, str], field:
     return manifest
 
 
-def text_dataset(directory: Path, target: str, identity: Mapping[str, str], field: str = "data") -> ArtifactDataset:
+def text_dataset(directory: Path, target: Checkpoint, field: str = "data") -> ArtifactDataset:
     """Open responses or supervised prompts as a data set. Arguments as of `open_texts`."""
-    manifest = open_texts(directory, target, identity, field)
-    return open_dataset(manifest.directory, manifest.kind, vocab_size=vocabulary_size(target))
+    manifest = open_texts(directory, target, field)
+    return open_dataset(manifest.directory, manifest.kind, vocab_size=target.shape.vocab_size)
 
 
 def check_room(plan: StagePlan, rows: Rows, token_bytes: int) -> None:

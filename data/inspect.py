@@ -19,7 +19,7 @@ from draftsmith.data.store.feature_codec import FeatureFiles, decode
 from draftsmith.data.store.manifest import Manifest, check_files, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import Repetition, distinct_4grams, spans
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.types import InputError, without_controls
 
 # Kinds whose summary reads every table.
@@ -39,10 +39,11 @@ def run(config: InspectConfig) -> None:
     if not name:
         raise InputError("tokenizer", "none recorded", "a model's directory or hub id", "Pass --tokenizer MODEL.")
     # Another tokenizer would show other text without an error.
-    found, expected = tokenizer_identity(name)["tokenizer"], manifest.identity.get("tokenizer")
+    model = Checkpoint(name)
+    found, expected = model.tokenizer_identity["tokenizer"], manifest.identity.get("tokenizer")
     if found != expected:
         raise InputError("tokenizer", f"{found} of {name}", f"{expected}, as recorded", "Pass --tokenizer MODEL.")
-    tokenizer = load_tokenizer(name)
+    tokenizer = model.tokenizer
 
     # Print the facts, then the rows.
     rows = Rows(manifest.directory, manifest)

@@ -46,7 +46,6 @@ from draftsmith.data.text.template import (
     answered_ids,
     check_length,
     check_mask,
-    context_length,
     continued_thought,
     load_chat_tokenizer,
     not_shown,
@@ -56,10 +55,9 @@ from draftsmith.data.text.template import (
     supervised_ids,
 )
 from draftsmith.data.text.template import encode as tokenize
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.identity import template_hash
-from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.pretrained.tokenizers import end_tokens, text_identity
 from draftsmith.modules.targets.base import check_ids
 from draftsmith.modules.types import InputError
 
@@ -94,10 +92,11 @@ Encoded = tuple[list[dict[str, Any]], Counter[str]] | RowError
 @sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artifact `prompts` and return its directory."""
-    tokenizer = load_chat_tokenizer(config.target, config.chat_template)
+    target = Checkpoint(config.target, config.trust_remote_code)
+    tokenizer = load_chat_tokenizer(target, config.chat_template)
     # Open the sources, and select rows by split, task and limit.
     names = [config.source] if Path(config.source).exists() else config.source.split(",")
-    sources = [one_source(name.strip(), config, tokenizer) for name in names]
+    sources = [one_source(name.strip(), config, target, tokenizer) for name in names]
     mapping = parse_columns(config.columns)
     selected = select_rows(sources, mapping, config)
     digest = sources[0].digest
@@ -108,7 +107,7 @@ def run(config: PromptsConfig) -> Path:
     if config.supervised:
         check_mask(tokenizer, dated)
     # Tokenize the selected rows, a shard at a time.
-    context, vocab_size = config.max_length or context_length(config.target), vocabulary_size(config.target)
+    context, vocab_size = config.max_length or target.shape.max_position, target.shape.vocab_size
     plan = StagePlan(
         kind="prompts",
         stage="data prompts",
@@ -117,7 +116,7 @@ def run(config: PromptsConfig) -> Path:
         fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
         inputs={"source": digest},
         identity={
-            **text_identity(config.target),
+            **target.text_identity(),
             "chat_template": template_hash(tokenizer),
             # With a template of its own file it does not matter what the target's is.
             **({} if config.chat_template else {"own_template": template_hash(tokenizer)}),
@@ -142,14 +141,14 @@ def run(config: PromptsConfig) -> Path:
             advance(1)
         return ShardContent(rows, dict(counts))
 
-    ends = end_tokens(config.target) if config.supervised else ()
+    ends = target.end_tokens if config.supervised else ()
     encoder = RowEncoder(sources, mapping, tokenizer, config, context, dated, ends, part_separator(tokenizer))
     with in_processes(encoder, config.num_proc) as encode:
         run_stage(plan, make_shard)
     return config.output
 
 
-def one_source(name: str, config: PromptsConfig, tokenizer: Any) -> RowSource:
+def one_source(name: str, config: PromptsConfig, target: Checkpoint, tokenizer: Any) -> RowSource:
     """Open one of the sources that `--source` names."""
     if name == SELF:
         if config.source != SELF:
@@ -157,7 +156,7 @@ def one_source(name: str, config: PromptsConfig, tokenizer: Any) -> RowSource:
             raise InputError("source", f"{SELF} among {config.source}", f"{SELF} alone", remedy)
         return opening_rows(config.limit)
     if (Path(name) / MANIFEST).exists():
-        return written_turns(Path(name), config.target, tokenizer)
+        return written_turns(Path(name), target, tokenizer)
     return open_source(name, config.split, config.subset, config.revision, config.streaming)
 
 

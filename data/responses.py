@@ -26,7 +26,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import Supervision
-from draftsmith.data.text.template import check_context, context_length
+from draftsmith.data.text.template import check_context
 from draftsmith.data.text.turns import (
     AnswerSettings,
     BeginConversation,
@@ -35,9 +35,9 @@ from draftsmith.data.text.turns import (
     shard_content,
     turns_tokenizer,
 )
-from draftsmith.modules.pretrained.models import load_lm, pick_device, vocabulary_size
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.pretrained.models import load_lm, pick_device
 from draftsmith.modules.pretrained.ranks import place
-from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM
 
 # Fields of a text with answers, shared by responses and their labels.
@@ -66,14 +66,15 @@ InProcess = OwnEngine | VllmEngine
 def run(config: ResponsesConfig) -> Path:
     """Write the artifact `responses` and return its directory."""
     set_threads(config.num_threads)
-    made_with = text_identity(config.target, Manifest.read(config.prompts).identity)
+    target = Checkpoint(config.target, config.trust_remote_code)
+    made_with = target.text_identity(Manifest.read(config.prompts).identity)
     manifest = open_artifact(config.prompts, "prompts", made_with)
-    prompts = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
+    prompts = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.shape.vocab_size)
     tokenizer = None
     if manifest.counts.get("later_turns"):
-        tokenizer = turns_tokenizer(config.target, manifest, config.chat_template)
+        tokenizer = turns_tokenizer(target, manifest, config.chat_template)
     with ExitStack() as stack:
-        engine = stack.enter_context(open_engine(config, manifest, prompts))
+        engine = stack.enter_context(open_engine(config, target, manifest, prompts))
         # Later turns keep the length that the first ones were limited to.
         bounds = [bound for bound in (manifest.config.get("max_length"), engine.context) if bound]
 
@@ -110,10 +111,10 @@ def run(config: ResponsesConfig) -> Path:
 
 
 def open_engine(
-    config: ResponsesConfig, manifest: Manifest, prompts: Rows
+    config: ResponsesConfig, target: Checkpoint, manifest: Manifest, prompts: Rows
 ) -> AbstractContextManager[InProcess | ServerEngine]:
     """Open the engine that `config.engine` names. manifest: of the prompts."""
-    settings = AnswerSettings(config.target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
+    settings = AnswerSettings(target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
     if config.engine == "openai":
         if config.server.dialect == "llamacpp":
             return nullcontext(LlamaCppEngine(config.server, settings))
@@ -122,16 +123,16 @@ def open_engine(
         # Every slot has room for the longest conversation.
         room = max(len(row["prompt_ids"]) for row in prompts.iterate()) + config.max_new_tokens + 1
         if manifest.counts.get("later_turns"):
-            room = manifest.config.get("max_length") or context_length(config.target) or room
+            room = manifest.config.get("max_length") or target.shape.max_position or room
         slots = min(config.batch_size, len(prompts))
         return llamacpp_server(settings, config.engine_path, slots, room, config.num_threads)
     if config.engine == "vllm":
         return VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code)
 
-    def load(path: str) -> CausalLM:
+    def load(model: str | Checkpoint) -> CausalLM:
         # The weights are packed, as decoding reads them.
         how = (config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True)
-        return load_lm(path, *how)
+        return load_lm(model, *how)
 
     return OwnEngine(settings, load, config.batch_size, config.draft, config.method)
 

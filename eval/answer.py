@@ -19,7 +19,7 @@ from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, R
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_method
 from draftsmith.modules.drafters.methods import chain_method
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.pretrained.checkpoint import checkpoint_of
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams, check_range
@@ -51,7 +51,7 @@ def load_drafter(
     Raises:
         InputError: no such model, or one that does not fit the target.
     """
-    paths = DraftSettings(draft=str(draft)).paths | {"target": target_path(target)}
+    paths = DraftSettings(draft=str(draft)).paths | {"target": checkpoint_of(target).path}
     if acceptance is not None:
         paths["acceptance"] = str(acceptance)
     kind = next(name for name in paths if name != "target")
@@ -63,14 +63,6 @@ def load_drafter(
     if drafter is None:
         raise InputError("method", repr(method), "one that drafts", "Pass None to generate in the place of a drafter.")
     return drafter
-
-
-def target_path(target: CausalLM) -> str:
-    """Return the directory that a target was loaded from; InputError if it was built in Python."""
-    if not target.info.path:
-        found = "a model that was built in Python"
-        raise InputError("target", found, "one of draftsmith.load_target", "Save it, and load it by its directory.")
-    return target.info.path
 
 
 def encode(target: CausalLM, prompt: Prompt) -> list[int]:
@@ -93,7 +85,7 @@ def encode(target: CausalLM, prompt: Prompt) -> list[int]:
     try:
         for message in messages:
             well_formed(message["content"], "the prompt")
-        return list(prompt_ids(load_chat_tokenizer(target_path(target)), messages))
+        return list(prompt_ids(load_chat_tokenizer(checkpoint_of(target)), messages))
     except RowError as error:
         raise InputError("prompt", str(error), "messages that the chat template takes", "Correct it.") from error
 
@@ -133,7 +125,7 @@ def generate(
     check_range("seed", seed, 0, MOST_SEED)
     ids = encode(target, prompt)
     params = SamplingParams(temperature, top_k, top_p)
-    tokenizer = load_tokenizer(target.info.path) if target.info.path else None
+    tokenizer = checkpoint_of(target).tokenizer if target.info.files else None
     return Answer(target, drafter, ids, params, max_new_tokens, seed, tokenizer)
 
 

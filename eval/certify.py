@@ -34,9 +34,9 @@ from draftsmith.eval.bets import (
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import CertifyConfig
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, text_identity
 from draftsmith.modules.sampling import best_tokens, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -153,8 +153,8 @@ class ServerAnswers:
     rows: Rows
 
     @classmethod
-    def open(cls, directory: Path, config: CertifyConfig) -> ServerAnswers:
-        manifest = open_artifact(directory, "responses", text_identity(config.target))
+    def open(cls, directory: Path, config: CertifyConfig, target: Checkpoint) -> ServerAnswers:
+        manifest = open_artifact(directory, "responses", target.text_identity())
         if manifest.config["ignore_eos"] and "llamacpp" in manifest.identity.get("answered_by", {}):
             found = "answers of llama.cpp with --ignore-eos, which bars end tokens from being sampled"
             raise InputError(str(directory), found, "answers that may end", "Ask again without it.")
@@ -185,15 +185,16 @@ def certify_server(config: CertifyConfig) -> tuple[list[dict[str, Any]], dict[st
 
     The control's bounds and the bets on the server each fail with at most half of alpha.
     """
-    answers = {SERVER: ServerAnswers.open(config.answers, config)}
+    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    answers = {SERVER: ServerAnswers.open(config.answers, config, checkpoint)}
     if config.control is not None:
-        answers = {CONTROL: ServerAnswers.open(config.control, config), **answers}
+        answers = {CONTROL: ServerAnswers.open(config.control, config, checkpoint), **answers}
         asked = [each.sampling for each in answers.values()]
         if asked[0] != asked[1]:
             raise InputError("control", f"answers with {asked[0]}", str(asked[1]), "Ask both servers alike.")
     else:
         log_note("No control: what the server's type and kernels change counts as a mistake of its speculation.")
-    params, target = answers[SERVER].sampling, load_target(config.target, **config.loading)
+    params, target = answers[SERVER].sampling, load_target(checkpoint, **config.loading)
     drafts = None
     if config.draft is not None and not params.greedy:
         drafts = FirstDrafts(load_server_drafter(config, config.draft, target))
@@ -232,7 +233,7 @@ def load_server_drafter(config: CertifyConfig, path: str, target: CausalLM) -> F
     """
     drafter = load_drafter(path, lambda: target, lambda path: load_target(path, **{**config.loading, "server": None}))
     if drafter.head is None:
-        check_same_tokenizer(config.target, path)
+        check_same_tokenizer(checkpoint_of(target), checkpoint_of(drafter.lm))
         drafter.lm.fit_vocabulary(target.info.vocab_size)
     return drafter
 

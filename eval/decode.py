@@ -22,7 +22,7 @@ from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.drafters.methods import by_drafter, chain_drafters
 from draftsmith.modules.finite import name_nonfinite
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.types import InputError, without_controls
 
 DRAFTED, OWN = "green", "yellow"
@@ -37,8 +37,9 @@ def run(config: DecodeConfig) -> Generation:
     named = choose_method(config)
     params = config.sampling
     check_positive(config, "max_new_tokens", "num_threads")
-    tokenizer, prompt = encode_prompt(config)
-    models = load_run(config, [named], [BenchPrompt("on the command line", prompt)], [params])
+    target = Checkpoint(config.target, config.trust_remote_code)
+    tokenizer, prompt = encode_prompt(config, target)
+    models = load_run(config, target, [named], [BenchPrompt("on the command line", prompt)], [params])
     drafter = named.method.build(models)
 
     console = SafeConsole(highlight=False, soft_wrap=True)
@@ -98,7 +99,7 @@ def choose_method(config: DecodeConfig) -> LabeledMethod:
     return named[0]
 
 
-def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
+def encode_prompt(config: DecodeConfig, target: Checkpoint) -> tuple[Any, list[int]]:
     """Return the tokenizer, and the prompt's token ids."""
     if config.prompt == "-":
         log_note("reading the prompt from standard input, up to its end")
@@ -109,9 +110,9 @@ def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
         if not text.strip():
             raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
         if config.raw:
-            tokenizer = load_tokenizer(config.target)
+            tokenizer = target.tokenizer
             return tokenizer, list(tokenizer(text)["input_ids"])
-        tokenizer = load_chat_tokenizer(config.target)
+        tokenizer = load_chat_tokenizer(target)
         messages = [{"role": "user", "content": text}]
         if config.system:
             messages.insert(0, {"role": "system", "content": well_formed(config.system, "system")})

@@ -352,10 +352,10 @@ def kind_of_head(directory: str) -> str:
 
 def with_mtp(target: str) -> str:
     """Return whether a target's files hold an MTP module."""
-    from draftsmith.modules.pretrained.hub import model_directory
+    from draftsmith.modules.pretrained.checkpoint import Checkpoint
     from draftsmith.modules.pretrained.stitch import ships_mtp
 
-    return as_text(ships_mtp(model_directory(target)))
+    return as_text(ships_mtp(Checkpoint(target)))
 
 
 def fastest_methods(directory: str) -> str:

@@ -54,7 +54,7 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     import torch
 
     from draftsmith.data.console import log_note
-    from draftsmith.modules.pretrained.models import target_shape
+    from draftsmith.modules.pretrained.checkpoint import Checkpoint
     from draftsmith.modules.pretrained.ranks import place
     from draftsmith.modules.pretrained.reading import read_object
 
@@ -62,7 +62,7 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     if (torch.cuda.device_count() or elsewhere) and given.get("accelerator") != "cpu":
         return {}
     try:
-        target = target_shape(given["target"])
+        target = Checkpoint(given["target"]).shape
     except (OSError, ValueError):  # the training says what is wrong with it
         return {}
     values = read_yaml(recipe)
@@ -116,5 +116,5 @@ def explain(best: Path, config: TrainDrafterConfig, module: LitDrafter, data: He
         val = data.val
         texts = itertools.islice(val.dataset.whole_texts(val.indices), DIAGNOSED)
         rows = [{"input_ids": ids.tolist(), "loss_mask": mask.tolist()} for ids, mask in texts]
-        warning += f"\n{diagnose(best, module.target, config.target, rows, val.dataset.manifest)}"
+        warning += f"\n{diagnose(best, module.target, rows, val.dataset.manifest)}"
     log_note(f"warning: {warning}")

@@ -55,15 +55,15 @@ def run(config: VllmConfig) -> int:
     from draftsmith.data.engines.vllm_states import connector_options
     from draftsmith.data.features import captured_layers
     from draftsmith.eval.engines.vllm import engine_python
+    from draftsmith.modules.pretrained.checkpoint import Checkpoint
     from draftsmith.modules.pretrained.files import check_disk, make_directory
     from draftsmith.modules.pretrained.hub import loadable
-    from draftsmith.modules.pretrained.models import target_shape
     from draftsmith.modules.targets.base import check_aux_layers
     from draftsmith.modules.types import InputError
 
     if not config.target:
         raise InputError("target", "nothing", "a model", "Pass --target.")
-    shape = target_shape(config.target)
+    shape = Checkpoint(config.target).shape
     if config.layers and config.drafter is None:
         layers = tuple(sorted({*config.layers, shape.num_layers}))
         check_aux_layers(layers, shape.num_layers)

@@ -137,6 +137,9 @@ class LlamaHeadConfig:
     windowed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        # A target's shape says more than its layers.
+        if isinstance(self.llama, LlamaConfig) and type(self.llama) is not LlamaConfig:
+            object.__setattr__(self, "llama", layers_of(self.llama))
         check_config(self)
         kind = self.llama.rope_scaling.kind
         if kind not in ROPE_KINDS:

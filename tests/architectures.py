@@ -31,9 +31,9 @@ from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.formats import check_served, formats
 from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.formats.families import SGLANG_DEEPSEEK
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import stored_tensors
-from draftsmith.modules.pretrained.hub import read_config
-from draftsmith.modules.pretrained.models import load_lm, load_outer, text_settings
+from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.proof import Proof, Reference, prove, prove_states
@@ -246,7 +246,7 @@ def teacher(model: Any, lm: CausalLM) -> bool:
     outer = load_outer(lm.info.path)
     weights = outer.weights
     reference = Reference.of_logits(logits, torch.cat([text[1:], torch.tensor([-1])]))
-    readouts = list(candidates(text_settings(lm.info.path)))
+    readouts = list(candidates(Checkpoint(lm.info.path).text))
 
     def proof(states: Tensor, among: Sequence[Readout] = readouts) -> Proof | None:
         def logits_by(readout: Readout) -> Tensor:
@@ -352,7 +352,11 @@ def teaches(model: Any, lm: CausalLM, kind: str, result: Outcome) -> bool:
 
 def exported(head: DraftHead, system: str, lm: CausalLM) -> bool | None:
     """Whether a system's directory holds the head's tensors and names no problem; None if it refuses the head."""
-    format, facts, state = formats()[system, head.kind], TargetFacts(read_config(lm.info.path)), stored_tensors(head)
+    format, facts, state = (
+        formats()[system, head.kind],
+        TargetFacts(Checkpoint(lm.info.path).config),
+        stored_tensors(head),
+    )
     raw, config = facts.raw, head.config
     if system == "sglang" and head.kind == "eagle3" and facts.family in SGLANG_DEEPSEEK:
         # It cannot be given layers from 1 of these, as of a target with few layers; heads of real ones read from 2.

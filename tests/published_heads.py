@@ -319,7 +319,7 @@ def cells(head: Published, directory: Path) -> str:
     """Return the cells of a head's row: the kind that it is read as, and each server's verdict."""
     facts = head.facts()
     write(head, facts, directory)
-    source = StateSource("", None, facts)
+    source = StateSource(None, facts)
     try:
         own = detect(read_package(str(directory)), facts)
     except InputError as error:

@@ -20,7 +20,7 @@ from worlds import run_models
 from draftsmith.data.text.template import prompt_ids
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.method_names import parse_method
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.pretrained.checkpoint import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

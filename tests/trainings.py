@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from draftsmith.data.features import text_dataset
 from draftsmith.data.store.datasets import ArtifactDataset, collate_features, open_dataset
 from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.checkpoints import FOLDER, STATE, all_in
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
@@ -87,7 +88,7 @@ def a_module(artifacts, tmp_path, **changes) -> LitDrafter:
 
 def texts(artifacts) -> ArtifactDataset:
     """Responses, whose features the target computes."""
-    return text_dataset(artifacts.responses, str(artifacts.target), load_lm(str(artifacts.target)).info.identity)
+    return text_dataset(artifacts.responses, Checkpoint(artifacts.target))
 
 
 def change(module: LitDrafter, **settings) -> None:

@@ -43,8 +43,8 @@ from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import ModelInfo
-from draftsmith.modules.targets.llama import LlamaLM, llama_config
-from draftsmith.modules.targets.shape import plain_shape
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.targets.shape import llama_config, plain_shape
 from draftsmith.modules.types import FeatureBatch, SamplingParams
 from draftsmith.train.optimizers import MuonAdamW
 

@@ -32,11 +32,10 @@ from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.card import model_card
+from draftsmith.modules.pretrained.checkpoint import checkpoint_of
 from draftsmith.modules.pretrained.files import CannotWrite
 from draftsmith.modules.pretrained.heads import head_fields, save_head
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
-from draftsmith.modules.pretrained.models import vocabulary_size
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer, text_identity
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -440,16 +439,16 @@ def tau_probe(module: LitHead, data: HeadDataModule) -> TauProbe | None:
     if not isinstance(module, LitDrafter):
         return None
     config, context = module.config, min(module.target.info.max_position, cast(Any, module.head.config).max_position)
-    prompts = probe_prompts(config, data.val, context)
+    prompts = probe_prompts(config, module.target, data.val, context)
     if not prompts:
         return None
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
-    probe = TauProbe(module.target, prompts, config, every, general_prompts(config, context))
+    probe = TauProbe(module.target, prompts, config, every, general_prompts(config, module.target, context))
     say_on_rank_zero(probe.measured)
     return probe
 
 
-def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:
+def probe_prompts(config: TrainDrafterConfig, target: CausalLM, val: Samples, context: int) -> list[list[int]]:
     """Return prompts to measure tau on, preferring those that leave room for an answer in the context.
 
     Raises:
@@ -461,8 +460,8 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
     if config.tau_data is None:
         prompts = held_out_prompts(val)
     else:
-        manifest = open_artifact(config.tau_data, "prompts", text_identity(config.target))
-        rows = Rows(manifest.directory, manifest, ["prompt_ids"], vocab_size=vocabulary_size(config.target))
+        manifest = open_artifact(config.tau_data, "prompts", checkpoint_of(target).text_identity())
+        rows = Rows(manifest.directory, manifest, ["prompt_ids"], vocab_size=target.info.vocab_size)
         prompts = (row["prompt_ids"] for row in rows.iterate())
     chosen: list[list[int]] = []
     tight: list[list[int]] = []
@@ -476,14 +475,14 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
     return chosen or tight
 
 
-def general_prompts(config: TrainDrafterConfig, context: int) -> list[list[int]]:
+def general_prompts(config: TrainDrafterConfig, target: CausalLM, context: int) -> list[list[int]]:
     """Return the general prompts that ship (chat, code, maths; those not for tests), as the target's template has them.
 
     Return [] if --tau-data is given, the target has no chat template (logged), or it is an embedded model.
     """
     if not config.tau_prompts or config.tau_data is not None or config.target.startswith(EMBEDDED):
         return []
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = checkpoint_of(target).tokenizer
     if not tokenizer.chat_template:
         say_on_rank_zero("note: no tau_general: the target has no chat template")
         return []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.store.writer import writing_alone
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.train import plan
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
 from draftsmith.train.metrics import rank
@@ -35,17 +36,19 @@ def run(config: TrainedConfig, explain: Explain | None = None) -> Path | None:
     """
     since = time.monotonic()
     set_threads(config.num_threads)
+    target = None
     if isinstance(config, TrainDrafterConfig):
-        config = resolve_precision(with_shape(config))
+        target = Checkpoint(config.target, config.trust_remote_code)
+        config = resolve_precision(with_shape(config, target.shape))
         if config.plan:
-            plan.show(config)
+            plan.show(config, target)
             return None
     with writing_alone(config.output, shared=True):
-        return train(config, since, explain)
+        return train(config, target, since, explain)
 
 
-def train(config: TrainedConfig, since: float, explain: Explain | None = None) -> Path:
-    """Train a head in its output directory, which this process holds."""
+def train(config: TrainedConfig, target: Checkpoint | None, since: float, explain: Explain | None = None) -> Path:
+    """Train a head in its output directory, which this process holds. target: of a drafter."""
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.acceptance import with_shape
     from draftsmith.train.fit import finished, fit
@@ -60,9 +63,10 @@ def train(config: TrainedConfig, since: float, explain: Explain | None = None) -
     # Its errors come before anything is loaded.
     check_loggers(config)
     if isinstance(config, TrainDrafterConfig):
-        plan.check_space(config)
+        assert target is not None
+        plan.check_space(config, target.shape)
     with ExitStack() as clients:
-        module, data = prepare(config, clients)
+        module, data = prepare(config, clients, target)
         best = fit(module, data, since=since)
     if isinstance(config, TrainDrafterConfig) and not config.drafter.saved_as_model and rank() == 0 and explain:
         assert isinstance(module, LitDrafter)

@@ -26,12 +26,11 @@ from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.engine.cache import any_shape
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.losses import TokenLoss
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import CannotWrite
 from draftsmith.modules.pretrained.heads import starting_weights
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.provenance import file_sha256
-from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 from draftsmith.train.checkpoints import TrainState
@@ -425,8 +424,8 @@ class LitDrafter(LitHead):
         data, info = cast(Any, self.trainer).datamodule, self.target.info
         context = min(info.max_position, self.head.config.max_position)
         for samples in (data.train, data.val):
-            if info.path and (manifest := getattr(samples.dataset, "manifest", None)):
-                made_with: dict[str, Any] = text_identity(info.path, manifest.identity)
+            if info.files and (manifest := getattr(samples.dataset, "manifest", None)):
+                made_with: dict[str, Any] = checkpoint_of(self.target).text_identity(manifest.identity)
                 if manifest.kind != "prompts":
                     layers = self.source.aux_layers if manifest.kind == "features" else ()
                     made_with["target"] = captured(info.identity, layers)
@@ -475,7 +474,7 @@ class LitDrafter(LitHead):
         if (file := loss_file(config)) is not None:
             inputs["loss"] = file_sha256(file)[:16]
         if config.init != "random" and config.drafter.saved_as_model:
-            inputs["init"] = saved_identity(config.init)["weights"]
+            inputs["init"] = Checkpoint(config.init).identity["weights"]
         elif config.init != "random":
             inputs |= starting_weights(config.init)
         target = self.target.info.identity

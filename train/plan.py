@@ -29,9 +29,9 @@ from draftsmith.modules.drafters.base import DocumentParts, DraftHead, TrainStep
 from draftsmith.modules.engine.lean import MLP_ROWS
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import row_chunks
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
-from draftsmith.modules.pretrained.hub import read_config
-from draftsmith.modules.pretrained.models import meta_target, target_shape, weight_type
+from draftsmith.modules.pretrained.models import meta_target, weight_type
 from draftsmith.train.config import MOST, NO_DATA, TrainDrafterConfig
 from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
@@ -145,19 +145,19 @@ def saved_bytes(config: TrainDrafterConfig, head: DraftHead) -> tuple[int, int, 
     return weights, checkpoint, (config.keep + 1) * checkpoint + 3 * weights
 
 
-def check_space(config: TrainDrafterConfig) -> None:
+def check_space(config: TrainDrafterConfig, target: LlamaConfig) -> None:
     """Check, before any weights are read, that the disk can hold what a training saves.
 
     Raises:
         InputError: it cannot.
     """
-    _, checkpoint, needed = saved_bytes(config, meta_head(config, target_shape(config.target)))
+    _, checkpoint, needed = saved_bytes(config, meta_head(config, target))
     remedy = f"Free some space, pass a smaller --keep ({checkpoint:,} bytes each), or use another disk."
     check_disk(config.output, needed, "output", remedy)
 
 
-def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
-    """Plan a training.
+def plan_of(config: TrainDrafterConfig, opened: Checkpoint | None = None) -> TrainingPlan:
+    """Plan a training. opened: its target, if that is open.
 
     Raises:
         InputError: no such model, or one of a family that the head cannot take its layer from; or data that the
@@ -165,10 +165,11 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
     """
     drafter, world = config.drafter, config.plan_ranks or world_size(config)
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
-    shape, served = target_shape(config.target), config.features == "vllm"
+    files, served = opened or Checkpoint(config.target), config.features == "vllm"
+    shape, width = files.shape, weight_type(model_dtype(config), files.shape).itemsize
     stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
     is_outer = served or (stored and not config.tau_prompts and not config.device_map)
-    target = meta_target(config.target, shape, is_outer)
+    target = meta_target(files, is_outer)
     head = meta_head(config, shape)
     head_shape: Any = head.config
     feature_size = shape.hidden_size * max(1, len(drafter.loss_layers(head_shape, shape.num_layers)))
@@ -193,7 +194,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
 
     # Memory of a rank under each strategy.
     read_in_step = feature_size > 0 and not stored and not served
-    process = process_bytes(config, target, shape, head, documents, largest, feature_size, read_in_step)
+    process = process_bytes(config, target, width, shape, head, documents, largest, feature_size, read_in_step)
     strategy = str(config.strategy)
     if strategy == "auto":
         strategy = "ddp" if world > 1 else "one process"
@@ -232,6 +233,7 @@ def plan_of(config: TrainDrafterConfig) -> TrainingPlan:
 def process_bytes(
     config: TrainDrafterConfig,
     target: nn.Module,
+    width: int,
     shape: LlamaConfig,
     head: DraftHead,
     documents: TrainingDocuments,
@@ -241,11 +243,10 @@ def process_bytes(
 ) -> dict[str, int]:
     """Return the bytes of a training by part, in one process without a strategy.
 
-    part: lengths of the samples of the largest micro-batch. feature_size: elements of a token's features. read_in_step:
-    by the target.
+    width: bytes of a weight of the target. part: lengths of the samples of the largest micro-batch. feature_size:
+    elements of a token's features. read_in_step: by the target.
     """
-    on_gpu, dtype = device_kind(config) == "gpu", model_dtype(config)
-    width = weight_type(dtype, read_config(config.target)).itemsize
+    on_gpu = device_kind(config) == "gpu"
     weights, checkpoint, _ = saved_bytes(config, head)
 
     # The head learns span by span, and makes and frees logits in chunks; an lm_head of its own counts as chunks.
@@ -319,9 +320,9 @@ def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str,
     return {**memory, "peak": sum(memory.values()), "host memory": host}
 
 
-def show(config: TrainDrafterConfig) -> None:
+def show(config: TrainDrafterConfig, target: Checkpoint) -> None:
     """Print the plan: facts, and a table of a rank's memory with a row per part and a column per strategy."""
-    plan = plan_of(config)
+    plan = plan_of(config, target)
     documents, tokens = plan.documents, sum(plan.documents.lengths)
     per_step = tokens / plan.steps_per_epoch
     facts = {

@@ -19,13 +19,11 @@ from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of, shape_of
 from draftsmith.modules.pretrained.heads import starting_head, starting_settings
-from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import captured
-from draftsmith.modules.pretrained.models import load_lm, load_outer, shape_of, target_shape
+from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.pretrained.stitch import mtp_state
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, template_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
@@ -44,10 +42,12 @@ TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig
 HASHED_BYTES = 32 * 2**30
 
 
-def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[LitHead, HeadDataModule]:
+def prepare(
+    config: TrainedConfig, clients: ExitStack | None = None, opened: Checkpoint | None = None
+) -> tuple[LitHead, HeadDataModule]:
     """Load models and data; return the module and data module of a training, the arguments of `fit`.
 
-    clients: receives what has to be closed when the training has ended.
+    clients: receives what has to be closed when the training has ended. opened: the target of a drafter, if it is open.
 
     Raises:
         InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
@@ -63,6 +63,7 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
     with_loss(config)
 
     # The target, and the config of the head.
+    checkpoint = opened or Checkpoint(config.target, config.trust_remote_code)
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
     served = config.features == "vllm"
     if served and config.tau_prompts:
@@ -72,11 +73,11 @@ def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> tuple[Li
     target: CausalLM
     if (stored or served) and not config.tau_prompts and not config.device_map:
         # No layer of it is needed.
-        target = load_outer(config.target, dtype, device)
+        target = load_outer(checkpoint, dtype, device)
     else:
         how = (dtype, device, config.engine, config.trust_remote_code)
-        target = load_lm(config.target, *how, device_map=config.device_map)
-    shape = shape_of(target, target.info.path or config.target)
+        target = load_lm(checkpoint, *how, device_map=config.device_map)
+    shape = checkpoint.shape
     head_shape = head_config(config, shape)
     layers = drafter.loss_layers(head_shape, target.info.num_layers)
 
@@ -124,10 +125,10 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             raise InputError("data", "features whose teacher was not proved", "the field `teacher` in it", remedy)
         target.readout = manifest.readout or target.readout
         check = "sha256" if sum(entry.bytes for entry in manifest.files) < HASHED_BYTES else "size"
-        made_with = {"target": identity, **template_identity(config.target, manifest.identity)}
+        made_with = {"target": identity, **checkpoint_of(target).template_identity(manifest.identity)}
         return open_dataset(manifest.directory, "features", made_with, check, target.info.vocab_size)
     open_artifact(manifest.directory, ("responses", "prompts", "features"), check="size")
-    return text_dataset(manifest.directory, config.target, target.info.identity)
+    return text_dataset(manifest.directory, checkpoint_of(target))
 
 
 def taught_by_final_state(layers: Sequence[int], target: CausalLM) -> bool:
@@ -158,12 +159,12 @@ def feature_source(
         server = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_directory))
         rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
         # Spread over devices (--device-map), it is another.
-        outer = target if isinstance(target, OuterLM) else load_outer(config.target, "auto")
+        outer = target if isinstance(target, OuterLM) else load_outer(checkpoint_of(target), "auto")
         proof = prove_teacher(server, outer, rows)
         target.readout, teacher = outer.readout, server.teacher
         if rank() == 0:
             log_note(str(proof))
-            log_note(check_numbering(server, config.target, states, rows, config.feature_dtype))
+            log_note(check_numbering(server, checkpoint_of(target), states, rows, config.feature_dtype))
         step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
         window = config.feature_window * 1e9 or 2 * size * step_tokens / world_size(config)
         stream = FeatureStream(server, window, size)
@@ -189,10 +190,10 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
             target or contradicts the options.
     """
     drafter = config.drafter
-    head_shape = head_config(config, shape_of(target, target.info.path or config.target))
+    head_shape = head_config(config, shape_of(target))
     weights = FrozenWeights(target, counts)
     if config.init != "random" and drafter.saved_as_model:
-        weights.path = str(model_directory(config.init))
+        weights.checkpoint = Checkpoint(config.init)
     if config.init != "random" and not drafter.saved_as_model:
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
         assert isinstance(head, DraftHead)
@@ -216,8 +217,9 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
     if config.init == "random":
         return config.drafter.new_config(config, target)
     if config.drafter.saved_as_model:
-        shape = target_shape(config.init)
-        check_same_tokenizer(config.target, config.init, "init")
+        draft = Checkpoint(config.init)
+        check_same_tokenizer(Checkpoint(config.target), draft, "init")
+        shape = draft.shape
         options: Any = config
         kept = options.keep_layers or tuple(range(shape.num_layers))
         shape = dataclasses.replace(shape, vocab_size=target.vocab_size)
@@ -232,9 +234,9 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
     return found
 
 
-def with_shape(config: TrainDrafterConfig) -> TrainDrafterConfig:
+def with_shape(config: TrainDrafterConfig, target: LlamaConfig) -> TrainDrafterConfig:
     """Fill in the options that shape the head, so that the manifest has the values of a head to fine-tune too."""
-    return dataclasses.replace(config, **config.drafter.shape(head_config(config, target_shape(config.target))))
+    return dataclasses.replace(config, **config.drafter.shape(head_config(config, target)))
 
 
 class FrozenWeights:
@@ -242,14 +244,21 @@ class FrozenWeights:
 
     def __init__(self, target: CausalLM, counts: Callable[[], Tensor] | None):
         """counts: see `make_head`."""
-        self._target, self._counts, self.path = target, counts, target.info.path
+        self._target, self._counts, self.checkpoint = target, counts, target.info.files
+
+    @property
+    def path(self) -> str:
+        """Directory of the model."""
+        return "" if self.checkpoint is None else str(self.checkpoint.directory)
 
     def tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
         """Read tensors from the files: a loaded model may be rounded, packed, or split over ranks."""
-        return checkpoint_tensors(model_directory(self.path), prefixes)
+        assert isinstance(self.checkpoint, Checkpoint)
+        return self.checkpoint.read_tensors(prefixes)
 
     def mtp(self) -> dict[str, Tensor]:
-        state = mtp_state(model_directory(self.path))
+        assert isinstance(self.checkpoint, Checkpoint)
+        state = mtp_state(self.checkpoint)
         shipped = "the target's own MTP module" if state else "random weights: the target ships no MTP module"
         say_on_rank_zero(f"the head starts from {shipped}")
         return state

@@ -36,6 +36,7 @@ from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_methods
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import load_head
 from draftsmith.modules.pretrained.reading import read_object
@@ -106,8 +107,9 @@ def load(config: PaperConfig, methods: Iterable[str], further: Sequence[BenchPro
     further: other prompts that models need room for.
     """
     named = parse_methods(",".join(dict.fromkeys(methods)))
-    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    return Loaded(load_run(config, named, [*prompts, *further], config.modes), prompts)
+    target = Checkpoint(config.target)
+    prompts = read_prompts(config.prompts, target, config.split, config.keep_tasks, config.limit)
+    return Loaded(load_run(config, target, named, [*prompts, *further], config.modes), prompts)
 
 
 def head_directories(root: Path) -> dict[str, Path]:

@@ -46,9 +46,8 @@ from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.method_names import parse_methods
-from draftsmith.modules.pretrained.checkpoint import checkpoint_tensors
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError, check_range
 from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import prepare
@@ -180,7 +179,7 @@ class CompareConfig:
         """Return the options of `speculators train` for an arm."""
         states = self.their_states
         rows = json.loads((states / "rows.json").read_text())
-        words = ["--speculator-type", self.kind, "--verifier-name-or-path", str(model_directory(self.target))]
+        words = ["--speculator-type", self.kind, "--verifier-name-or-path", str(Checkpoint(self.target).directory)]
         words += ["--data-path", str(states), "--train-data-ratio", str(rows["ratio"]), "--total-seq-len", str(PACK)]
         words += ["--target-layer-ids", *self.layers, "--mask-token-id", str(rows["vocab_size"] - 1), *THEIRS.split()]
         words += THEIR_SHAPE[self.kind].format(anchors=self.anchors).split()
@@ -243,7 +242,7 @@ def write_states(config: CompareConfig, states: Path) -> None:
     assert isinstance(module, LitDrafter)
     order = [*data.train.indices.tolist(), *data.val.indices.tolist()]
     features, width = open_dataset(config.features), module.target.info.hidden_size
-    weights, rows = checkpoint_tensors(model_directory(config.target), ("norm.",)), list[dict[str, Any]]()
+    weights, rows = Checkpoint(config.target).read_tensors(("norm.",)), list[dict[str, Any]]()
     for number, index in enumerate(order):
         item = features[index]
         hidden = item["features"].float().view(len(item["input_ids"]), -1, width)  # [T, 4, H]
@@ -342,10 +341,11 @@ def measure(config: CompareConfig, heads: Sequence[Path]) -> None:
     words += ["--draft", ",".join(map(str, heads)), "--methods", f"{config.kind}:k={K}", "--limit", str(config.limit)]
     _, bench = configure("eval bench", [*words, "--num-threads", "1", "--output", str(config.output)])
     assert bench is not None  # only of words that ask for help
-    texts, params = read_recorded(bench)
+    checkpoint = Checkpoint(config.target)
+    texts, params = read_recorded(bench, checkpoint)
     torch.set_num_threads(1)
     named = by_each({item.label: item for item in parse_methods(bench.methods)}, bench.paths)
-    target = load_target(config.target, **bench.loading)
+    target = load_target(checkpoint, **bench.loading)
     loading = {name: value for name, value in bench.loading.items() if name != "server"}
     models = load_models(named, bench.paths, max(len(text.ids) for text in texts), params, target, **loading)
     drafters, walks = make_drafters(named, models), {item.label: list[Walk]() for item in named}

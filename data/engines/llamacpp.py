@@ -15,7 +15,6 @@ from draftsmith.data.settings import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, TargetTurn
 from draftsmith.modules.pretrained.hub import resolve_model
-from draftsmith.modules.pretrained.models import saved_identity
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 
@@ -51,7 +50,7 @@ class LlamaCppEngine(ServerEngine):
         self.connection = Server(server, "a llama.cpp server", root=True)
         facts = self.connection.json("props", FACTS)
         answered_by = {"llamacpp": facts["build_info"][:80]}
-        self.identity = {"target": saved_identity(settings.target), "answered_by": answered_by}
+        self.identity = {"target": settings.target.identity, "answered_by": answered_by}
         served = facts["default_generation_settings"]["n_ctx"]
         self.context = min(served, self.context or served)
 
@@ -95,10 +94,10 @@ def llamacpp_server(
     Raises:
         InputError: the target is no GGUF file, or the server does not start.
     """
-    file = resolve_model(settings.target)
+    file = resolve_model(settings.target.path)
     if not file.endswith(".gguf"):
         remedy = "Pass the file that is served."
-        raise InputError("target", settings.target, "a GGUF file, for --engine llamacpp", remedy)
+        raise InputError("target", settings.target.path, "a GGUF file, for --engine llamacpp", remedy)
     words = [str(server_binary(binary)), "--model", file, "--parallel", str(slots)]
     words += ["--ctx-size", str(slots * context), "--fit", "off", "--no-cache-prompt", "--cache-ram", "0"]
     if threads:

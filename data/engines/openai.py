@@ -20,14 +20,12 @@ from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed
-from draftsmith.data.text.template import RowError, check_context, context_length
+from draftsmith.data.text.template import RowError, check_context
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
-from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.identity import config_hash, template_hash
-from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
-from draftsmith.modules.pretrained.tokenizers import closing_tokens, end_tokens, load_tokenizer
+from draftsmith.modules.pretrained.tokenizers import closing_tokens
 from draftsmith.modules.types import InputError
 
 TOKEN_CHARS = 512  # more than any token of a vocabulary has, runs of blanks included
@@ -56,18 +54,16 @@ class ServerEngine:
         self.connection = Server(server)
         self.server, self.settings, self.params = server, settings, settings.params
         # The server may know the model by another name than the path that we load its tokenizer from.
-        self.model = server.model or settings.target
-        self.tokenizer = load_tokenizer(settings.target)
-        config = read_config(settings.target)
-        self.eos_ids = end_tokens(settings.target)
+        self.model = server.model or settings.target.path
+        self.tokenizer, self.eos_ids = settings.target.tokenizer, settings.target.end_tokens
         # What closes an answer in another template than the target's own is not known here.
         closing = closing_tokens(self.tokenizer) if template == template_hash(self.tokenizer) else ()
         likely = (*closing, self.tokenizer.eos_token_id, *self.eos_ids)
         self.likely_ends = [token for token in likely if token in self.eos_ids]
-        self.context = context_length(settings.target)
-        self.vocab_size = vocabulary_size(settings.target)
+        self.context: int | None = settings.target.shape.max_position
+        self.vocab_size = settings.target.shape.vocab_size
         # The weights are at the server: only their configuration is known here.
-        self.identity: dict[str, dict[str, str]] = {"target": {"config": config_hash(config)}}
+        self.identity: dict[str, dict[str, str]] = {"target": {"config": config_hash(settings.target.config)}}
         if server.dialect == "openai":
             remedy = "Pass --server.dialect vllm, or generate in process."
             if settings.ignore_eos:

@@ -19,8 +19,8 @@ from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.methods import chain_method
 from draftsmith.modules.finite import name_nonfinite
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.heads import load_drafter
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.sampling import Source, TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
@@ -135,12 +135,12 @@ class OwnEngine(AbstractContextManager["OwnEngine"]):
     def __init__(
         self,
         settings: AnswerSettings,
-        load: Callable[[str], CausalLM],
+        load: Callable[[str | Checkpoint], CausalLM],
         batch_size: int,
         draft: str | None = None,
         label: str | None = None,
     ):
-        """load: path -> model. draft, label: --draft and --method."""
+        """load: a model by its path, or an opened one. draft, label: --draft and --method."""
         self.settings, self._batch_size = settings, batch_size
         self.lm = load(settings.target)
         note_slow_dtype(self.lm)
@@ -156,7 +156,7 @@ class OwnEngine(AbstractContextManager["OwnEngine"]):
         if drafter.head is not None:
             self._heads = {drafter.name: drafter.head}
         else:
-            check_same_tokenizer(settings.target, draft)
+            check_same_tokenizer(settings.target, checkpoint_of(drafter.lm))
             drafter.lm.fit_vocabulary(self.lm.info.vocab_size)
             self._draft = drafter.lm
 

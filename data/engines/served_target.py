@@ -21,6 +21,7 @@ from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
 from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.outer import OuterLM
@@ -32,11 +33,11 @@ from draftsmith.modules.types import InputError, SamplingParams
 MOST = 1024
 
 
-def load_target(path: str, server: str | None = None, **loading: Any) -> CausalLM:
+def load_target(model: str | Checkpoint, server: str | None = None, **loading: Any) -> CausalLM:
     """Load a target, or only what surrounds its layers if a server runs it. loading: arguments of `load_lm`."""
     if server is None:
-        return load_lm(path, **loading)
-    return ServedLM(path, server, loading["dtype"], loading["device"])
+        return load_lm(model, **loading)
+    return ServedLM(opened(model), server, loading["dtype"], loading["device"])
 
 
 class ServedLM(OuterLM):
@@ -46,13 +47,13 @@ class ServedLM(OuterLM):
     server's own distributions (`prove_teacher`).
     """
 
-    def __init__(self, path: str, url: str, dtype: str, device: str):
-        outer = load_outer(path, dtype, device)
+    def __init__(self, target: Checkpoint, url: str, dtype: str, device: str):
+        outer = load_outer(target, dtype, device)
         super().__init__(outer.weights, outer.info, outer.readout)
         # A folder of its own: several commands may ask one server about one head.
         self._states = ServedStates(url, Path(tempfile.gettempdir(), uuid.uuid4().hex))
         weakref.finalize(self, self._states.close)
-        self._path, self._most = path, MOST
+        self._target, self._most = target, MOST
         self._norm: Readout | None = None
 
     @property
@@ -63,7 +64,7 @@ class ServedLM(OuterLM):
     def start(self, layers: Iterable[int]) -> str:
         """Return the command that serves the states of these layers."""
         words = " ".join(map(str, sorted({*layers} - {self.info.num_layers})))
-        return f"draftsmith launch vllm --target {self._path}" + (f" --layers {words}" if words else "")
+        return f"draftsmith launch vllm --target {self._target.path}" + (f" --layers {words}" if words else "")
 
     def features(
         self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
@@ -140,7 +141,7 @@ class ServedLM(OuterLM):
             InputError: it refuses one.
         """
         server = ServerConfig(url=f"{self._states.url}/v1", model=self._states.model)
-        engine = ServerEngine(server, AnswerSettings(self._path, params, max_new_tokens, False, 0), "")
+        engine = ServerEngine(server, AnswerSettings(self._target, params, max_new_tokens, False, 0), "")
 
         async def answer(number: int) -> list[int]:
             row = {"prompt_ids": list(prompts[number])}

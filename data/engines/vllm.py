@@ -16,16 +16,14 @@ import torch
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.process import leave
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
-from draftsmith.modules.pretrained.hub import model_directory, read_config
-from draftsmith.modules.pretrained.models import saved_identity
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.pretrained.tokenizers import end_tokens
 from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
 
 
-def family_arguments(target: str, states: bool) -> dict[str, Any]:
+def family_arguments(target: Checkpoint, states: bool) -> dict[str, Any]:
     """Return the arguments of vLLM that this target's family needs, as vLLM's own classes tell.
 
     states: hidden states are to be read.
@@ -37,7 +35,7 @@ def family_arguments(target: str, states: bool) -> dict[str, Any]:
     from vllm.model_executor.models.interfaces import is_hybrid, supports_eagle3
     from vllm.platforms import current_platform
 
-    config, arguments = read_config(target), dict[str, Any]()
+    config, arguments = target.config, dict[str, Any]()
     native = next((name for name in config.get("architectures") or () if name in ModelRegistry.models), None)
     if native is None:
         # vLLM then runs transformers' class by itself.
@@ -59,7 +57,7 @@ def family_arguments(target: str, states: bool) -> dict[str, Any]:
 
 
 def open_llm(
-    target: str, dtype: str, args: Path | None, trust_remote_code: bool, options: Mapping[str, Any] | None = None
+    target: Checkpoint, dtype: str, args: Path | None, trust_remote_code: bool, options: Mapping[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Start vLLM's engine on a target; return it with the arguments of its family and of the JSON file `args`.
 
@@ -86,7 +84,7 @@ def open_llm(
     defaults = {"disable_log_stats": True} | ({} if torch.cuda.device_count() else {"enable_chunked_prefill": False})
     # Without its tokenizer and generation config vLLM samples exactly what the request says.
     fixed = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm", **(options or {})}
-    path, family = str(model_directory(target)), family_arguments(target, states=bool(options))
+    path, family = str(target.directory), family_arguments(target, states=bool(options))
     if family:
         log_note(f"vLLM: this target needs {json.dumps(family)}")
     # Killed without it, this process would leave vLLM's behind.
@@ -118,8 +116,8 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         from vllm import SamplingParams
 
         answered_by = {"vllm": importlib.metadata.version("vllm"), **arguments}
-        self.identity = {"target": saved_identity(settings.target), "answered_by": answered_by}
-        self._eos_ids = () if settings.ignore_eos else end_tokens(settings.target)
+        self.identity = {"target": settings.target.identity, "answered_by": answered_by}
+        self._eos_ids = () if settings.ignore_eos else settings.target.end_tokens
         self.settings, self._params = settings, SamplingParams
         self.context = int(self._llm.llm_engine.model_config.max_model_len)
 

@@ -36,8 +36,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.spool import SpoolWriter, is_folder, row_name
-from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.outer import read_norm
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.targets.readout import NORMS, Readout
 
 if TYPE_CHECKING:
@@ -150,8 +149,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.cache = kv_caches[layer]  # [blocks, L, block size, H]
         self.writer = SpoolWriter(self.directory, logger.error)
         # Weight and bias, where there are any.
-        norm = read_norm(model_directory(self.model), self.hidden_size) if self.final_norm else ()
-        self.norm = [None if tensor is None else tensor.to(self.cache.device) for tensor in norm]
+        fields = ("norm", "norm_bias")
+        found = Checkpoint(self.model).read_outer(fields) if self.final_norm else {}
+        self.norm = [found[field].to(self.cache.device) if field in found else None for field in fields]
         self.stream = torch.cuda.Stream() if self.cache.is_cuda else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ import runpy
 import sys
 
 from draftsmith.data.engines.vllm import family_arguments
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.types import InputError
 
 
@@ -17,7 +18,7 @@ def main() -> None:
     """Add the family's options in front of the given ones, of which the last one counts, and run the server."""
     words = sys.argv[1:]
     try:
-        family = family_arguments(words[words.index("--model") + 1], states=True)
+        family = family_arguments(Checkpoint(words[words.index("--model") + 1]), states=True)
     except InputError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -29,15 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.data.engines.layerwise import layer_states
 from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server
 from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.settings import FeatureDtype, ServerConfig
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.data.text.template import RowError
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import make_directory
-from draftsmith.modules.pretrained.layerwise import layer_states
-from draftsmith.modules.pretrained.models import target_shape, text_settings
 from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.proof import NUM_TOKENS, TOP, Proof, Reference, prove
@@ -111,7 +111,7 @@ class VllmStates:
 
     def __init__(
         self,
-        target: str,
+        target: Checkpoint,
         layers: Sequence[int],
         dtype: str,
         feature_dtype: FeatureDtype,
@@ -435,7 +435,7 @@ def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Seque
     row = list(itertools.chain(*rows))[: min(LONGEST_PROVED, max(map(len, rows)))]
     places = torch.arange(len(row) - 1)
     places = places[(places < NUM_TOKENS) | (places >= len(places) - NUM_TOKENS)]
-    config, weights = text_settings(outer.info.path), outer.weights
+    config, weights = checkpoint_of(outer).text, outer.weights
 
     def proved(readouts: Iterable[Readout]) -> Proof:
         stored, log_probs = source.read_with_log_probs(row)
@@ -472,7 +472,11 @@ def reference_of(row: Sequence[int], log_probs: LogProbs) -> Reference:
 
 
 def check_numbering(
-    source: VllmStates | ServedStates, target: str, layers: Sequence[int], rows: Sequence[Sequence[int]], dtype: str
+    source: VllmStates | ServedStates,
+    target: Checkpoint,
+    layers: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    dtype: str,
 ) -> str:
     """Compare vLLM's states of a few rows with our own, computed layer by layer, and return what came of it.
 
@@ -487,7 +491,7 @@ def check_numbering(
     if kind != dtype:
         remedy = "Start the server with the same --feature-dtype, or pass its type here."
         raise InputError("feature_dtype", f"states in {kind} from the server", dtype, remedy)
-    width, hidden_size = stored[0][""].shape[-1], target_shape(target).hidden_size
+    width, hidden_size = stored[0][""].shape[-1], target.shape.hidden_size
     if width != len(layers) * hidden_size:
         found, expected = f"states of width {width}", f"{len(layers)} layers of {hidden_size}"
         raise InputError("server", found, expected, "Start it for this target and head: draftsmith launch vllm.")

@@ -23,8 +23,8 @@ from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.sources import Row, RowSource
 from draftsmith.data.text.template import RowError, TemplateInputs, encode, user_turn
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.identity import template_hash
-from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.types import InputError
 
 # First words of user turns, by task; after an empty one the target chooses.
@@ -72,7 +72,7 @@ def open_prompt(row: Row, tokenizer: Any, inputs: TemplateInputs) -> dict[str, A
     return {**labels, "prompt_ids": ids, "messages": messages, "later": "[]", "template_inputs": json.dumps(inputs)}
 
 
-def written_turns(directory: Path, target: str, tokenizer: Any) -> RowSource:
+def written_turns(directory: Path, target: Checkpoint, tokenizer: Any) -> RowSource:
     """Open the user turns that the target wrote: the responses to prompts of `opening_rows`.
 
     A turn that was cut ends behind its last whole sentence or line. The id is a hash of the text, so that `data
@@ -81,7 +81,7 @@ def written_turns(directory: Path, target: str, tokenizer: Any) -> RowSource:
     Raises:
         InputError: an artifact of another kind, target or template, or responses to other prompts.
     """
-    identity = {**text_identity(target), "chat_template": template_hash(tokenizer)}
+    identity = {**target.text_identity(), "chat_template": template_hash(tokenizer)}
     manifest = open_artifact(directory, "responses", identity)
     rows = Rows(manifest.directory, manifest)
     if not rows.read(0, 1)[0]["id"].startswith(f"{SELF}-"):

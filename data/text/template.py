@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import itertools
@@ -12,10 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.modules.pretrained.models import text_settings
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
 from draftsmith.modules.pretrained.reading import read_text
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
-from draftsmith.modules.targets.shape import max_position
 from draftsmith.modules.types import InputError, without_controls
 
 # Each has a role and a content, and may have tool_calls, tool_call_id, name and reasoning_content.
@@ -56,14 +55,15 @@ class RowError(ValueError):
         self.remedy, self.reason = remedy, reason
 
 
-def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
+def load_chat_tokenizer(target: str | Checkpoint, chat_template: Path | None = None) -> Any:
     """Load the target's tokenizer with a chat template: its own, the one in the file `chat_template`, or with
     `NO_TEMPLATE` one that writes the plain text.
 
     Raises:
         InputError: no template, or one that does not show what the user says.
     """
-    tokenizer = load_tokenizer(target)
+    checkpoint = opened(target)
+    tokenizer = checkpoint.tokenizer if chat_template is None else copy.deepcopy(checkpoint.tokenizer)
     if str(chat_template) == NO_TEMPLATE:
         # <bos>, if the tokenizer puts it in front of a text: many base models write nonsense without it.
         first = tokenizer.decode(tokenizer("")["input_ids"])
@@ -74,12 +74,12 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
         tokenizer.chat_template = read_text(chat_template, "a Jinja template", "Check the path.")
     if not tokenizer.chat_template:
         remedy = "Pass --chat-template FILE, or --chat-template none to let it continue plain text."
-        raise InputError("chat_template", f"none in {target}", "a chat template", remedy)
+        raise InputError("chat_template", f"none in {checkpoint.path}", "a chat template", remedy)
     # Templates of models that see pictures may read lists of parts only. A template that refuses the probe refuses its
     # rows, or wants other ones.
     with contextlib.suppress(RowError):
         if (words := PROBE[0]["content"]) not in render(tokenizer, PROBE[:1]):
-            found = f"that of {chat_template or target}, which drops a message of plain text ({words!r})"
+            found = f"that of {chat_template or checkpoint.path}, which drops a message of plain text ({words!r})"
             remedy = "Pass --chat-template FILE with one that prints message.content."
             raise InputError("chat_template", found, "a template that shows the user's words", remedy)
     return tokenizer
@@ -97,11 +97,6 @@ def part_separator(tokenizer: Any) -> str:
         if found and not between.strip():
             return between
     return "\n"
-
-
-def context_length(target: str) -> int:
-    """Return the most positions that the target can read, as its loader decides."""
-    return max_position(text_settings(target))
 
 
 def check_length(tokenizer: Any, text: str, context: int | None) -> None:

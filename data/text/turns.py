@@ -20,6 +20,7 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import SPLIT, ShardContent
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.template import NO_TEMPLATE, Messages, RowError, follow_answer, load_chat_tokenizer
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -43,7 +44,7 @@ class TargetTurn:
 class AnswerSettings:
     """How the target answers, with any engine. Names as in `data responses`."""
 
-    target: str
+    target: Checkpoint
     params: SamplingParams
     max_new_tokens: int
     ignore_eos: bool
@@ -167,7 +168,7 @@ def shard_content(conversations: Sequence[Mapping[str, Any]]) -> ShardContent:
     return ShardContent(rows, dict(counts))
 
 
-def turns_tokenizer(target: str, manifest: Manifest, chat_template: Path | None) -> Any:
+def turns_tokenizer(target: Checkpoint, manifest: Manifest, chat_template: Path | None) -> Any:
     """Load the tokenizer with the template that the prompts were made with.
 
     chat_template: a file that has it, or `NO_TEMPLATE`; by default what the prompts took it from.
@@ -183,8 +184,9 @@ def turns_tokenizer(target: str, manifest: Manifest, chat_template: Path | None)
     tokenizer = load_chat_tokenizer(target, path)
     if (found := template_hash(tokenizer)) != expected:
         remedy = "Pass --chat-template FILE: later turns are asked as the first one was."
-        found = f"{found} of {path or target}"
-        raise InputError("chat_template", found, f"the prompts' template, {expected}, of {recorded or target}", remedy)
+        found = f"{found} of {path or target.path}"
+        expected = f"the prompts' template, {expected}, of {recorded or target.path}"
+        raise InputError("chat_template", found, expected, remedy)
     # Later turns that are too long are left out and counted.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

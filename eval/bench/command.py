@@ -19,7 +19,7 @@ from draftsmith.data.settings import (
     check_positive,
 )
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.template import NO_TEMPLATE, context_length, load_chat_tokenizer
+from draftsmith.data.text.template import NO_TEMPLATE, load_chat_tokenizer
 from draftsmith.eval.bench.contexts import check_contexts, context_prompts
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.kinds import add_kinds
@@ -47,10 +47,10 @@ from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method_names import LabeledMethod, known_methods, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer, tokenizer_identity
 from draftsmith.modules.types import InputError, without_controls
 
 # Options that change nothing of what is measured: a resumed run may have others.
@@ -93,10 +93,11 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     journal = Journal(config.output)
 
     # Load.
-    files = read_files(config)
+    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    files = read_files(config, checkpoint)
     prompts = [prompt for file in files for prompt in file]
-    models = load_run(config, named, prompts, config.modes, later_turns=True)
-    target, tokenizer = models.target, load_tokenizer(config.target)
+    models = load_run(config, checkpoint, named, prompts, config.modes, later_turns=True)
+    target, tokenizer = models.target, checkpoint_of(models.target).tokenizer
     for kind, head in {**models.heads, **models.others}.items():
         if config.lengths and isinstance(head, DraftHead):
             check_contexts(config.lengths, config.max_new_tokens, f"the {kind} head", head.config.max_position)
@@ -108,7 +109,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         prompts,
         str(config.prompts or config.tasks),
         seed=config.seed,
-        target={**target.info.identity, **tokenizer_identity(config.target)},
+        target={**target.info.identity, **checkpoint_of(target).tokenizer_identity},
         models={role: lm.info.identity for role, lm in smaller.items() if lm is not None},
         clock=config.clock,
         methods={item.label: dataclasses.asdict(item.method) for item in named},
@@ -181,7 +182,7 @@ def finished(config: BenchConfig, meta: Mapping[str, Any], journal: Journal) -> 
     return there if same[0] == same[1] and traced and there["meta"].get("kind") == "bench" else None
 
 
-def read_files(config: BenchConfig) -> list[list[BenchPrompt]]:
+def read_files(config: BenchConfig, target: Checkpoint) -> list[list[BenchPrompt]]:
     """Read the prompts of each file, or build those of each length of --contexts.
 
     Raises:
@@ -189,14 +190,14 @@ def read_files(config: BenchConfig) -> list[list[BenchPrompt]]:
     """
     sources = task_sources(config.prompts, config.tasks)
     if not config.lengths:
-        return read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
-    most = context_length(config.target)
+        return read_questions(sources, target, config.split, config.keep_tasks, config.limit, config.turns)
+    most = target.shape.max_position
     check_contexts(config.lengths, config.max_new_tokens, f"the target, {config.target}", most)
     # Recorded answers are history.
-    rows = kept_prompts(sources[0][1], config.target, config.split, config.keep_tasks, "last")
+    rows = kept_prompts(sources[0][1], target, config.split, config.keep_tasks, "last")
     # Models without a template read prompts that `data prompts --chat-template none` made.
-    template = None if load_tokenizer(config.target).chat_template else Path(NO_TEMPLATE)
-    tokenizer = load_chat_tokenizer(config.target, template)
+    template = None if target.tokenizer.chat_template else Path(NO_TEMPLATE)
+    tokenizer = load_chat_tokenizer(target, template)
     tokenizer.deprecation_warnings[LONG_TEXT] = True
     return context_prompts(rows, tokenizer, config.lengths, config.limit)
 

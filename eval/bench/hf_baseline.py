@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.method import Method
-from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import DTYPES, load_transformers
 from draftsmith.modules.targets.shape import max_position
 from draftsmith.modules.types import InputError, SamplingParams, check_range
@@ -146,6 +146,6 @@ def load_hf_model(path: str, dtype: str, device: str, trust_remote_code: bool = 
     # Assisted generation warns about the arguments that it passes to itself.
     logging.getLogger("transformers.generation.utils").setLevel(logging.ERROR)
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
-    model = load_transformers(model_directory(path), wanted, trust_remote_code)
+    model = load_transformers(Checkpoint(path, trust_remote_code), wanted)
     model.generation_config = GenerationConfig()
     return model.to(device).eval()

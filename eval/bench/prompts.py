@@ -25,9 +25,9 @@ from draftsmith.data.text.template import (
     part_separator,
     prompt_ids,
 )
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
 from draftsmith.modules.pretrained.identity import template_hash
-from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task
@@ -68,7 +68,7 @@ class BenchPrompt:
 
 def read_prompts(
     source: str,
-    target: str,
+    target: str | Checkpoint,
     split: str | None = None,
     keep_tasks: str | None = None,
     limit: int = 0,
@@ -83,11 +83,16 @@ def read_prompts(
     Raises:
         InputError: no such source, rows of an unknown shape, an artifact of another tokenizer, or no row left.
     """
-    return read_questions([("", source)], target, split, keep_tasks, limit, turns)[0]
+    return read_questions([("", source)], opened(target), split, keep_tasks, limit, turns)[0]
 
 
 def read_questions(
-    sources: Sequence[tuple[str, str]], target: str, split: str | None, keep_tasks: str | None, limit: int, turns: Turns
+    sources: Sequence[tuple[str, str]],
+    target: Checkpoint,
+    split: str | None,
+    keep_tasks: str | None,
+    limit: int,
+    turns: Turns,
 ) -> list[list[BenchPrompt]]:
     """Read the first `limit` prompts (0: all) of each (name, source), numbered through all of them.
 
@@ -107,7 +112,7 @@ def read_questions(
 
 
 def kept_prompts(
-    source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns
+    source: str, target: Checkpoint, split: str | None, keep_tasks: str | None, turns: Turns
 ) -> Iterator[BenchPrompt]:
     """Yield the prompts of a split and of some tasks, at least one, as `read_prompts` does."""
     split = named_split(split)
@@ -132,9 +137,9 @@ def kept_prompts(
         raise InputError("prompts", found, "at least one", remedy)
 
 
-def artifact_prompts(directory: Path, target: str, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
+def artifact_prompts(directory: Path, target: Checkpoint, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
     """Yield prompts of an artifact of the target's tokenizer; later turns need its chat template as well."""
-    manifest = open_artifact(directory, "prompts", text_identity(target))
+    manifest = open_artifact(directory, "prompts", target.text_identity())
     if turns == "all" and manifest.counts.get("later_turns"):
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
         if ours != theirs:
@@ -154,7 +159,7 @@ def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:
     return tuple(messages[0]["content"] for messages in only_user)
 
 
-def chat_prompts(source: str, target: str, split: str | None, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
+def chat_prompts(source: str, target: Checkpoint, split: str | None, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
     """Yield prompts of a file or data set of chats."""
     opened, tokenizer = open_source(source, split), load_chat_tokenizer(target)
     tokenizer.deprecation_warnings[LONG_TEXT] = True

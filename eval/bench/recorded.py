@@ -23,9 +23,8 @@ from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.branches import pieces
 from draftsmith.modules.finite import checked
 from draftsmith.modules.layers import MOST_POSITIONS
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.hub import resolve_model
-from draftsmith.modules.pretrained.models import vocabulary_size
-from draftsmith.modules.pretrained.tokenizers import end_tokens, load_tokenizer, text_identity
 from draftsmith.modules.sampling import best_tokens, entropies, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -70,7 +69,7 @@ class RecordedText:
         return cls(row["id"], row["task"] or "", ids, answers)
 
 
-def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingParams]:
+def read_recorded(config: BenchConfig, target: Checkpoint) -> tuple[list[RecordedText], SamplingParams]:
     """Read the first `limit` texts (0: all) of `config.replay`, and how their answers were sampled.
 
     Raises:
@@ -79,9 +78,9 @@ def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingPara
     """
     path, params, rows = Path(resolve_model(str(config.replay))), config.sampling, list[Mapping[str, Any]]()
     room = MOST_POSITIONS  # of chats it is not known
-    ends, tokenizer = end_tokens(config.target), load_tokenizer(config.target)
+    ends, tokenizer = target.end_tokens, target.tokenizer
     if (path / MANIFEST).exists() or (path / STARTED).exists():
-        manifest = open_artifact(path, ("responses", "prompts"), text_identity(config.target))
+        manifest = open_artifact(path, ("responses", "prompts"), target.text_identity())
         if "loss_mask" not in manifest.field_names:
             raise InputError("replay", "prompts without answers", "responses", "Make them: data responses.")
         if manifest.kind == "responses":
@@ -90,9 +89,9 @@ def read_recorded(config: BenchConfig) -> tuple[list[RecordedText], SamplingPara
             params, ends = SamplingParams(**(manifest.sampling or {})), () if manifest.config["ignore_eos"] else ends
             room = manifest.config["max_new_tokens"]
         columns = ["id", "task", "turn", "input_ids", "loss_mask"]
-        rows = list(Rows(manifest.directory, manifest, columns, config.limit, vocabulary_size(config.target)).iterate())
+        rows = list(Rows(manifest.directory, manifest, columns, config.limit, target.shape.vocab_size).iterate())
     else:
-        opened, chat_tokenizer = open_source(str(path)), load_chat_tokenizer(config.target)
+        opened, chat_tokenizer = open_source(str(path)), load_chat_tokenizer(target)
         between = part_separator(chat_tokenizer)
         for number in range(min(len(opened), config.limit or len(opened))):
             with row_errors(opened.where(number), "a conversation that ends with the target's answer"):

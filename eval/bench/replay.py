@@ -51,9 +51,9 @@ from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter, PromptLookupMethod
 from draftsmith.modules.finite import NO_TOKEN, checked, name_nonfinite
 from draftsmith.modules.pretrained.card import WEIGHTS
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
-from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.sampling import Sampler, best_tokens, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
@@ -85,10 +85,11 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
             raise InputError("methods", f"{item.label} with --replay", expected, "Measure it with --prompts.")
 
     # Load.
-    texts, params = read_recorded(config)
+    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    texts, params = read_recorded(config, checkpoint)
     torch.set_num_threads(config.num_threads)
     loading, longest = config.loading, max(len(text.ids) for text in texts)
-    target = load_target(config.target, **loading)
+    target = load_target(checkpoint, **loading)
     loading.pop("server", None)
     if longest > (most := target.info.max_position):
         found = f"a text of {longest:,} tokens"
@@ -118,7 +119,7 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
         [BenchPrompt(text.id, text.ids) for text in texts],
         str(config.replay),
         seed=config.seed,
-        target={**target.info.identity, **tokenizer_identity(config.target)},
+        target={**target.info.identity, **checkpoint_of(target).tokenizer_identity},
         heads={kind: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for kind, path in heads.items()},
         sampling=dataclasses.asdict(params),
         answers=check_followed(read),

@@ -24,10 +24,10 @@ from draftsmith.modules.decoding.stop import Learner, learners_of
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import LabeledMethod, check_needs
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
 from draftsmith.modules.pretrained.hub import CHECK_PATH, resolve_model
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.llama import LlamaLM
@@ -118,6 +118,7 @@ def make_runners(
 
 def load_run(
     config: Any,
+    checkpoint: Checkpoint,
     named: Sequence[LabeledMethod],
     prompts: Sequence[BenchPrompt],
     modes: Sequence[SamplingParams],
@@ -125,16 +126,16 @@ def load_run(
 ) -> Models:
     """Load the target of a command's options and the models of its methods, with room for these prompts and answers.
 
-    config: with the options `Running`, `DraftSettings` and `AnswerLength`, and a target. later_turns: the prompts' are
-    asked too, and prompts that do not fit into the context are left out.
+    config: with the options `Running`, `DraftSettings` and `AnswerLength`. checkpoint: the target. later_turns: the
+    prompts' are asked too, and prompts that do not fit into the context are left out.
 
     Raises:
         InputError: as `load_models`; no such device; no prompt that leaves room in the context, or one that does not.
     """
     check_methods(named, config.paths)
     torch.set_num_threads(config.num_threads)
-    target = load_lm(config.target, **config.loading)
-    tokenizer = load_tokenizer(config.target) if later_turns else None
+    target = load_lm(checkpoint, **config.loading)
+    tokenizer = checkpoint.tokenizer if later_turns else None
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position, tokenizer)
     models = load_models(named, config.paths, longest, modes[0], target, **config.loading)
     if models.acceptance is not None:
@@ -211,9 +212,9 @@ def load_models(
 
 def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longest: int, **loading: Any) -> CausalLM:
     """Load a draft or mid model, which has to share the target's tokens."""
-    path = paths[role]
-    check_same_tokenizer(paths["target"], path, role)
-    lm = load_fitting(path, target, **loading)
+    path, draft = paths[role], Checkpoint(paths[role])
+    check_same_tokenizer(checkpoint_of(target), draft, role)
+    lm = load_fitting(draft, target, **loading)
     if lm.info.max_position < longest:
         found = f"{path} with a context of {lm.info.max_position}"
         raise InputError(role, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")

@@ -25,8 +25,8 @@ from draftsmith.modules.decoding.verify import Verdict, verify
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import LabeledMethod
 from draftsmith.modules.drafters.net import ChainDrafter
+from draftsmith.modules.pretrained.checkpoint import checkpoint_of
 from draftsmith.modules.pretrained.files import append, write_json, write_text
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import Sampler
 from draftsmith.modules.types import SamplingParams
 
@@ -211,7 +211,7 @@ def write_traces(
             append(directory / TRACE, "".join(json.dumps(line) + "\n" for line in lines))
             for done in (traced_round.done for traced_round in rounds):
                 ids.update(done.tokens, done.tree.tokens if done.tree else ())
-    tokenizer = load_tokenizer(models.paths["target"])
+    tokenizer = checkpoint_of(models.target).tokenizer
     tokens = {str(token): tokenizer.decode([token]) for token in sorted(ids)}
     prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in baseline}
     write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})

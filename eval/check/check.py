@@ -34,6 +34,7 @@ from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import GGUF, MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHere, Problem, largest
 from draftsmith.modules.formats.foreign import detect, head_kind, named_format
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import RECORD, foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
@@ -112,7 +113,7 @@ def run(config: CheckConfig) -> int:
     models = (config.target, config.draft, config.loading)
     wanted: str = config.format
     # A checkpoint with a module is read for that alone: its other files may be links to the target's.
-    if wanted == "auto" and (config.directory / "config.json").is_file() and ships_mtp(config.directory):
+    if wanted == "auto" and (config.directory / "config.json").is_file() and ships_mtp(Checkpoint(config.directory)):
         wanted = MTP
     # All formats of a name read the same model: a missing --target is reported before the directory is read.
     named = next((format for (name, _), format in formats().items() if name == wanted), None)
@@ -196,7 +197,7 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     """
     lm, heads = source.drafter.lm, [head for head in (theirs, ours) if head is not None]
     longest = min([lm.info.max_position, *(getattr(head.config, "max_position", 2**62) for head in heads)])
-    texts = answered_prompts(source.path, lm, longest)
+    texts = answered_prompts(lm, longest)
     if format.predicts:
         states = states_after(texts, source)
         prob, *others = [torch.sigmoid(head.float()(states)) for head in heads]  # [N]
@@ -208,7 +209,7 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     heads = [head.to(lm.device, lm.dtype).eval() for head in heads]
     variants = [HeadVariant("", "as it is", head, head.aux_layers or (lm.info.num_layers,)) for head in heads]
     if ours is None:
-        variants = head_variants(theirs, known_rope(lm, source.path), lm, in_files=True)
+        variants = head_variants(theirs, known_rope(lm), lm, in_files=True)
     depth = longest_draft(COMPARED, variants)
     try:
         as_it_is, *others = measure_texts(lm, texts, variants, depth).lengths

@@ -37,13 +37,13 @@ from draftsmith.modules.formats.foreign import causal_lm, detect, named_format
 from draftsmith.modules.formats.readings import Reading, engine_readings, readings
 from draftsmith.modules.formats.systems import served_kind, vllm_command
 from draftsmith.modules.layers import rope_settings
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.gguf import is_gguf_model
 from draftsmith.modules.pretrained.gguf_writer import widen_gguf, write_gguf_model
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
-from draftsmith.modules.pretrained.hub import EMBEDDED, model_directory, read_config, resolve_model
+from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer, load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -105,9 +105,10 @@ def run(config: CheckConfig) -> int:
         raise InputError("server", found, "a server that runs, or what starts one", "Pass one of them.")
     if config.server is None:
         (engine_python if config.engine == "vllm" else server_binary)(config.engine_path)
-    prompts = held_out_prompts(config, config.target)
-    target = load_lm(config.target, **config.loading)
-    facts = facts_of(config.target, target)
+    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    prompts = held_out_prompts(config, checkpoint)
+    target = load_lm(checkpoint, **config.loading)
+    facts = facts_of(target)
     ours = our_drafter(config, target, facts)
     check_served(config, ours)
 
@@ -118,7 +119,7 @@ def run(config: CheckConfig) -> int:
         check_room(config, chain, prompts, min(target.info.max_position, client.length or 2**62))
         log_note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWER_S:g} s")
         theirs = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
-        tokenizer, version = load_tokenizer(config.target), client.version
+        tokenizer, version = checkpoint.tokenizer, client.version
         question = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}]) if tokenizer.chat_template else []
         templated = client.templated(QUESTION) if question else []
     if ours.kind == "eagle3" and any(chain.moved(len(prompt.prompt_ids)) for prompt in prompts):
@@ -148,11 +149,11 @@ def run(config: CheckConfig) -> int:
     return 0 if not located and all(row.same_text and row.same_counts for row in rows) else 1
 
 
-def held_out_prompts(config: CheckConfig, target: str) -> list[BenchPrompt]:
+def held_out_prompts(config: CheckConfig, target: Checkpoint) -> list[BenchPrompt]:
     """Read --prompts, or the embedded target's own test prompts."""
     source, split = config.prompts, config.split
     if source is None:
-        if not target.startswith(EMBEDDED):
+        if not target.path.startswith(EMBEDDED):
             raise InputError("prompts", "none", "held-out prompts of the target's", "Pass --prompts.")
         source, split = f"{EMBEDDED}prompts", split or "test"
     return read_prompts(source, target, split, limit=config.limit)
@@ -170,8 +171,9 @@ def our_drafter(config: CheckConfig, target: CausalLM, facts: TargetFacts) -> Ou
         return OurDrafter(MODEL, load_fitting(str(file), target, **config.loading))
     package = foreign_package(config.directory)
     if causal_lm(package):
-        check_same_tokenizer(config.target, path, MODEL)
-        return OurDrafter(MODEL, load_fitting(path, target, **config.loading))
+        draft = Checkpoint(path)
+        check_same_tokenizer(checkpoint_of(target), draft, MODEL)
+        return OurDrafter(MODEL, load_fitting(draft, target, **config.loading))
     named = config.format in {name for name, _ in formats()}
     format = named_format(config.format, package) if named else detect(package, facts)
     if (config.engine, format.kind) not in formats():
@@ -207,7 +209,7 @@ def vllm_client(
     """Yield a client of --server, or of a server that is started with the target and the directory, and ended."""
     assert config.target is not None
     if config.server is not None:
-        client = VllmClient(config.server, config.target, config.max_new_tokens)
+        client = VllmClient(config.server, checkpoint_of(target), config.max_new_tokens)
         if config.num_drafted not in (0, client.num_drafted):
             found = f"{config.num_drafted} tokens a round"
             raise InputError("num_drafted", found, f"{client.num_drafted}, as the server drafts", "Leave it out.")
@@ -216,13 +218,13 @@ def vllm_client(
     chain = our_chain(config, target, ours)
     check_room(config, chain, prompts, target.info.max_position)
     directory = package_directory(str(config.directory)).absolute()
-    model, family = str(model_directory(config.target).absolute()), TargetFacts(read_config(config.target)).family
-    served = Served(model, str(directory), chain.length, family=family)
+    opened = checkpoint_of(target)
+    served = Served(str(opened.directory), str(directory), chain.length, family=opened.shape.family)
     printed = vllm_command("draft_model" if ours.kind == MODEL else ours.kind, served)
     longest = min(max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length, target.info.max_position)
     words = server_words(engine_python(config.engine_path), printed, config.loading["dtype"], longest)
     with running(words, ENVIRONMENT) as url:
-        yield VllmClient(url, config.target, config.max_new_tokens)
+        yield VllmClient(url, opened, config.max_new_tokens)
 
 
 @contextmanager
@@ -249,7 +251,7 @@ def llamacpp_client(
         if file := config.target_gguf or (named if named.suffix == ".gguf" else None):
             widen_gguf(file, target_file)
         else:
-            write_gguf_model(target_file, config.target)
+            write_gguf_model(target_file, checkpoint_of(target))
         widen_gguf(drafter, drafter_file)
         kind = "draft-simple" if ours.kind == MODEL else f"draft-{served_kind(ours.kind)}"
         models = ServedModels(target_file, drafter_file, kind)
@@ -288,8 +290,8 @@ def our_chain(config: CheckConfig, target: CausalLM, ours: OurDrafter, num_draft
     length = num_drafted or config.num_drafted or getattr(ours.drafter.config, "drafts", NUM_DRAFTED)
     if config.engine == "vllm":
         return OurChain(target, length, config.max_new_tokens)
-    facts = TargetFacts(read_config(str(config.target)))
-    moved = partial(moved_states, checkpoints=facts.hybrid or facts.windowed)
+    shape = checkpoint_of(target).shape
+    moved = partial(moved_states, checkpoints=shape.hybrid or shape.windowed)
     return OurChain(target, length, config.max_new_tokens, False, config.p_min, moved)
 
 

@@ -15,9 +15,8 @@ from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.eval.diagnose.drafts import answered
 from draftsmith.modules.formats.base import TargetFacts
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
-from draftsmith.modules.pretrained.hub import read_config
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -53,14 +52,23 @@ MAX_NEW_TOKENS = 80
 class StateSource:
     """A model whose hidden states a head reads.
 
-    path: of the model. drafter: the model, with a drafting head on it if an acceptance head reads that one's states.
+    drafter: the model, with a drafting head on it if an acceptance head reads that one's states.
     facts: of the model. head_path: of the drafting head.
     """
 
-    path: str
     drafter: FrozenDrafter
     facts: TargetFacts
     head_path: str | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The files of the model."""
+        return checkpoint_of(self.drafter.lm)
+
+    @property
+    def path(self) -> str:
+        """The model as the user named it."""
+        return self.checkpoint.path
 
 
 def state_source(predicts: bool, target: str | None, draft: str | Path | None, loading: Any) -> StateSource:
@@ -79,18 +87,18 @@ def state_source(predicts: bool, target: str | None, draft: str | Path | None, l
 
     if not predicts:
         lm = named_target()
-        return StateSource(str(target), FrozenDrafter(lm, lm.info.identity), facts_of(str(target), lm))
+        return StateSource(FrozenDrafter(lm, lm.info.identity), facts_of(lm))
     if draft is None:
         raise InputError("draft", "none", "the draft model whose hidden states the head reads", "Pass --draft.")
     # A drafting head brings the target with it; a draft model is read alone.
     drafter = load_drafter(draft, named_target, lambda path: load_target(path, **{**loading, "server": None}))
-    path, head_path = (str(draft), None) if drafter.head is None else (str(target), str(draft))
+    head_path = None if drafter.head is None else str(draft)
     # An acceptance head reads states alone.
-    return StateSource(path, drafter, TargetFacts(read_config(path)), head_path)
+    return StateSource(drafter, checkpoint_of(drafter.lm).facts, head_path)
 
 
-def facts_of(path: str, lm: CausalLM) -> TargetFacts:
-    """Return what formats need to know of a loaded model. path: from which `lm` was loaded.
+def facts_of(lm: CausalLM) -> TargetFacts:
+    """Return what formats need to know of a loaded model.
 
     The tables are the model's own weights in the type it was loaded in, on the CPU, as other systems read them from its
     files; `lm.embed` may scale them.
@@ -104,7 +112,8 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
         embeddings, bias = embed.weight, getattr(output, "bias", None)
     left_out = {"softcap": lm.readout.softcap, "bias of lm_head": bias}
     named = " and ".join(name for name, value in left_out.items() if value is not None)
-    return TargetFacts(read_config(path), embeddings.detach().cpu(), lm.lm_head_weight().cpu(), lm.readout.scale, named)
+    facts, tables = checkpoint_of(lm).facts, (embeddings.detach().cpu(), lm.lm_head_weight().cpu())
+    return TargetFacts(facts.raw, *tables, lm.readout.scale, named)
 
 
 def states_after(texts: Sequence[Mapping[str, Any]], source: StateSource) -> Tensor:
@@ -118,13 +127,13 @@ def states_after(texts: Sequence[Mapping[str, Any]], source: StateSource) -> Ten
     return torch.cat(states).float().cpu()
 
 
-def answered_prompts(path: str, lm: CausalLM, longest: int) -> list[dict[str, Any]]:
+def answered_prompts(lm: CausalLM, longest: int) -> list[dict[str, Any]]:
     """Let the model answer PROMPTS greedily; return input_ids and loss_mask of the texts.
 
-    path: of the model, for its tokenizer. longest: most tokens of a text.
+    longest: most tokens of a text.
     """
     longest = min(longest, lm.info.max_position)
-    room, tokenizer = min(MAX_NEW_TOKENS, longest // 2), load_tokenizer(path)
+    room, tokenizer = min(MAX_NEW_TOKENS, longest // 2), checkpoint_of(lm).tokenizer
     # By the chat template, if there is one: that is the text that the model is served on.
     try:
         encoded = [

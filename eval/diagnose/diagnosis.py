@@ -36,9 +36,9 @@ from draftsmith.eval.diagnose.drafts import (
 )
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.heads import load_draft_head
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -95,17 +95,16 @@ def bad_numbers(metrics: Mapping[str, float]) -> str:
     return unsound([metrics[name] for name in names if name in metrics]) if names[0] in metrics else ""
 
 
-def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Manifest) -> str:
+def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> str:
     """Return all findings in the order of the pipeline, then the causes, the likeliest first, as lines for the user.
 
-    directory: of the head. name: of the target, for its tokenizer.
-    rows: input_ids and loss_mask of texts. data: the manifest of their artifact.
+    directory: of the head. rows: input_ids and loss_mask of texts. data: the manifest of their artifact.
 
     Raises:
         InputError: no drafter, or another target's. NonFinite: the head's logits.
     """
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
-    variants = head_variants(head, known_rope(target, name), target, mask_tokens(head, name))
+    variants = head_variants(head, known_rope(target), target, mask_tokens(head, target))
     depth = longest_draft(TOKENS, variants)
     measures = measure(target, rows, variants, depth)
     ttt_steps = (manifest.get("config") or {}).get(head.depth_option)
@@ -116,7 +115,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     better = better_variants(as_it_is, {v.label: lengths[v.label] for v in variants[1:]}, whole)
     findings = [
         off_policy(target, rows, data, measures),
-        template(name, rows, data, (manifest.get("models") or {}).get("chat_template")),
+        template(checkpoint_of(target), rows, data, (manifest.get("models") or {}).get("chat_template")),
         *temperature(manifest.get("sampling"), data.sampling),
         *head_findings(head, manifest, measures),
         *misread(variants, lengths, better),
@@ -190,13 +189,13 @@ def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: TextMeasures
     return Finding("answers", text, max(lost, UNMEASURED), f"{advice}, and train on that.")
 
 
-def template(name: str, rows: Rows, data: Manifest, trained: str | None = None) -> Finding:
+def template(target: Checkpoint, rows: Rows, data: Manifest, trained: str | None = None) -> Finding:
     """Compare where answers begin with where the target's template ends a prompt, and the templates' hashes.
 
     trained: hash of the template that the head was trained on, if it is recorded.
     """
     try:
-        tokenizer = load_chat_tokenizer(name)
+        tokenizer = load_chat_tokenizer(target)
     except InputError as error:
         return Finding("template", f"not compared ({error})")
     # The common ending of two prompts is what the template adds before an answer.
@@ -205,7 +204,7 @@ def template(name: str, rows: Rows, data: Manifest, trained: str | None = None) 
     ending = [token for token, _ in same][::-1]
     before = [row["input_ids"][:start] for row in rows for start, _ in spans(row["loss_mask"]) if start]
     wrong = sum(ids[len(ids) - len(ending) :] != ending for ids in before) / max(1, len(before))
-    ours, theirs = tokenizer_identity(name)["chat_template"], data.identity.get("chat_template")
+    ours, theirs = target.tokenizer_identity["chat_template"], data.identity.get("chat_template")
     text = f"{1 - wrong:.1%} of the answers begin where a served prompt ends; template {theirs}, the target's {ours}"
     if trained not in (None, theirs):
         text += f", the head was trained on {trained}"

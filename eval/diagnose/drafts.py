@@ -18,9 +18,8 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.formats.readings import readings
 from draftsmith.modules.layers import RotarySettings
+from draftsmith.modules.pretrained.checkpoint import checkpoint_of, shape_of
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
-from draftsmith.modules.pretrained.models import shape_of
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -120,23 +119,22 @@ def longest_draft(tokens: int, variants: Sequence[HeadVariant]) -> int:
     return min(tokens, *(getattr(variant.head.config, name, tokens) for variant in variants for name in LONGEST))
 
 
-def known_rope(target: CausalLM, name: str) -> RotarySettings | None:
+def known_rope(target: CausalLM) -> RotarySettings | None:
     """Return a target's rotary settings; None for a family whose settings are unknown."""
     try:
-        return RotarySettings.of(shape_of(target, name))
+        return RotarySettings.of(shape_of(target))
     except InputError:
         return None
 
 
-def mask_tokens(head: DraftHead, name: str) -> list[int]:
+def mask_tokens(head: DraftHead, target: CausalLM) -> list[int]:
     """Return the tokens of a target that a block drafter may take for its mask, the likeliest first.
 
-    These are the last id, the first one that is no token, and the special tokens. name: of the target, for its
-    tokenizer. Other heads have none.
+    These are the last id, the first one that is no token, and the special tokens. Other heads have none.
     """
     if not isinstance(head.config, BlockConfig):
         return []
-    tokenizer, vocab_size = load_tokenizer(name), head.config.vocab_size
+    tokenizer, vocab_size = checkpoint_of(target).tokenizer, head.config.vocab_size
     special = [token for token, added in sorted(tokenizer.added_tokens_decoder.items()) if added.special]
     named = [tokenizer.mask_token_id, tokenizer.pad_token_id]
     ids = dict.fromkeys([vocab_size - 1, len(tokenizer), *named, *special[:MOST_MASKS]])

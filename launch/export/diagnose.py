@@ -27,6 +27,7 @@ from draftsmith.modules.formats import formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.pretrained.card import model_card
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import (
     head_config,
     head_directory,
@@ -36,10 +37,8 @@ from draftsmith.modules.pretrained.heads import (
     save_head,
     stored_tensors,
 )
-from draftsmith.modules.pretrained.models import vocabulary_size
 from draftsmith.modules.pretrained.provenance import flatten
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.pretrained.tokenizers import text_identity
 from draftsmith.modules.types import InputError, SamplingParams
 
 DECLARED, REPAIRED, FILES = "as-declared", "repaired", "files"
@@ -59,23 +58,24 @@ def run(config: DiagnoseConfig) -> int:
     if config.write is not None:
         with writing_alone(config.write):
             return repair(config, config.write)
-    rows, manifest = read_rows(config, ("responses", "features", "prompts"), LIMIT, "size")
+    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    rows, manifest = read_rows(config, checkpoint, ("responses", "features", "prompts"), LIMIT, "size")
     if "input_ids" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses)."
         raise InputError("data", f"{config.data}, prompts without answers", "answers", remedy)
     # Its errors come before the target is loaded.
     head_config(config.draft)
-    target = load_target(config.target, **config.loading)
-    print_text(diagnose(head_directory(config.draft).resolve(), target, config.target, rows, manifest))
+    target = load_target(checkpoint, **config.loading)
+    print_text(diagnose(head_directory(config.draft).resolve(), target, rows, manifest))
     return 0
 
 
 def read_rows(
-    config: DiagnoseConfig, kinds: tuple[str, ...], limit: int, check: str = "sha256"
+    config: DiagnoseConfig, target: Checkpoint, kinds: tuple[str, ...], limit: int, check: str = "sha256"
 ) -> tuple[list[dict[str, Any]], Manifest]:
     """Read the first rows of the data, and its manifest."""
-    manifest = open_artifact(config.data, kinds, text_identity(config.target), check)
-    rows = Rows(manifest.directory, manifest, limit=config.limit or limit, vocab_size=vocabulary_size(config.target))
+    manifest = open_artifact(config.data, kinds, target.text_identity(), check)
+    rows = Rows(manifest.directory, manifest, limit=config.limit or limit, vocab_size=target.shape.vocab_size)
     return list(rows.iterate()), manifest
 
 
@@ -88,14 +88,15 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
     if not ours:
         served: Any = {"engine": config.engine, "target_server": config.target_server}
         directory = import_head(ImportConfig(config.draft, output / DECLARED, config.target, **served))
-    target = load_target(config.target, **config.loading)
+    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    target = load_target(checkpoint, **config.loading)
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
-    rows, data = read_rows(config, ("responses", "prompts"), LIMIT_TO_WRITE)
+    rows, data = read_rows(config, checkpoint, ("responses", "prompts"), LIMIT_TO_WRITE)
     if "input_ids" not in {spec.name for spec in data.fields}:
         prompts = [row["prompt_ids"] for row in rows]
         answers = generate_all(target, prompts, SamplingParams(), config.max_new_tokens, ANSWERS_TOGETHER)
         rows = answered(prompts, answers)
-    rope, masks = known_rope(target, config.target), mask_tokens(head, config.target)
+    rope, masks = known_rope(target), mask_tokens(head, target)
     repaired, corrections, first = search(head, rope, target, rows, masks)
 
     # What `import` corrected, since the head's own system would read it otherwise.

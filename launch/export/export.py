@@ -22,7 +22,7 @@ from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.card import measured_of, model_card
-from draftsmith.modules.pretrained.checkpoint import INDEX
+from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_same_tokenizer
 from draftsmith.modules.pretrained.directory import RECORD
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.gguf import copied_tokenizer
@@ -43,11 +43,10 @@ from draftsmith.modules.pretrained.heads import (
     named_kind,
     stored_tensors,
 )
-from draftsmith.modules.pretrained.hub import check_push, loadable, model_directory, resolve_model, upload
-from draftsmith.modules.pretrained.models import DTYPES, load_lm, vocabulary_size
-from draftsmith.modules.pretrained.reading import open_tensors, read_object
+from draftsmith.modules.pretrained.hub import check_push, loadable, resolve_model, upload
+from draftsmith.modules.pretrained.models import DTYPES, load_lm
+from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.pretrained.stitch import head_package, stitch
-from draftsmith.modules.pretrained.tokenizers import check_same_tokenizer
 from draftsmith.modules.types import InputError
 
 HEAD_MANIFEST = {
@@ -125,11 +124,11 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
         kind = str(package.config["gguf"])
         metadata, tensors = head_to_gguf(package)
         name = f"{format.kind} head of {Path(source.path).stem}"
-        named = {"general.name": name, **target_tokenizer(config, source.path)}
+        named = {"general.name": name, **target_tokenizer(config, source.checkpoint)}
         write_gguf(directory / GGUF_HEAD, kind, {**named, **metadata}, tensors, weights)
         model, written = str(target_file(config, source.path) or "TARGET.gguf"), str(config.output / GGUF_HEAD)
     elif format.name == MTP:
-        stitch(model_directory(source.path), directory, package.tensors)
+        stitch(source.checkpoint, directory, package.tensors)
     else:
         write_package(directory, package)
 
@@ -150,7 +149,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     confidence = bool(getattr(settings, "confidence", False))
     command = format.serve(Served(model, written, count, source.facts.family, window, confidence))
     notes = list(format.notes)
-    if format.target_index and (note := index_for_target(source.path, directory)):
+    if format.target_index and (note := index_for_target(source.checkpoint, directory)):
         notes.append(note)
     export = {
         "format": format.name,
@@ -175,15 +174,17 @@ def target_file(config: ExportConfig, target: str) -> Path | None:
     return config.target_gguf or (file if file.suffix == ".gguf" else None)
 
 
-def target_tokenizer(config: ExportConfig, target: str) -> dict[str, Any]:
+def target_tokenizer(config: ExportConfig, target: Checkpoint) -> dict[str, Any]:
     """Return the metadata of the target's tokenizer: its GGUF file's, or made of its transformers files."""
-    file = target_file(config, target)
+    file = target_file(config, target.path)
     if file is None:
         return tokenizer_metadata(target)
-    fields, size = copied_tokenizer(file), vocabulary_size(target)
+    fields, size = copied_tokenizer(file), target.shape.vocab_size
     count = len(fields["tokenizer.ggml.tokens"][0])
     if count != size:
-        raise InputError("target_gguf", f"{file} with {count} tokens", f"{size}, as {target} has", "Pass its own file.")
+        raise InputError(
+            "target_gguf", f"{file} with {count} tokens", f"{size}, as {target.path} has", "Pass its own file."
+        )
     return fields
 
 
@@ -192,12 +193,13 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     draft, target = _given(config, "draft", "the draft model, or --head"), _given(config, "target", "its target")
     if (kind := kind_at(draft)) is not None:
         raise InputError("draft", f"{draft}, {named_kind(kind)} head", "a draft model", f"Pass --head {draft}.")
-    check_same_tokenizer(target, draft)
+    opened, checkpoint = Checkpoint(target), Checkpoint(draft)
+    check_same_tokenizer(opened, checkpoint)
     weights = "float32" if config.weights == "auto" else config.weights
-    write_gguf_model(directory / GGUF_DRAFT, draft, weights, target_tokenizer(config, target))
-    report, ids = CheckReport(), torch.arange(256)[None] % vocabulary_size(draft)
+    write_gguf_model(directory / GGUF_DRAFT, checkpoint, weights, target_tokenizer(config, opened))
+    report, ids = CheckReport(), torch.arange(256)[None] % checkpoint.shape.vocab_size
     ours, theirs = (
-        lm.lm_head(lm.features(ids))[0].float() for lm in (load_lm(draft), load_lm(str(directory / GGUF_DRAFT)))
+        lm.lm_head(lm.features(ids))[0].float() for lm in (load_lm(checkpoint), load_lm(str(directory / GGUF_DRAFT)))
     )
     difference, bar = largest(ours - theirs) / largest(ours), GGUF_ERROR[weights]
     report.measures.append(
@@ -245,18 +247,18 @@ def write_package(directory: Path, package: Package) -> None:
     write_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
 
 
-def index_for_target(target: str, directory: Path) -> str:
+def index_for_target(target: Checkpoint, directory: Path) -> str:
     """Write the index of shards through which SafeAILab's code finds a target's embedding, if the target has none.
 
     It goes into the export, never beside the target. Returns a note that says so, or an empty string.
     """
-    source = model_directory(target)
+    source = target.directory
     if (source / INDEX).exists() or not (source / "model.safetensors").exists():
         return ""
-    with open_tensors(source / "model.safetensors") as file:
-        names = list(file.keys())
     size = {"total_size": (source / "model.safetensors").stat().st_size}
-    write_json(directory / TARGET_INDEX, {"metadata": size, "weight_map": dict.fromkeys(names, "model.safetensors")})
+    write_json(
+        directory / TARGET_INDEX, {"metadata": size, "weight_map": dict.fromkeys(target.tensors, "model.safetensors")}
+    )
     return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
 
 

@@ -25,10 +25,8 @@ from draftsmith.modules.formats.specdec_pp import UNCORRECTED
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.directory import package_directory, read_package, weight_files
 from draftsmith.modules.pretrained.heads import build_head, check_sizes, head_fields, made_with, named_kind, save_head
-from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.stitch import head_package
-from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.types import InputError
 
 
@@ -42,7 +40,7 @@ def run(config: ImportConfig) -> Path:
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
     if config.format == MTP:
-        package, kind = head_package(model_directory(config.directory), MTP), MtpHead.kind
+        package, kind = head_package(Path(config.directory), MTP), MtpHead.kind
         if not package.tensors:
             remedy = "Train one: `draftsmith train mtp` begins with random weights."
             found = f"{config.directory}, without MTP tensors"
@@ -66,7 +64,7 @@ def run(config: ImportConfig) -> Path:
         loading |= {"trust_remote_code": config.trust_remote_code, "server": config.target_server}
         source = state_source(predicts, config.target, config.draft, loading)
         facts, identity = source.facts, source.drafter.identity
-        models = {reads: identity, **tokenizer_identity(source.path)}
+        models = {reads: identity, **source.checkpoint.tokenizer_identity}
     format = detect(package, facts) if config.format == "auto" else formats()[config.format, kind]
     imported = format.read(package, facts)
     if config.w_rej != 1.0:

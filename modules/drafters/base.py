@@ -47,12 +47,11 @@ DocumentParts = Sequence[tuple[int, int, int]]
 
 
 class TargetWeights(Protocol):
-    """Weights and statistics of the target that a head may start from, on the CPU.
+    """Weights and statistics of the target that a head may start from, on the CPU."""
 
-    path: the target's directory.
-    """
-
-    path: str
+    @property
+    def path(self) -> str:
+        """Its directory."""
 
     def tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
         """Read its tensors whose names, as in its files but without `model.`, begin with one of these."""

@@ -1,25 +1,39 @@
-"""Files of a model directory, read without trusting them: config.json, weights and end tokens."""
+"""A model directory, opened once: what a command wants to know of a model's files is read in one place."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
 
-from draftsmith.modules.formats.base import FLOATS, same_values
+from draftsmith.modules.formats.base import FLOATS, TargetFacts, same_values
 from draftsmith.modules.layers import LlamaConfig, config_object
-from draftsmith.modules.pretrained.reading import open_tensors, read_object
-from draftsmith.modules.targets.llama import llama_config
-from draftsmith.modules.targets.shape import text_config
+from draftsmith.modules.pretrained.gguf import quantization
+from draftsmith.modules.pretrained.hub import model_directory
+from draftsmith.modules.pretrained.identity import model_identity
+from draftsmith.modules.pretrained.outer import outer_names
+from draftsmith.modules.pretrained.reading import (
+    FETCH,
+    StoredTensor,
+    read_model_json,
+    tensor_headers,
+    weight_map,
+    whole_file,
+)
+from draftsmith.modules.pretrained.tokenizers import end_tokens, has_tokenizer, read_tokenizer, tokenizer_identity
+from draftsmith.modules.targets.base import CausalLM, ModelInfo
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.targets.shape import TargetShape, family_of, own_shape, plain_shape, stated_dtype, text_config
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
-REMEDY = "Fetch or build it again."
-TRUST = "Pass --trust-remote-code if you trust it."
 UNQUANTIZED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
 BY_TRANSFORMERS = "Pass --engine hf, which applies the scales, or let a vLLM server run it (train --features vllm)."
 # What is read of config.json before a model is built, which checks the rest.
@@ -27,137 +41,282 @@ SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_
 CONFIG = {**SIZES, "model_type?": (str, None), "text_config?": (SIZES, None)}
 # Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
 WEIGHT, SCALE = re.compile(r"(weight|proj(\.bias)?)$"), re.compile(r"(weight|input|proj)_(scale|zero_point)\w*$")
+COMPUTED = ("F64", "F32", "F16", "BF16")  # types that layers compute with
 
 
-def read_model_json(file: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read the JSON object in a file of a model. shape: as of `read_object`."""
-    try:
-        return read_object(file, shape or {}, REMEDY)
-    except OSError as error:
-        raise InputError(str(file), error.strerror or "unreadable", "a file with JSON", REMEDY) from error
+class Checkpoint:
+    """A model in transformers' layout, opened once. Each part is read when it is first asked for, and kept.
 
-
-def weight_map(index: Path, remedy: str = REMEDY) -> dict[str, str]:
-    """Read the map of tensors to files in an index of shards; raise InputError if it has none."""
-    names = read_model_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise InputError(str(index), "no weight_map of names", "a tensor's name -> its file", remedy)
-    return names
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """Return a model's safetensors files: one file, or the shards of an index."""
-    whole, index = directory / "model.safetensors", directory / INDEX
-    named = sorted(set(weight_map(index).values())) if index.exists() else []
-    # As transformers does, but where the index names the file too, and a module that was added beside it, as vLLM does.
-    if whole.exists() and whole.name not in named:
-        return [whole]
-    if named:
-        files = [directory / name for name in named]
-        if outside := [file.name for file in files if file.parent != directory or file.name in ("", "..")]:
-            raise InputError(str(index), f"a shard in another place ({outside[0]})", "files of the directory", REMEDY)
-        if absent := [file.name for file in files if not file.is_file()]:
-            found = f"{directory} with {len(absent)} of {len(files)} shards missing ({absent[0]})"
-            raise InputError("model", found, "all shards of the index", REMEDY)
-        return files
-    # Without an index, what lies beside shards (model-old.safetensors) is none of them.
-    files = sorted(directory.glob("model-?????-of-?????.safetensors")) or sorted(directory.glob("model*.safetensors"))
-    if not files:
-        remedy = "Save it as safetensors first."
-        raise InputError("model", f"{directory} without safetensors", "model*.safetensors", remedy)
-    return files
-
-
-def check_unquantized(directory: Path, config: Mapping[str, Any], by_transformers: bool = False) -> None:
-    """Raise InputError for a quantized checkpoint (FP8, GPTQ, AWQ, NVFP4), before its weights are read.
-
-    by_transformers: transformers reads it, which applies the scales of the methods that it has. With any other method
-        it takes the stored numbers for the weights.
-    """
-    settings, remedy = config_object(text_config(config), "quantization_config"), UNQUANTIZED
-    if settings:
-        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-        # bitsandbytes has two methods, by these switches.
-        switched = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-        if switched or str(settings.get("quant_method")) in AUTO_QUANTIZATION_CONFIG_MAPPING:
-            if by_transformers:
-                return
-            remedy = BY_TRANSFORMERS
-    # ModelOpt writes a file of its own.
-    other = directory / "hf_quant_config.json"
-    settings = settings or config_object(read_model_json(other) if other.exists() else {}, "quantization")
-    names = [settings.get(name) for name in ("quant_method", "quant_algo", "format", "bits")]
-    # Settings of the cache of keys alone name no method.
-    if method := " ".join(str(name) for name in names if name) or quantized_weight(directory):
-        raise quantized(directory, method, remedy)
-
-
-def quantized_weight(directory: Path) -> str:
-    """Name a weight in a type that no layer computes with, by the headers of the files; empty if there is none."""
-    for file in checkpoint_files(directory):
-        with open_tensors(file, REMEDY) as opened:
-            for name in filter(WEIGHT.search, opened.keys()):
-                if (kind := opened.get_slice(name).get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-                    return f"{name} in {kind}"
-    return ""
-
-
-def quantized(directory: Path, method: str, remedy: str = UNQUANTIZED) -> InputError:
-    found = f"{directory}, which is quantized ({method})"
-    return InputError("model", found, "weights in bfloat16, float16 or float32", remedy)
-
-
-def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Read the tensors whose names, without the base model's prefix `model.`, begin with one of these.
+    path: as the user named it: a directory, a GGUF file, a hub id, or a shipped model.
+    directory: where it is, after a download and links.
+    trust_remote_code: code that the model brings may tell its settings.
 
     Raises:
-        InputError: one of them is quantized.
+        InputError: there is no such model. Every part raises it for files that are missing, damaged or contradictory.
     """
-    tensors = {}
-    for file in checkpoint_files(directory):
-        with open_tensors(file, REMEDY) as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                if (bare := name.removeprefix("model.")).startswith(prefixes):
-                    tensors[bare] = opened.get_tensor(name)
-                    if tensors[bare].dtype not in FLOATS:
-                        raise quantized(directory, f"{name} in {tensors[bare].dtype}")
-    return tensors
+
+    def __init__(self, path: str | Path, trust_remote_code: bool = False):
+        self.path, self.trust_remote_code = str(path), trust_remote_code
+        # Once: a link may change.
+        self.directory = model_directory(self.path).resolve()
+        self._opened: dict[Path, safe_open] = {}
+
+    # -- config.json
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        return read_model_json(self.directory / "config.json", CONFIG)
+
+    @cached_property
+    def text(self) -> dict[str, Any]:
+        """The settings of the text part, with the defaults of its family, which files leave out (Gemma 3).
+
+        Of a family that transformers does not know they are those of config.json.
+        """
+        from transformers import AutoConfig
+
+        config = text_config(self.config)
+        try:
+            # Without an answer of ours transformers asks whether to run code of the model's.
+            known = AutoConfig.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code)
+        except Exception:  # each family refuses in its own way
+            return config
+        return {**config, **known.get_text_config().to_dict()}
+
+    @property
+    def family(self) -> str:
+        """The model type of the text part (`family_of`)."""
+        return family_of(self.config)
+
+    @cached_property
+    def shape(self) -> TargetShape:
+        """The sizes of the model, with the decoder layer that its heads have: its own, or a plain one.
+
+        Embeddings are tied only if the files hold no other lm_head: transformers and vLLM keep an lm_head of its own,
+        whatever `tie_word_embeddings` says.
+        """
+        shape = own_shape(self.config) or plain_shape(self.text)
+        shape = dataclasses.replace(shape, dtype=stated_dtype(self.config))
+        if not shape.tie_embeddings:
+            return shape
+        own = self.read_tensors(("lm_head.weight",)).values()
+        tied = self.read_tensors(("embed_tokens.weight",)).values() if own else ()
+        differs = any(not same_values(*pair) for pair in zip(own, tied, strict=False))
+        return dataclasses.replace(shape, tie_embeddings=False) if differs else shape
+
+    @cached_property
+    def facts(self) -> TargetFacts:
+        """What formats need to know of the model, without its tables."""
+        return TargetFacts(self.config)
+
+    # -- weights
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The safetensors files: one, or the shards of an index."""
+        directory = self.directory
+        whole, index = directory / "model.safetensors", directory / INDEX
+        named = sorted(set(weight_map(index).values())) if index.exists() else []
+        # As transformers does, but where the index names the file too, and a module that was added beside it, as vLLM
+        # does.
+        if whole.exists() and whole.name not in named:
+            return [whole]
+        if named:
+            files = [directory / name for name in named]
+            if outside := [file.name for file in files if file.parent != directory or file.name in ("", "..")]:
+                raise InputError(
+                    str(index), f"a shard in another place ({outside[0]})", "files of the directory", FETCH
+                )
+            if absent := [file.name for file in files if not file.is_file()]:
+                found = f"{directory} with {len(absent)} of {len(files)} shards missing ({absent[0]})"
+                raise InputError("model", found, "all shards of the index", FETCH)
+            return files
+        # Without an index, what lies beside shards (model-old.safetensors) is none of them.
+        files = sorted(directory.glob("model-?????-of-?????.safetensors")) or sorted(
+            directory.glob("model*.safetensors")
+        )
+        if not files:
+            remedy = "Save it as safetensors first."
+            raise InputError("model", f"{directory} without safetensors", "model*.safetensors", remedy)
+        return files
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor of the files by its name, from their headers. Of a name in two files, the last one."""
+        stored: dict[str, StoredTensor] = {}
+        for file in self.files:
+            stored |= tensor_headers(file, FETCH)
+        return stored
+
+    def state(self) -> dict[str, Tensor]:
+        """Map all tensors by their names in the files. They share the files' pages, for models of many gigabytes:
+        cutting such a file later ends the process, and writing to it changes the weights."""
+        return {name: self._map(name) for name in self.tensors}
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor by its name in the files."""
+        return self._map(name).clone()
+
+    def _map(self, name: str) -> Tensor:
+        file = self.tensors[name].file
+        with whole_file(file, FETCH):
+            if file not in self._opened:
+                self._opened[file] = safe_open(file, framework="pt")
+            tensor: Tensor = self._opened[file].get_tensor(name)
+        return tensor
+
+    def read_float(self, name: str) -> Tensor:
+        """Read a tensor that layers compute with; raise InputError if it is quantized."""
+        tensor = self.read(name)
+        if tensor.dtype not in FLOATS:
+            raise self.quantized(f"{name} in {tensor.dtype}")
+        return tensor
+
+    def read_tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+        """Read the tensors whose names, without the base model's prefix `model.`, begin with one of these.
+
+        Raises:
+            InputError: one of them is quantized.
+        """
+        names = {name.removeprefix("model."): name for name in self.tensors}
+        return {bare: self.read_float(name) for bare, name in names.items() if bare.startswith(prefixes)}
+
+    @cached_property
+    def outer_names(self) -> dict[str, str]:
+        """Names in the files of the weights around the layers, by field of `OuterWeights`."""
+        size = self.shape.hidden_size
+        names = outer_names({name: stored.shape for name, stored in self.tensors.items()}, size)
+        if "embeddings" not in names:
+            raise InputError("model", f"{self.directory} without an embedding of width {size}", "one", FETCH)
+        return names
+
+    def read_outer(self, fields: Sequence[str]) -> dict[str, Tensor]:
+        """Read the weights of these fields of `OuterWeights` that there are; raise InputError if one is quantized."""
+        return {field: self.read_float(name) for field, name in self.outer_names.items() if field in fields}
+
+    def check_unquantized(self, by_transformers: bool = False) -> None:
+        """Raise InputError for a quantized checkpoint (FP8, GPTQ, AWQ, NVFP4), before its weights are read.
+
+        by_transformers: transformers reads it, which applies the scales of the methods that it has. With any other
+            method it takes the stored numbers for the weights.
+        """
+        settings, remedy = config_object(text_config(self.config), "quantization_config"), UNQUANTIZED
+        if settings:
+            from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+            # bitsandbytes has two methods, by these switches.
+            switched = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+            if switched or str(settings.get("quant_method")) in AUTO_QUANTIZATION_CONFIG_MAPPING:
+                if by_transformers:
+                    return
+                remedy = BY_TRANSFORMERS
+        # ModelOpt writes a file of its own.
+        other = self.directory / "hf_quant_config.json"
+        settings = settings or config_object(read_model_json(other) if other.exists() else {}, "quantization")
+        names = [settings.get(name) for name in ("quant_method", "quant_algo", "format", "bits")]
+        # Settings of the cache of keys alone name no method.
+        method = " ".join(str(name) for name in names if name)
+        odd = (name for name, own in self.tensors.items() if WEIGHT.search(name) and own.dtype not in COMPUTED)
+        if not method and (name := next(odd, None)) is not None:
+            method = f"{name} in {self.tensors[name].dtype}"
+        if method:
+            raise self.quantized(method, remedy)
+
+    def quantized(self, method: str, remedy: str = UNQUANTIZED) -> InputError:
+        """Return the error of a quantized checkpoint."""
+        found = f"{self.directory}, which is quantized ({method})"
+        return InputError("model", found, "weights in bfloat16, float16 or float32", remedy)
+
+    # -- tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """True if the directory holds a tokenizer's files."""
+        return has_tokenizer(self.directory)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer. Who changes its chat template takes a copy."""
+        return read_tokenizer(self.directory, self.config, self.path)
+
+    @cached_property
+    def tokenizer_identity(self) -> dict[str, str]:
+        """Content hashes: `tokenizer` (vocabulary with special tokens), `encoding` (everything that turns text into
+        ids) and `chat_template`."""
+        return tokenizer_identity(self.directory, self.tokenizer)
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end an answer (`tokenizers.end_tokens`)."""
+        return end_tokens(self.directory, text_config(self.config), self.tokenizer if self.has_tokenizer else None)
+
+    def text_identity(self, recorded: Mapping[str, object] | None = None) -> dict[str, str]:
+        """Return the hashes that token ids of text depend on. recorded: see `template_identity`."""
+        own = self.tokenizer_identity
+        return {name: own[name] for name in ("tokenizer", "encoding")} | self.template_identity(recorded or {})
+
+    def template_identity(self, recorded: Mapping[str, object]) -> dict[str, str]:
+        """Return the hash of the model's own chat template, if the recorded identity has that of one."""
+        return {"own_template": self.tokenizer_identity["chat_template"]} if "own_template" in recorded else {}
+
+    # -- all of it
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Content hashes of the model, whatever engine runs it."""
+        output = None
+        # An embedding of another width, with a projection behind it (OPT), is found by no name.
+        with contextlib.suppress(InputError):
+            output = self.outer_names.get("output", self.outer_names["embeddings"])
+        identity = model_identity(self.config, self.tensors, output, self.directory.glob("*.py"))
+        if (stored_as := quantization(self.directory)) is not None:
+            identity["gguf"] = stored_as
+        if self.has_tokenizer:
+            identity["tokenizer"] = self.tokenizer_identity["tokenizer"]
+        return identity
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        """Sizes and identity of the model, which it has once it is loaded."""
+        shape = self.shape
+        return ModelInfo(
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            num_layers=shape.num_layers,
+            max_position=shape.max_position,
+            eos_ids=self.end_tokens,
+            identity=self.identity,
+            files=self,
+        )
 
 
-def model_shape(directory: Path, config: Mapping[str, Any]) -> LlamaConfig:
-    """Return a model's sizes: `llama_config`, but its embeddings are tied only if the files hold no other lm_head.
-
-    transformers and vLLM keep an lm_head of its own, whatever `tie_word_embeddings` says.
-    """
-    shape = llama_config(config)
-    own = checkpoint_tensors(directory, ("lm_head.weight",)) if shape.tie_embeddings else {}
-    tied = checkpoint_tensors(directory, ("embed_tokens.weight",)) if own else {}
-    differs = any(not same_values(*pair) for pair in zip(own.values(), tied.values(), strict=False))
-    return dataclasses.replace(shape, tie_embeddings=False) if differs else shape
+def opened(model: str | Path | Checkpoint) -> Checkpoint:
+    """Return a model that is open, or open the one of this name."""
+    return model if isinstance(model, Checkpoint) else Checkpoint(model)
 
 
-def listed_ends(directory: Path, config: Mapping[str, Any]) -> tuple[list[int], Path]:
-    """Return the end tokens in generation_config.json or else config.json, in their order, and the file that has them.
-
-    config: config.json, or its part about text.
-    """
-    ids, file = config.get("eos_token_id"), directory / "config.json"
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        settings = read_model_json(generation)
-        if "eos_token_id" in settings:
-            ids, file = settings["eos_token_id"], generation
-    tokens = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    vocab_size = config.get("vocab_size")
-    for token in tokens:
-        valid = isinstance(token, int) and not isinstance(token, bool) and token >= 0
-        if not valid or (isinstance(vocab_size, int) and token >= vocab_size):
-            expected = "token ids" if vocab_size is None else f"token ids below {vocab_size}, the vocabulary's size"
-            raise InputError(f"eos_token_id of {file}", repr(token)[:80], expected, "Correct the file.")
-    return tokens, file
+def load_tokenizer(model: str | Path | Checkpoint) -> Any:
+    """Load the tokenizer of a model."""
+    return opened(model).tokenizer
 
 
-def describe_error(error: BaseException) -> str:
-    """Return an exception of a library as one line, for an error of ours."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def checkpoint_of(lm: CausalLM) -> Checkpoint:
+    """Return the files that a model was loaded from; InputError if it was built in Python."""
+    if not isinstance(lm.info.files, Checkpoint):
+        found = "a model that was built in Python"
+        raise InputError("target", found, "one of draftsmith.load_target", "Save it, and load it by its directory.")
+    return lm.info.files
+
+
+def shape_of(lm: CausalLM) -> LlamaConfig:
+    """Return the sizes of a loaded model, or of a lean one that was built in Python."""
+    return lm.config if isinstance(lm, LlamaLM) and lm.info.files is None else checkpoint_of(lm).shape
+
+
+def check_same_tokenizer(target: Checkpoint, draft: Checkpoint, flag: str = "draft") -> None:
+    """Raise InputError if two models give token ids another meaning. flag: option that named the draft."""
+    target_hash, draft_hash = (model.tokenizer_identity["tokenizer"] for model in (target, draft))
+    if target_hash != draft_hash:
+        found, expected = f"{draft.path} with tokenizer {draft_hash}", f"the tokenizer of {target.path} ({target_hash})"
+        raise InputError(flag, found, expected, "Use a draft of the same family.")

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
-from draftsmith.modules.pretrained.checkpoint import read_model_json, weight_map
 from draftsmith.modules.pretrained.gguf import read_gguf_head
 from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.reading import open_tensors, read_object, unreadable
+from draftsmith.modules.pretrained.reading import open_tensors, read_model_json, read_object, unreadable, weight_map
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.

@@ -25,7 +25,8 @@ from draftsmith.modules.formats.gguf import HEADS, directory_name, head_from_ggu
 from draftsmith.modules.formats.llama import to_halves
 from draftsmith.modules.pretrained.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.targets.llama import empty_model, llama_config
+from draftsmith.modules.targets.llama import empty_model
+from draftsmith.modules.targets.shape import llama_config
 from draftsmith.modules.types import InputError
 
 logger = logging.getLogger("draftsmith")

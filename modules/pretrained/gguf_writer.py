@@ -12,13 +12,10 @@ from torch import Tensor
 
 from draftsmith.modules.formats.gguf import gguf_name, llama_metadata, reordered, rope_divisors
 from draftsmith.modules.formats.llama import to_adjacent
-from draftsmith.modules.pretrained.checkpoint import check_unquantized, checkpoint_files, model_shape
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import whole
 from draftsmith.modules.pretrained.gguf import copied_metadata, gguf_package, open_gguf, read_tensor
-from draftsmith.modules.pretrained.hub import model_directory, read_config
-from draftsmith.modules.pretrained.models import vocabulary_size
-from draftsmith.modules.pretrained.reading import read_tensors
-from draftsmith.modules.pretrained.tokenizers import end_tokens, load_tokenizer
+from draftsmith.modules.targets.shape import llama_config
 from draftsmith.modules.types import InputError
 
 # Type of weights -> GGUF's, and its number in general.file_type.
@@ -88,27 +85,29 @@ def add_metadata(writer: Any, key: str, value: Any) -> None:
 
 
 def write_gguf_model(
-    path: Path, model: str, weights: str = "float32", tokenizer: Mapping[str, Any] | None = None
+    path: Path, model: Checkpoint, weights: str = "float32", tokenizer: Mapping[str, Any] | None = None
 ) -> None:
     """Write a Llama-family model as a GGUF file. tokenizer: metadata of its target's file; default: its own."""
-    directory = model_directory(model)
-    raw = read_config(model)
-    check_unquantized(directory, raw)
-    llama = model_shape(directory, raw)
-    kind = "llama" if raw["model_type"] == "mistral" else raw["model_type"]
+    model.check_unquantized()
+    kind, llama = str(model.config["model_type"]), model.shape
+    if llama.reasons:
+        # Raises the reason why it is none of that family.
+        llama_config(model.config)
+    kind = "llama" if kind == "mistral" else kind
     if llama.sliding_window is not None:
         raise InputError(
             "sliding_window", llama.sliding_window, "none: llama.cpp's Llama has none", "Use another model."
         )
     tensors = rope_divisors(kind, llama)
-    state = {name: tensor for file in checkpoint_files(directory) for name, tensor in read_tensors(file).items()}
-    for name, tensor in state.items():
+    for name, tensor in model.state().items():
         theirs = gguf_name("model", name)
         if theirs is not None and not (name == "lm_head.weight" and llama.tie_embeddings):
             heads = llama.num_heads, llama.num_kv_heads
             tensors[theirs] = reordered(kind, name, tensor, heads, to_adjacent)
     fields = tokenizer_metadata(model) if tokenizer is None else tokenizer
-    write_gguf(path, kind, {"general.name": directory.name, **llama_metadata(kind, llama), **fields}, tensors, weights)
+    write_gguf(
+        path, kind, {"general.name": model.directory.name, **llama_metadata(kind, llama), **fields}, tensors, weights
+    )
 
 
 def widen_gguf(file: Path, path: Path) -> None:
@@ -120,15 +119,14 @@ def widen_gguf(file: Path, path: Path) -> None:
     write_gguf(path, fields["general.architecture"], metadata, tensors)
 
 
-def tokenizer_metadata(model: str) -> dict[str, Any]:
+def tokenizer_metadata(model: Checkpoint) -> dict[str, Any]:
     """Return the metadata of a model's byte-level BPE tokenizer.
 
     Raises:
         InputError: another kind, or one that splits text in a way whose name in llama.cpp is not known here.
     """
-    directory = model_directory(model)
     remedy = "Convert the target with llama.cpp's convert_hf_to_gguf.py, and pass the file as --target-gguf."
-    content = json.loads((directory / "tokenizer.json").read_text("utf-8"))
+    content = json.loads((model.directory / "tokenizer.json").read_text("utf-8"))
     steps = content.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers") or [steps]
     digits = any(step.get("type") == "Digits" and step.get("individual_digits") for step in steps)
@@ -136,9 +134,8 @@ def tokenizer_metadata(model: str) -> dict[str, Any]:
     split = next((name for mark, name in SPLITS.items() if any(f"|{mark}|" in pattern for pattern in patterns)), None)
     pre = "smollm" if digits and not patterns else split
     if content["model"].get("type") != "BPE" or pre is None:
-        raise InputError("tokenizer", f"one of {model}", "byte-level BPE of SmolLM, Llama 3 or Qwen", remedy)
-    tokenizer = load_tokenizer(model)
-    size = vocabulary_size(model)
+        raise InputError("tokenizer", f"one of {model.path}", "byte-level BPE of SmolLM, Llama 3 or Qwen", remedy)
+    tokenizer, size = model.tokenizer, model.shape.vocab_size
     names = {number: token for token, number in tokenizer.get_vocab().items()}
     special = {token["id"] for token in content["added_tokens"] if token["special"]}
     added = {token["id"] for token in content["added_tokens"]}
@@ -154,7 +151,7 @@ def tokenizer_metadata(model: str) -> dict[str, Any]:
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": False,
     }
-    ends = end_tokens(str(directory))
+    ends = model.end_tokens
     ids = {"bos": tokenizer.bos_token_id, "eos": ends[0] if ends else None, "padding": tokenizer.pad_token_id}
     fields |= {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items() if number is not None}
     if tokenizer.chat_template:

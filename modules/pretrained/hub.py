@@ -10,9 +10,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path
-from typing import Any
 
-from draftsmith.modules.pretrained.checkpoint import CONFIG, read_model_json
 from draftsmith.modules.pretrained.gguf import dequantized_directory
 from draftsmith.modules.pretrained.reading import regular
 from draftsmith.modules.types import InputError
@@ -173,8 +171,3 @@ def download(name: str, revision: str | None, more: tuple[str, ...]) -> Path:
         reason = "no connection" if offline else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         remedy = "Check path, revision, network and HF_HUB_OFFLINE."
         raise InputError("model", f"no {label} here, nor on the hub ({reason})", KINDS, remedy) from error
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """Read and check config.json of a model."""
-    return read_model_json(model_directory(path) / "config.json", CONFIG)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,34 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from draftsmith.modules.layers import LlamaConfig, LlamaModel, layers_of
-from draftsmith.modules.pretrained.checkpoint import (
-    CONFIG,
-    REMEDY,
-    SCALE,
-    TRUST,
-    check_unquantized,
-    checkpoint_files,
-    describe_error,
-    model_shape,
-    quantized,
-    read_model_json,
-)
-from draftsmith.modules.pretrained.gguf import quantization
-from draftsmith.modules.pretrained.hub import model_directory, read_config
-from draftsmith.modules.pretrained.identity import model_identity, tensor_hash
-from draftsmith.modules.pretrained.outer import outer_names, read_outer
+from draftsmith.modules.formats.base import same_values
+from draftsmith.modules.layers import LlamaModel, layers_of
+from draftsmith.modules.pretrained.checkpoint import SCALE, Checkpoint, opened
+from draftsmith.modules.pretrained.identity import tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean
 from draftsmith.modules.pretrained.ranks import place
-from draftsmith.modules.pretrained.reading import open_tensors, read_tensors
-from draftsmith.modules.pretrained.tokenizers import end_tokens, has_tokenizer, tokenizer_identity
-from draftsmith.modules.targets.base import CausalLM, ModelInfo
-from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, model_from_state
-from draftsmith.modules.targets.outer import OuterLM
+from draftsmith.modules.pretrained.reading import FETCH
+from draftsmith.modules.pretrained.tokenizers import TRUST, describe_error
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.llama import LlamaLM, model_from_state
+from draftsmith.modules.targets.outer import OuterLM, OuterWeights
 from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.targets.self_test import REMEDY as OTHER_MODEL
 from draftsmith.modules.targets.self_test import self_test
-from draftsmith.modules.targets.shape import TargetShape, plain_shape, stated_dtype, text_config
+from draftsmith.modules.targets.shape import ON_HF, SUPPORTED, TargetShape, llama_config
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -50,8 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draftsmith")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# Mixtures of experts, and the family whose attention they have.
-DENSE = {"qwen3_moe": "qwen3", "mixtral": "mistral"}
 IN_BFLOAT16 = "Its weights have several types: pass --model-dtype bfloat16 (other commands than train: --dtype)."
 # Tokens on which the way from states to logits is found.
 NUM_FITTED = 24
@@ -74,16 +58,16 @@ def check_device(name: str) -> None:
         raise InputError("device", name, expected, "Correct it.")
 
 
-def weight_type(dtype: str, config: Mapping[str, Any]) -> torch.dtype:
-    """Return the type of this name; of `auto`, the one that config.json names."""
-    name = stated_dtype(config) or "float32" if dtype == "auto" else dtype
+def weight_type(dtype: str, shape: TargetShape) -> torch.dtype:
+    """Return the type of this name; of `auto`, the one that the model's config.json names."""
+    name = shape.dtype or "float32" if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InputError("dtype", name, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
     return DTYPES[name]
 
 
 def load_lm(
-    path: str,
+    model: str | Path | Checkpoint,
     dtype: str = "float32",
     device: str = "cpu",
     engine: str = "auto",
@@ -105,98 +89,81 @@ def load_lm(
     if engine not in ("auto", "lean", "hf"):
         raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
     check_device(device)
-    # Once: a link may change.
-    directory = model_directory(path).resolve()
-    config = read_model_json(directory / "config.json", CONFIG)
-    weights = weight_type(dtype, config)
+    checkpoint = opened(model)
+    checkpoint.trust_remote_code |= trust_remote_code
+    weights = weight_type(dtype, checkpoint.shape)
     if device_map:
         if engine == "lean":
             raise InputError("device_map", "the lean engine", "the hf engine", "Pass --engine hf or auto.")
-        return _load_hf(directory, config, weights, device, trust_remote_code, device_map)
+        return _load_hf(checkpoint, weights, device, device_map)
     # The lean engine is preferred: it runs trees and rows without transformers' overhead.
-    if engine == "lean" or (engine == "auto" and config.get("model_type") in SUPPORTED):
+    if engine == "lean" or (engine == "auto" and checkpoint.config.get("model_type") in SUPPORTED):
         try:
-            return _load_lean(directory, config, weights, device, packed)
+            return _load_lean(checkpoint, weights, device, packed)
         except InputError as error:
             # `auto` falls back to transformers only for what the lean engine does not support, not for damage.
             if engine == "lean" or error.remedy != ON_HF:
                 raise
-            logger.info("%s runs on transformers (%s: %s)", directory, error.field, error.found)
-    return _load_hf(directory, config, weights, device, trust_remote_code)
+            logger.info("%s runs on transformers (%s: %s)", checkpoint.directory, error.field, error.found)
+    return _load_hf(checkpoint, weights, device)
 
 
-def load_fitting(path: str, target: CausalLM, **loading: Any) -> CausalLM:
+def load_fitting(model: str | Path | Checkpoint, target: CausalLM, **loading: Any) -> CausalLM:
     """Load a draft of the target's tokenizer, and fit its vocabulary to the target's."""
-    lm = load_lm(path, **loading)
+    lm = load_lm(model, **loading)
     lm.fit_vocabulary(target.info.vocab_size)
     return lm
 
 
-def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterLM:
+def load_outer(model: str | Path | Checkpoint, dtype: str = "float32", device: str = "cpu") -> OuterLM:
     """Load only what surrounds a target's layers, for heads that learn from states of another process.
 
+    An output embedding of its own counts whatever `tie_word_embeddings` says, as in transformers and vLLM.
+
     Raises:
-        InputError: unknown path or dtype, or weights that are missing or quantized.
+        InputError: unknown path or dtype, or or weights that are missing, quantized or of other sizes.
     """
     check_device(device)
-    directory = model_directory(path).resolve()
-    path = str(directory)
-    config, info = read_config(path), load_info(path)
-    weights = read_outer(directory, (info.vocab_size, info.hidden_size), device, weight_type(dtype, config))
-    return OuterLM(weights, info, next(candidates(text_settings(path), ("none",))))
+    checkpoint = opened(model)
+    info, wanted = checkpoint.info, weight_type(dtype, checkpoint.shape)
+    sizes, names = (info.vocab_size, info.hidden_size), checkpoint.outer_names
+    tensors = checkpoint.read_outer(tuple(names))
+    if "output" in tensors and same_values(tensors["embeddings"], tensors["output"]):
+        del tensors["output"]
+    for field in {"embeddings", "output"} & tensors.keys():
+        if (shape := tuple(tensors[field].shape)) != sizes:
+            what = f"{checkpoint.directory} with {names[field]} of {shape[0]} x {shape[1]}"
+            raise InputError("model", what, f"{sizes[0]} x {sizes[1]}, as config.json says", FETCH)
+    # One after the other: of a large target not everything is held in both types.
+    moved = {field: tensors.pop(field).to(device, wanted) for field in list(tensors)}
+    weights = OuterWeights(**{"output": moved["embeddings"], **moved})
+    return OuterLM(weights, info, next(candidates(checkpoint.text, ("none",))))
 
 
-def load_info(path: str) -> ModelInfo:
-    """Read the sizes and the identity of a target from its files, without loading it; raises as `target_shape`."""
-    directory, config, shape = model_directory(path), read_config(path), target_shape(path)
-    return _model_info(directory, config, shape)
+def _load_lean(checkpoint: Checkpoint, dtype: torch.dtype, device: str, packed: bool) -> CausalLM:
+    checkpoint.check_unquantized()
+    shape = checkpoint.shape
+    if shape.reasons or shape.family not in SUPPORTED:
+        # Raises the reason why the lean engine does not compute such layers.
+        llama_config(checkpoint.config)
+    check_lean(checkpoint.config, shape)
+    model = model_from_state(layers_of(shape), checkpoint.state(), dtype)
+    return LlamaLM(model.to(device), checkpoint.info, packed)
 
 
-def _model_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> ModelInfo:
-    return ModelInfo(
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        num_layers=shape.num_layers,
-        max_position=shape.max_position,
-        eos_ids=end_tokens(str(directory)),
-        identity=_identity(directory, config, shape.hidden_size),
-        path=str(directory),
-    )
-
-
-def _load_lean(directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool) -> CausalLM:
-    check_unquantized(directory, config)
-    shape = model_shape(directory, config)
-    check_lean(config)
-    state: dict[str, torch.Tensor] = {}
-    for file in checkpoint_files(directory):
-        state |= read_tensors(file, REMEDY, mapped=True)
-    model = model_from_state(shape, state, dtype)
-    info = _model_info(directory, config, shape)
-    return LlamaLM(model.to(device), info, packed)
-
-
-def _load_hf(
-    directory: Path,
-    config: dict[str, Any],
-    dtype: torch.dtype,
-    device: str,
-    trust_remote_code: bool,
-    device_map: bool = False,
-) -> CausalLM:
+def _load_hf(checkpoint: Checkpoint, dtype: torch.dtype, device: str, device_map: bool = False) -> CausalLM:
     from draftsmith.modules.targets.hf import HFLM
 
-    model = load_transformers(directory, dtype, trust_remote_code, **(placement() if device_map else {}))
+    model = load_transformers(checkpoint, dtype, **(placement() if device_map else {}))
     if device_map:
         check_placed(model)
     else:
         model = model.to(device)
-    text = model.config.get_text_config().to_dict()
-    lm = HFLM(model, _model_info(directory, config, plain_shape(text)))
+    lm = HFLM(model, checkpoint.info)
     # The files store the output embedding under another name than is known.
     if "lm_head" not in lm.info.identity:
         lm.info.identity["lm_head"] = tensor_hash(model.get_output_embeddings().weight)
-    fit_readout(lm, candidates(text, ("none",)))
+    fit_readout(lm, candidates(checkpoint.text, ("none",)))
     lm.refusals = self_test(model, lm, lm.mixers)
     return lm
 
@@ -251,19 +218,20 @@ def check_placed(model: Any) -> None:
         raise InputError("device_map", found, "all of them on GPUs", "Use more GPUs, or --dtype bfloat16.")
 
 
-def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_code: bool = False, **spread: Any) -> Any:
+def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread: Any) -> Any:
     """Load a causal model with transformers, on the CPU unless `spread` (of `placement`) says otherwise.
 
     dtype: `auto` is the checkpoint's own.
     """
     from transformers import AutoModelForCausalLM
 
-    # Raises for a directory with pickles only, which transformers would load.
-    checkpoint_files(directory)
-    check_unquantized(directory, read_model_json(directory / "config.json", CONFIG), by_transformers=True)
+    # Raises for a directory with pickles only, which transformers would load, for a file that is damaged, and for a
+    # pointer of git-lfs.
+    directory, trusted = checkpoint.directory, checkpoint.trust_remote_code
+    checkpoint.check_unquantized(by_transformers=True)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **spread
+            directory, dtype=dtype, trust_remote_code=trusted, output_loading_info=True, **spread
         )
     except torch.OutOfMemoryError:
         # Memory says nothing about the checkpoint.
@@ -275,100 +243,33 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
         # Each architecture, and code that a model brings, fails in its own way.
         if "trust_remote_code" in str(error):
             raise InputError("model", f"{directory}, which runs its own code", "leave to run it", TRUST) from error
-        for file in checkpoint_files(directory):
-            with open_tensors(file, REMEDY):  # names the file that is damaged, or a pointer of git-lfs
-                pass
         found = f"{directory} ({describe_error(error)})"
-        raise InputError("model", found, "a whole checkpoint", REMEDY) from error
+        raise InputError("model", found, "a whole checkpoint", FETCH) from error
     # transformers fills missing tensors with random numbers and only warns.
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
     if scales := sorted(filter(SCALE.search, loading["unexpected_keys"])):
-        raise quantized(directory, f"{len(scales)} scales that transformers does not read, {scales[0]}")
+        raise checkpoint.quantized(f"{len(scales)} scales that transformers does not read, {scales[0]}")
     return model
 
 
-def vocabulary_size(path: str) -> int:
-    """Return the vocabulary size of a target from its files; raises as `target_shape`."""
-    return target_shape(path).vocab_size
-
-
-def shape_of(lm: CausalLM, path: str) -> LlamaConfig:
-    """Return the sizes of a loaded model; raises as `target_shape`."""
-    return lm.config if isinstance(lm, LlamaLM) else target_shape(path)
-
-
-def target_shape(path: str) -> TargetShape:
-    """Return the sizes of a target, with the decoder layer that its heads have.
-
-    Targets of the lean engine's families, and mixtures of experts with their attention, give their own layer, with
-    one MLP of config.json's intermediate_size; all others a plain one (`targets.shape.plain_shape`).
-
-    Raises:
-        InputError: sizes that are missing or impossible.
-    """
-    config = read_config(path)
-    family = config.get("model_type")
-    if (kind := DENSE.get(str(family), family)) in SUPPORTED:
-        try:
-            shape = model_shape(model_directory(path), {**config, "model_type": kind})
-            return TargetShape(**vars(shape), text={"model_type": family})
-        except InputError as error:
-            if error.remedy != ON_HF:
-                raise
-    return plain_shape(text_settings(path))
-
-
-def text_settings(path: str) -> dict[str, Any]:
-    """Return the settings of a model's text part, with the defaults of its family, which files leave out (Gemma 3).
-
-    Of a family that transformers does not know they are those of config.json.
-    """
-    from transformers import AutoConfig
-
-    config = text_config(read_config(path))
-    try:
-        # Without an answer of ours transformers asks whether to run code of the model's.
-        known = AutoConfig.from_pretrained(model_directory(path), trust_remote_code=False)
-    except Exception:  # each family refuses in its own way
-        return config
-    return {**config, **known.get_text_config().to_dict()}
-
-
-def meta_target(path: str, shape: LlamaConfig, outer: bool) -> nn.Module:
+def meta_target(checkpoint: Checkpoint, outer: bool) -> nn.Module:
     """Build a target on the meta device, to count its weights. outer: only what surrounds its layers.
 
     Raises:
         InputError: an architecture that transformers does not have.
     """
+    shape = checkpoint.shape
     with torch.device("meta"):
         if outer or not shape.reasons:
             return LlamaModel(layers_of(shape, num_layers=0) if outer else shape)
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
-            config = AutoConfig.from_pretrained(model_directory(path), trust_remote_code=False)
+            config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except Exception as error:  # each family refuses in its own way
             remedy = "Plan with --features vllm, which counts no layer of it."
-            found = f"{path} ({describe_error(error)})"
+            found = f"{checkpoint.path} ({describe_error(error)})"
             raise InputError("target", found, "a causal model that transformers builds", remedy) from error
-
-
-def saved_identity(path: str) -> dict[str, str]:
-    """Return the identity that `load_lm` gives a model, from its files alone."""
-    return _identity(model_directory(path), read_config(path), target_shape(path).hidden_size)
-
-
-def _identity(directory: Path, config: dict[str, Any], hidden_size: int) -> dict[str, str]:
-    outputs = []
-    # An embedding of another width, with a projection behind it (OPT), is found by no name.
-    with contextlib.suppress(InputError):
-        outputs = [outer_names(directory, hidden_size).output]
-    identity = model_identity(directory, config, outputs)
-    if (quantized := quantization(directory)) is not None:
-        identity["gguf"] = quantized
-    if has_tokenizer(directory):
-        identity["tokenizer"] = tokenizer_identity(str(directory))["tokenizer"]
-    return identity

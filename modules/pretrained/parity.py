@@ -22,7 +22,8 @@ from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.pretrained.files import CannotWrite, cache_folder, make_directory, write_json
 from draftsmith.modules.pretrained.identity import config_hash
 from draftsmith.modules.targets.base import ModelInfo
-from draftsmith.modules.targets.llama import ON_HF, LlamaLM, llama_config, model_from_state
+from draftsmith.modules.targets.llama import LlamaLM, model_from_state
+from draftsmith.modules.targets.shape import ON_HF, llama_config
 from draftsmith.modules.types import InputError
 
 NUM_TOKENS, VOCAB = 192, 64
@@ -32,22 +33,22 @@ TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 TOLERANCE = 5e-5
 
 
-def check_lean(config: Mapping[str, Any]) -> None:
-    """Check that the lean engine computes what transformers computes for a config.json.
+def check_lean(config: Mapping[str, Any], shape: LlamaConfig) -> None:
+    """Check that the lean engine computes what transformers computes for a config.json. shape: of it.
 
     The result is kept in the user's cache: importing transformers' models takes two seconds.
 
     Raises:
         InputError: it does not, or transformers cannot build such a model.
     """
-    shape, small = _cut(config)
+    tiny, small = _cut(config, shape)
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     entry = cache_folder("lean") / f"{_hash(config_hash(small), *versions, _engine_hash())}.json"
     problem = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         problem = str(json.loads(entry.read_text("utf-8"))["problem"])
     if problem is None:
-        problem = _compare(shape, small)
+        problem = _compare(tiny, small)
         if entry.is_absolute():
             with contextlib.suppress(CannotWrite):
                 make_directory(entry.parent)
@@ -56,9 +57,8 @@ def check_lean(config: Mapping[str, Any]) -> None:
         raise InputError("engine", f"lean, {problem}", "what transformers computes", ON_HF)
 
 
-def _cut(config: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Any]]:
+def _cut(config: Mapping[str, Any], shape: LlamaConfig) -> tuple[LlamaConfig, dict[str, Any]]:
     """Return sizes and config.json of a tiny model with the same head_dim, rotary settings, norms and biases."""
-    shape = llama_config(config)
     num_kv_heads = min(shape.num_kv_heads, 2)
     heads = num_kv_heads * min(max(shape.num_heads // shape.num_kv_heads, 1), 2)
     kinds = list(dict.fromkeys(config.get("layer_types") or []))
@@ -121,6 +121,7 @@ def _engine_hash() -> str:
         Path(__file__),
         folder / "layers.py",
         folder / "targets" / "llama.py",
+        folder / "targets" / "shape.py",
         *sorted((folder / "engine").glob("*.py")),
     )
     return _hash(*(file.read_text("utf-8") for file in files))

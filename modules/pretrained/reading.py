@@ -10,6 +10,7 @@ import json
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import Tensor
 from draftsmith.modules.types import InputError
 
 JSON_BYTES = 512 * 2**20  # the largest tokenizers and indexes have a tenth
+HEADER_BYTES = 100 * 2**20  # as the format's library allows
 LFS = b"version https://git-lfs"
 REMEDY = "Delete it and give the command that wrote it again."
+FETCH = "Fetch or build it again."
 # JSON of types: {"files": [{"name": str}], "counts": {"*": int}, "seed?": (int, None)}. A name with `?` may be absent,
 # `*` stands for all names, a tuple for alternatives, `object` for anything. Names that are not listed may be there.
 Shape = Any
@@ -55,6 +58,22 @@ def read_object(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) ->
         raise unreadable(path, f"damaged ({error})", "JSON", remedy) from error
     check_shape(path, content, shape, remedy)
     return content
+
+
+def read_model_json(file: Path, shape: Mapping[str, Shape] | None = None) -> dict[str, Any]:
+    """Read the JSON object in a file of a model, as `read_object`; InputError also if there is no such file."""
+    try:
+        return read_object(file, shape or {}, FETCH)
+    except OSError as error:
+        raise InputError(str(file), error.strerror or "unreadable", "a file with JSON", FETCH) from error
+
+
+def weight_map(index: Path, remedy: str = FETCH) -> dict[str, str]:
+    """Read the map of tensors to files in an index of shards; raise InputError if it has none."""
+    names = read_model_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise InputError(str(index), "no weight_map of names", "a tensor's name -> its file", remedy)
+    return names
 
 
 def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> Iterator[dict[str, Any]]:
@@ -102,13 +121,51 @@ def metric_rows(path: Path) -> list[dict[str, str]]:
 
 
 @contextmanager
-def open_tensors(path: Path, remedy: str = REMEDY) -> Iterator[Any]:
-    """Open a safetensors file; InputError if it is damaged, whether that shows at once or in a later read."""
+def whole_file(path: Path, remedy: str = REMEDY) -> Iterator[None]:
+    """Raise InputError for a safetensors file that turns out to be damaged inside this context."""
     try:
-        with safe_open(regular(Path(path)), framework="pt") as file:
-            yield file
+        yield
     except (SafetensorError, OSError) as error:
         raise unreadable(path, f"damaged ({error})", "a whole safetensors file", remedy) from error
+
+
+@contextmanager
+def open_tensors(path: Path, remedy: str = REMEDY) -> Iterator[safe_open]:
+    """Open a safetensors file; InputError if it is damaged, whether that shows at once or in a later read."""
+    with whole_file(path, remedy), safe_open(regular(Path(path)), framework="pt") as file:
+        yield file
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file. dtype: as its header names it, `BF16`. place: of its bytes in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    place: tuple[int, int]
+
+
+def tensor_headers(path: Path, remedy: str = REMEDY) -> dict[str, StoredTensor]:
+    """Read the header of a safetensors file, without mapping its values; InputError if the file is damaged."""
+    try:
+        with regular(path).open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            end = path.stat().st_size
+            if start > min(end, HEADER_BYTES):
+                raise ValueError(f"a header of {start - 8:,} bytes in {end:,}")
+            header = json.loads(file.read(start - 8))
+        stored = {
+            name: StoredTensor(path, own["dtype"], tuple(own["shape"]), (start + first, start + last))
+            for name, own in sorted(header.items())
+            if name != "__metadata__"
+            for first, last in [own["data_offsets"]]
+        }
+        if end != (named := max((one.place[1] for one in stored.values()), default=end)):
+            raise ValueError(f"{end:,} bytes, and tensors up to byte {named:,}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise unreadable(path, f"damaged ({error})", "a whole safetensors file", remedy) from error
+    return stored
 
 
 def unreadable(path: Path, found: str, expected: str, remedy: str) -> InputError:

@@ -7,24 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from draftsmith.modules.formats import MTP
-from draftsmith.modules.formats.base import Package, TargetFacts
+from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.mtp import EXPERT, FAMILIES, mtp_family
-from draftsmith.modules.pretrained.checkpoint import (
-    CONFIG,
-    INDEX,
-    REMEDY,
-    check_unquantized,
-    checkpoint_files,
-    read_model_json,
-)
+from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint
 from draftsmith.modules.pretrained.directory import KINDS, foreign_package, read_record
 from draftsmith.modules.pretrained.files import check_disk, link_file, write_json, write_tensors
-from draftsmith.modules.pretrained.reading import open_tensors
+from draftsmith.modules.pretrained.reading import FETCH, open_tensors
 from draftsmith.modules.types import InputError
 
 SHARD = "mtp.safetensors"
@@ -32,57 +24,54 @@ SHARD = "mtp.safetensors"
 WHOLE, FIRST = "model.safetensors", "model-00001-of-00001.safetensors"
 
 
-def read_facts(directory: Path) -> tuple[dict[str, Any], TargetFacts]:
-    """Read the config of a model with weights as they are computed with; InputError if they are quantized."""
-    raw = read_model_json(directory / "config.json", CONFIG)
-    check_unquantized(directory, raw)
-    return raw, TargetFacts(raw)
-
-
-def module_files(directory: Path) -> list[Path]:
+def module_files(checkpoint: Checkpoint) -> list[Path]:
     """Return the files that may hold an MTP module: without an index vLLM reads every one beside the target's, too."""
-    files = checkpoint_files(directory)
+    files, directory = checkpoint.files, checkpoint.directory
     beside = [] if (directory / INDEX).exists() else sorted({*directory.glob("*mtp*.safetensors")} - {*files})
     return [*files, *beside]
 
 
-def ships_mtp(directory: Path) -> bool:
+def ships_mtp(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint holds an MTP module of a family that is known here."""
-    facts = TargetFacts(read_model_json(directory / "config.json", CONFIG))
-    if facts.family not in FAMILIES:
+    # The directory may be a head's, whose config.json has no sizes of a model.
+    if checkpoint.family not in FAMILIES:
         return False
-    for file in module_files(directory):
-        with open_tensors(file, REMEDY) as opened:
-            if FAMILIES[facts.family].own(opened.keys(), facts.num_layers or 0):
+    for file in module_files(checkpoint):
+        with open_tensors(file, FETCH) as opened:
+            if FAMILIES[checkpoint.family].own(opened.keys(), checkpoint.shape.num_layers):
                 return True
     return False
 
 
-def mtp_state(directory: Path) -> dict[str, Tensor]:
+def mtp_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Read a checkpoint's own MTP module, by the names of `MtpFamily.from_file`; empty if it has none.
 
     Raises:
         InputError: the target's family has no known module, the checkpoint is quantized, or the module has
             other names.
     """
-    facts = read_facts(directory)[1]
-    family, tensors, others = mtp_family(facts.family), dict[str, Tensor](), list[str]()
-    for file in module_files(directory):
-        with open_tensors(file, REMEDY) as opened:
-            tensors |= {name: opened.get_tensor(name) for name in family.own(opened.keys(), facts.num_layers or 0)}
+    checkpoint.check_unquantized()
+    shape = checkpoint.shape
+    family, tensors, others = mtp_family(shape.family), dict[str, Tensor](), list[str]()
+    for file in module_files(checkpoint):
+        with open_tensors(file, FETCH) as opened:
+            tensors |= {name: opened.get_tensor(name) for name in family.own(opened.keys(), shape.num_layers)}
             others += [name for name in opened.keys() if ".mtp." in f".{name}"]  # noqa: SIM118 (it is no mapping)
     if others and not tensors:
-        expected = f"the names {family.prefix.format(n=facts.num_layers or 0)}*"
+        expected = f"the names {family.prefix.format(n=shape.num_layers)}*"
         raise InputError("target", f"an MTP module named {min(others)}", expected, "Rename its tensors.")
-    return family.from_file(tensors, facts.num_layers or 0)
+    return family.from_file(tensors, shape.num_layers)
 
 
 def head_package(directory: Path, format: str) -> Package:
     """Read what a format reads of a head's directory: of a checkpoint with an MTP module, that alone."""
-    return Package({}, mtp_state(directory), read_record(directory)) if format == MTP else foreign_package(directory)
+    if format != MTP:
+        return foreign_package(directory)
+    checkpoint = Checkpoint(directory)
+    return Package({}, mtp_state(checkpoint), read_record(checkpoint.directory))
 
 
-def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
+def stitch(source: Checkpoint, directory: Path, state: Mapping[str, Tensor]) -> None:
     """Write a copy of a checkpoint with this MTP module in the place of its own.
 
     directory: new and empty; the caller gives it its name once it is whole. state: by the names of `mtp_state`, in the
@@ -91,11 +80,11 @@ def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
     Raises:
         InputError: as of `mtp_state`; the disk has no room for what is written.
     """
-    raw, facts = read_facts(source)
-    family, num_layers, files = mtp_family(facts.family), facts.num_layers or 0, dict[Path, list[str]]()
-    for file in checkpoint_files(source):
-        with open_tensors(file, REMEDY) as opened:
-            files[file] = list(opened.keys())
+    source.check_unquantized()
+    raw, shape, files = source.config, source.shape, dict[Path, list[str]]()
+    family, num_layers = mtp_family(shape.family), shape.num_layers
+    for name, stored in source.tensors.items():
+        files.setdefault(stored.file, []).append(name)
     every = [name for names in files.values() for name in names]
     own = set(family.own(every, num_layers))
     # The layout of the module in place of which it stands, else of the target's layers: Qwen3.5's differ.
@@ -106,7 +95,8 @@ def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
 
     if family.count:
         # Without it vLLM and SGLang take the module for a layer of the target.
-        (raw["text_config"] if raw.get("text_config") else raw)[family.count] = 1
+        one: dict[str, object] = {family.count: 1}
+        raw = {**raw, "text_config": {**raw["text_config"], **one}} if raw.get("text_config") else {**raw, **one}
     write_json(directory / "config.json", raw, indent=2)
     weight_map: dict[str, str] = {}
     for file, names in files.items():
@@ -116,7 +106,7 @@ def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
         elif kept:
             # vLLM and SGLang read all tensors of a file, whatever the index says, SGLang's files in no fixed order: an
             # old tensor left in it could replace the new one.
-            with open_tensors(file, REMEDY) as opened:
+            with open_tensors(file, FETCH) as opened:
                 write_tensors(directory / name, {name: opened.get_tensor(name) for name in kept}, opened.metadata())
         weight_map |= dict.fromkeys(kept, name)
     shard = SHARD if SHARD not in weight_map.values() else f"new-{SHARD}"
@@ -124,7 +114,7 @@ def stitch(source: Path, directory: Path, state: Mapping[str, Tensor]) -> None:
     weight_map |= dict.fromkeys(tensors, shard)
     total = sum((directory / name).stat().st_size for name in set(weight_map.values()))
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    for file in source.iterdir():
+    for file in source.directory.iterdir():
         weights = file.name.endswith((*KINDS, ".index.json"))
         if file.is_file() and not weights and not file.name.startswith(".") and file.name != "config.json":
             link_file(file, directory / file.name)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from draftsmith.modules.pretrained.checkpoint import TRUST, describe_error, listed_ends, read_model_json
-from draftsmith.modules.pretrained.hub import model_directory, read_config
 from draftsmith.modules.pretrained.identity import encoding_hash, template_hash
-from draftsmith.modules.targets.shape import text_config
+from draftsmith.modules.pretrained.reading import read_model_json
 from draftsmith.modules.types import InputError
 
 logger = logging.getLogger("draftsmith")
+TRUST = "Pass --trust-remote-code if you trust it."
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -36,26 +34,25 @@ def trust_code() -> None:
     _trusted = True
 
 
-def load_tokenizer(path: str) -> Any:
-    """Load the tokenizer of a model."""
+def read_tokenizer(directory: Path, config: Mapping[str, object], name: str) -> Any:
+    """Load a tokenizer from its files. config: config.json of its model. name: of the model, for errors."""
     from transformers import AutoTokenizer, PreTrainedConfig
 
-    directory = model_directory(path)
     if not has_tokenizer(directory):
-        raise InputError("tokenizer", f"{path} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
+        raise InputError("tokenizer", f"{name} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
     # transformers reads the tokenizer's class from config.json, unless the tokenizer's own settings name it. Then it
     # needs the model's type only, and importing the class of the model's config takes longer than all else here.
-    raw, settings, config = read_config(path), directory / "tokenizer_config.json", None
+    settings, model = directory / "tokenizer_config.json", None
     if settings.exists() and read_model_json(settings).get("tokenizer_class") and not _trusted:
-        config = PreTrainedConfig()
-        config.model_type = raw.get("model_type", "")
+        model = PreTrainedConfig()
+        model.model_type = config.get("model_type", "")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=_trusted)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), config=model, trust_remote_code=_trusted)
     except Exception as error:
         # The tokenizers library, written in Rust, raises plain Exceptions.
         if "trust_remote_code" in str(error):
-            raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", TRUST) from error
-        found = f"{path}, which transformers cannot load ({describe_error(error)})"
+            raise InputError("tokenizer", f"{name}, which runs its own code", "leave to run it", TRUST) from error
+        found = f"{name}, which transformers cannot load ({describe_error(error)})"
         raise InputError("tokenizer", found, "a tokenizer's files", "Fetch or save it again.") from error
     # An editor's byte-order mark in the template's file would be the first token of every prompt.
     if isinstance(tokenizer.chat_template, str):
@@ -63,42 +60,16 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-class Facts(NamedTuple):
-    """What is kept of a tokenizer. identity: as `tokenizer_identity`. eos: its end token. closing: special tokens that
-    the chat template writes directly behind an answer."""
-
-    identity: dict[str, str]
-    eos: int | None
-    closing: tuple[int, ...]
-
-
-def tokenizer_identity(path: str) -> dict[str, str]:
+def tokenizer_identity(directory: Path, tokenizer: Any) -> dict[str, str]:
     """Return content hashes: `tokenizer` (vocabulary with special tokens), `encoding` (everything that turns text into
     ids) and `chat_template`."""
-    directory = model_directory(path)
-    if not has_tokenizer(directory):
-        # Raises the error that names the missing files.
-        load_tokenizer(path)
-    return dict(_facts(str(directory), _stamps(directory)).identity)
-
-
-def _stamps(directory: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return what changes with the small files of a model: loading a tokenizer and hashing its vocabulary take long."""
-    files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
-    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-
-
-@functools.lru_cache(maxsize=16)
-def _facts(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> Facts:
-    tokenizer = load_tokenizer(directory)
     # Two models must share this map of texts to ids, special tokens included, to compare token ids.
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    identity = {
+    return {
         "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
-        "encoding": encoding_hash(Path(directory)),
+        "encoding": encoding_hash(directory),
         "chat_template": template_hash(tokenizer),
     }
-    return Facts(identity, tokenizer.eos_token_id, closing_tokens(tokenizer))
 
 
 def closing_tokens(tokenizer: Any) -> tuple[int, ...]:
@@ -118,27 +89,20 @@ def closing_tokens(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def end_tokens(path: str) -> tuple[int, ...]:
+def end_tokens(directory: Path, text: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:
     """Return the tokens that end an answer: those that the model's files list, and, as in vLLM and SGLang, the
     tokenizer's own; and the first one with which the chat template closes an answer, if all of these lack it.
 
-    What the sources have is logged, once, if they disagree.
+    What the sources have is logged, if they disagree. text: config.json, or its part about text.
     """
-    directory = model_directory(path)
-    return _end_tokens(str(directory), _stamps(directory))
-
-
-@functools.lru_cache(maxsize=16)
-def _end_tokens(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
-    folder, config = Path(directory), text_config(read_config(directory))
-    listed, file = listed_ends(folder, config)
-    if not has_tokenizer(folder):
+    listed, file = listed_ends(directory, text)
+    if tokenizer is None:
         return tuple(listed)
-    _, eos, closing = _facts(directory, stamps)
-    ends = dict.fromkeys([*listed, *([] if eos is None or eos >= config.get("vocab_size", eos + 1) else [eos])])
+    eos, closing = tokenizer.eos_token_id, closing_tokens(tokenizer)
+    ends = dict.fromkeys([*listed, *([] if eos is None or eos >= text.get("vocab_size", eos + 1) else [eos])])
     if closing and ends.keys().isdisjoint(closing):
         ends[closing[0]] = None
-    known = config.get("eos_token_id")
+    known = text.get("eos_token_id")
     if not ends.keys() <= set(listed) or not set(known if isinstance(known, list) else [known]) <= {*ends, None}:
         sources = {file.name: listed, "config.json": known, "the tokenizer": eos, "its chat template": list(closing)}
         found = ", ".join(f"{name} {ids}" for name, ids in sources.items())
@@ -146,20 +110,27 @@ def _end_tokens(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> tup
     return tuple(ends)
 
 
-def text_identity(path: str, recorded: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the hashes of `tokenizer_identity` that token ids of text depend on. recorded: see `template_identity`."""
-    identity = tokenizer_identity(path)
-    return {name: identity[name] for name in ("tokenizer", "encoding")} | template_identity(path, recorded or {})
+def listed_ends(directory: Path, config: Mapping[str, Any]) -> tuple[list[int], Path]:
+    """Return the end tokens in generation_config.json or else config.json, in their order, and the file that has them.
+
+    config: config.json, or its part about text.
+    """
+    ids, file = config.get("eos_token_id"), directory / "config.json"
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        settings = read_model_json(generation)
+        if "eos_token_id" in settings:
+            ids, file = settings["eos_token_id"], generation
+    tokens = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    vocab_size = config.get("vocab_size")
+    for token in tokens:
+        valid = isinstance(token, int) and not isinstance(token, bool) and token >= 0
+        if not valid or (isinstance(vocab_size, int) and token >= vocab_size):
+            expected = "token ids" if vocab_size is None else f"token ids below {vocab_size}, the vocabulary's size"
+            raise InputError(f"eos_token_id of {file}", repr(token)[:80], expected, "Correct the file.")
+    return tokens, file
 
 
-def template_identity(path: str, recorded: Mapping[str, Any]) -> dict[str, str]:
-    """Return the hash of a model's own chat template, if the recorded identity has that of one."""
-    return {"own_template": tokenizer_identity(path)["chat_template"]} if "own_template" in recorded else {}
-
-
-def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:
-    """Raise InputError if two models give token ids another meaning. flag: option that named the draft."""
-    target_hash, draft_hash = tokenizer_identity(target)["tokenizer"], tokenizer_identity(draft)["tokenizer"]
-    if target_hash != draft_hash:
-        found, expected = f"{draft} with tokenizer {draft_hash}", f"the tokenizer of {target} ({target_hash})"
-        raise InputError(flag, found, expected, "Use a draft of the same family.")
+def describe_error(error: BaseException) -> str:
+    """Return an exception of a library as one line, for an error of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -7,7 +7,7 @@ kept. A target scores a tree of drafted tokens in one call; a chain is a tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,9 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.targets.readout import Readout
+from draftsmith.modules.targets.shape import TargetShape
 from draftsmith.modules.types import InputError
 
 Rows = Sequence[Sequence[int]]
+
+
+class ModelFiles(Protocol):
+    """Files of a model, opened once (`pretrained.checkpoint.Checkpoint`)."""
+
+    @property
+    def directory(self) -> object:
+        """Path of the directory."""
+
+    @property
+    def shape(self) -> TargetShape:
+        """Sizes, with the decoder layer of the model's heads."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +39,7 @@ class ModelInfo:
 
     identity: content hashes of `config` and `lm_head`, and the captured `layers`, as recorded in artifacts.
     eos_ids: tokens that end an answer; kept in the output.
-    path: directory that the model was loaded from; empty for a model that was built.
+    files: those that the model was loaded from; None for a model that was built.
     """
 
     hidden_size: int
@@ -35,7 +48,12 @@ class ModelInfo:
     max_position: int
     eos_ids: tuple[int, ...]
     identity: dict[str, str]
-    path: str = ""
+    files: ModelFiles | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def path(self) -> str:
+        """Directory that the model was loaded from; empty for a model that was built."""
+        return "" if self.files is None else str(self.files.directory)
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:

@@ -14,47 +14,12 @@ from torch import Tensor
 from draftsmith.modules.engine.cache import KVCache, NoCache, any_shape
 from draftsmith.modules.engine.lean import Captured, LeanLinear, LeanNorm, LeanStack
 from draftsmith.modules.engine.rows import OneRow, cached_rows, select_outputs
-from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, llama_sizes, rope_table
+from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-ON_HF = "Load it with --engine hf."
 UNUSED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")  # ends of names: constants, and scales of a server's FP8 cache
-
-
-def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
-    """Read the config from a transformers `config.json`.
-
-    Raises:
-        InputError: a switch that this path does not implement; the transformers path does.
-    """
-    kind = raw.get("model_type")
-    if kind not in SUPPORTED:
-        raise InputError("model_type", kind, " or ".join(SUPPORTED), ON_HF)
-    if raw.get("hidden_act", "silu") != "silu":
-        raise InputError("hidden_act", raw["hidden_act"], "silu", ON_HF)
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if name not in raw:
-            raise InputError(name, "nothing", "an integer in config.json", "Fetch or build it again.")
-    sizes = llama_sizes(raw)
-    if sizes.rope_scaling.kind not in ROPE_KINDS:
-        raise InputError("rope_type", sizes.rope_scaling.kind, " or ".join(ROPE_KINDS), ON_HF)
-    windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
-    if windowed and kind != "mistral":
-        # Qwen windows only the layers from max_window_layers on; one window for all would be silently wrong.
-        raise InputError("use_sliding_window", True, "false for a Qwen model", ON_HF)
-    return dataclasses.replace(
-        sizes,
-        # Qwen2 has q/k/v biases without saying so; Mistral has none whatever it says.
-        qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(raw.get("attention_bias"))),
-        o_bias=kind in ("llama", "qwen3") and bool(raw.get("attention_bias")),
-        mlp_bias=kind == "llama" and bool(raw.get("mlp_bias")),
-        qk_norm=kind == "qwen3",
-        tie_embeddings=bool(raw.get("tie_word_embeddings")),
-        sliding_window=raw["sliding_window"] if windowed else None,
-    )
 
 
 def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> LlamaModel:

@@ -16,6 +16,11 @@ from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, RopeScaling, llam
 from draftsmith.modules.targets.hybrid import is_linear
 from draftsmith.modules.types import InputError
 
+# Families whose layers the lean engine computes.
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+ON_HF = "Load it with --engine hf."
+# Mixtures of experts, and the family whose attention they have.
+DENSE = {"qwen3_moe": "qwen3", "mixtral": "mistral"}
 # Our names of sizes, and what families call them.
 NAMES = {
     "vocab_size": ("vocab_size",),
@@ -41,14 +46,26 @@ HEAD_DIM = 128
 class TargetShape(LlamaConfig):
     """Sizes of a target, with a decoder layer for its heads in the place of its own.
 
-    full_layers: numbers of the states after its full-attention layers, ascending, if others are recurrent.
-    reasons: how that layer differs from the target's own, and why; empty if they are alike.
+    family: as of `family_of`.
+    hybrid: some layers have a recurrent or convolution state. full_layers: of a hybrid, the numbers of the states after
+    its full-attention layers, ascending.
+    window: most tokens that each layer reads, of a target whose layers all have one, as a Mistral's. windowed: some
+    layers have one, and not all.
+    dtype: of the weights, if config.json names it.
+    context: positions that config.json states, which servers take; 0 if it states none. `max_position` is what we read.
+    reasons: how the heads' layer differs from the target's own, and why; empty if they are alike.
     text: settings of the target's text model; of a target with this very layer the name of its family alone.
     """
 
+    family: str = ""
+    hybrid: bool = False
     # Class variables of `LlamaConfig`, which mypy forbids to make fields of.
     full_layers: tuple[int, ...] = ()  # type: ignore[misc]
     reasons: tuple[str, ...] = ()  # type: ignore[misc]
+    window: int | None = None
+    windowed: bool = False
+    context: int = 0
+    dtype: str | None = None
     text: dict = field(default_factory=dict)
 
 
@@ -57,10 +74,70 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, **{key: value for key, value in (raw.get("text_config") or {}).items() if value is not None}}
 
 
+def family_of(raw: Mapping[str, Any]) -> str:
+    """Return the model type of the text, without the ending of those that are a part of another (`qwen3_5_text`)."""
+    return str(text_config(raw).get("model_type") or "").removesuffix("_text")
+
+
 def stated_dtype(raw: Mapping[str, Any]) -> str | None:
     """Return the type of the weights that config.json names, of wrappers often for the text alone."""
     named = (part.get(name) for part in (raw, text_config(raw)) for name in ("dtype", "torch_dtype"))
     return next((str(name) for name in named if name), None)
+
+
+def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
+    """Read the config from a transformers `config.json`.
+
+    Raises:
+        InputError: a switch that this path does not implement; the transformers path does.
+    """
+    kind = raw.get("model_type")
+    if kind not in SUPPORTED:
+        raise InputError("model_type", kind, " or ".join(SUPPORTED), ON_HF)
+    if raw.get("hidden_act", "silu") != "silu":
+        raise InputError("hidden_act", raw["hidden_act"], "silu", ON_HF)
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if name not in raw:
+            raise InputError(name, "nothing", "an integer in config.json", "Fetch or build it again.")
+    sizes = llama_sizes(raw)
+    if sizes.rope_scaling.kind not in ROPE_KINDS:
+        raise InputError("rope_type", sizes.rope_scaling.kind, " or ".join(ROPE_KINDS), ON_HF)
+    windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
+    if windowed and kind != "mistral":
+        # Qwen windows only the layers from max_window_layers on; one window for all would be silently wrong.
+        raise InputError("use_sliding_window", True, "false for a Qwen model", ON_HF)
+    return dataclasses.replace(
+        sizes,
+        # Qwen2 has q/k/v biases without saying so; Mistral has none whatever it says.
+        qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(raw.get("attention_bias"))),
+        o_bias=kind in ("llama", "qwen3") and bool(raw.get("attention_bias")),
+        mlp_bias=kind == "llama" and bool(raw.get("mlp_bias")),
+        qk_norm=kind == "qwen3",
+        tie_embeddings=bool(raw.get("tie_word_embeddings")),
+        sliding_window=raw["sliding_window"] if windowed else None,
+    )
+
+
+def own_shape(raw: Mapping[str, Any]) -> TargetShape | None:
+    """Return the shape of a target whose heads have its own layer; None for layers that the lean engine lacks.
+
+    It has those of its families, and of mixtures of experts with their attention, which get one MLP of config.json's
+    intermediate_size.
+    """
+    family = str(raw.get("model_type"))
+    if (kind := DENSE.get(family, family)) not in SUPPORTED:
+        return None
+    try:
+        llama = llama_config({**raw, "model_type": kind})
+    except InputError as error:
+        if error.remedy != ON_HF:
+            raise
+        return None
+    names = _kinds(raw) or ["sliding_attention"]
+    window = llama.sliding_window if set(names) == {"sliding_attention"} else None
+    windowed = window is None and "sliding_attention" in names and llama.sliding_window is not None
+    about: dict[str, Any] = {"family": family, "context": stated_positions(raw), "text": {"model_type": family}}
+    return TargetShape(**vars(llama), **about, window=window, windowed=windowed)
 
 
 def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
@@ -97,9 +174,20 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
         whole = dataclasses.replace(llama.rope_scaling, partial_rotary_factor=1.0)
         llama = dataclasses.replace(llama, rope_scaling=whole)
     kinds = layer_kinds(text)
+    hybrid = is_hybrid(kinds)
     full_layers = tuple(number for number, kind in enumerate(kinds, 1) if kind.full)
-    full_layers = full_layers if is_hybrid(kinds) and len(kinds) == llama.num_layers else ()
-    return TargetShape(**vars(llama), full_layers=full_layers, reasons=tuple(reasons), text=text)
+    windows = {kind.window for kind in kinds}
+    return TargetShape(
+        **vars(llama),
+        family=family_of(text),
+        hybrid=hybrid,
+        full_layers=full_layers if hybrid and len(kinds) == llama.num_layers else (),
+        window=windows.pop() if len(windows) == 1 else None,
+        windowed=len(windows) > 1,
+        context=stated_positions(text),
+        reasons=tuple(reasons),
+        text=text,
+    )
 
 
 def num_layers(text: Mapping[str, Any]) -> int | None:
@@ -150,10 +238,14 @@ def _attention(text: Mapping[str, Any], sizes: Mapping[str, Any], reasons: list[
 
 @dataclass(frozen=True)
 class LayerKind:
-    """State that a layer caches. full: keys and values of the whole text. linear: a state of fixed size."""
+    """State that a layer caches.
+
+    full: keys and values of the whole text. linear: a state of fixed size. window: most tokens that it reads.
+    """
 
     full: bool
     linear: bool
+    window: int | None = None
 
 
 def layer_kinds(text: Mapping[str, Any]) -> list[LayerKind]:
@@ -164,13 +256,20 @@ def layer_kinds(text: Mapping[str, Any]) -> list[LayerKind]:
         layers = DynamicCache(config=AutoConfig.for_model(**text)).layers
     except Exception:  # each family refuses in its own way
         kinds = _kinds(text) or ["mamba" for name in text if name.startswith("mamba")][:1]
-        return [LayerKind(kind in FULL, "attention" not in kind or "linear" in kind) for kind in kinds]
+        window = text.get("sliding_window")
+        return [
+            LayerKind(kind in FULL, "attention" not in kind or "linear" in kind, window if "sliding" in kind else None)
+            for kind in kinds
+        ]
     return kinds_in(layers)
 
 
 def kinds_in(layers: Sequence[Any]) -> list[LayerKind]:
     """Return what each layer of a transformers cache keeps."""
-    return [LayerKind(not getattr(layer, "is_sliding", True), is_linear(layer)) for layer in layers]
+    return [
+        LayerKind(not getattr(layer, "is_sliding", True), is_linear(layer), getattr(layer, "sliding_window", None))
+        for layer in layers
+    ]
 
 
 def is_hybrid(kinds: Sequence[LayerKind]) -> bool:

@@ -117,7 +117,7 @@ def test_its_default_shape_is_that_of_an_8b_model():
     with torch.device("meta"):
         from draftsmith.benchmarks.synthetic import SHAPES
         from draftsmith.modules.layers import LlamaModel
-        from draftsmith.modules.targets.llama import llama_config
+        from draftsmith.modules.targets.shape import llama_config
 
         raw = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}
         model = LlamaModel(llama_config({**raw, **SHAPES["llama-3-8b"]}))

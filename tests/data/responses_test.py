@@ -22,7 +22,8 @@ from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, row_uniforms
-from draftsmith.modules.pretrained.models import load_info, load_lm
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]
@@ -194,7 +195,7 @@ def test_prompts_beyond_the_first_range_of_longrope_are_dropped_where_they_are_m
     responses.run(config)
     # An answer fills the context of decoding, which is that of training, too.
     (length,) = [len(row["input_ids"]) for row in rows_of(config.output)]
-    assert length == load_lm(str(target)).info.max_position == load_info(str(target)).max_position == 48
+    assert length == load_lm(str(target)).info.max_position == Checkpoint(target).info.max_position == 48
 
 
 def test_answers_that_come_together_are_reported_together(monkeypatch):

@@ -226,7 +226,7 @@ def damage(kind: str, defect: Defect, case_directory: Path, directory: Path) -> 
     """Write the case's exports with the defect, and what our reader of each format says of them."""
     directory.mkdir(parents=True)
     target = str(case_directory / "target")
-    facts, ours = facts_of(target, load_lm(target, engine="lean")), load_file(case_directory / "ours.safetensors")
+    facts, ours = facts_of(load_lm(target, engine="lean")), load_file(case_directory / "ours.safetensors")
     head = load_head(case_directory / "head")
     config, hashes = dataclasses.asdict(head.config), hashes_of(stored_tensors(head))
     for name in CASES[kind][defect.case].formats:

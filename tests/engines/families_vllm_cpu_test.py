@@ -33,6 +33,7 @@ from draftsmith.data.engines import vllm_states
 from draftsmith.data.engines.vllm import family_arguments
 from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, prove_teacher
 from draftsmith.data.store.feature_codec import decode
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_outer
 from draftsmith.modules.targets.readout import candidates
 from draftsmith.modules.types import InputError
@@ -71,7 +72,7 @@ def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str,
     args = tmp_path / "args.json"
     args.write_text(json.dumps(ARGS))
     outer = load_outer(str(tmp_path / "target"))
-    with VllmStates(str(tmp_path / "target"), READ, "float32", "bf16", tmp_path / "out", args) as source:
+    with VllmStates(Checkpoint(tmp_path / "target"), READ, "float32", "bf16", tmp_path / "out", args) as source:
         proof = prove_teacher(source, outer, [ROW])
         distances = compare(source, model)
         FIGURES.append(f"{name}: {proof}; states off by {', '.join(f'{own:.2%}' for own in distances)}")
@@ -94,7 +95,7 @@ def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str,
 def test_a_hybrid_whose_class_gives_no_states_is_one_line(name: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
     with pytest.raises(InputError, match=f"engine: found vLLM's {name}, which gives no hidden states"):
-        family_arguments(str(tmp_path), states=True)
+        family_arguments(Checkpoint(tmp_path), states=True)
 
 
 def test_a_server_of_a_family_without_states_of_its_own(tmp_path: Path):

@@ -24,8 +24,9 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.layers import RopeScaling
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import save_head
-from draftsmith.modules.pretrained.models import load_lm, target_shape
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -55,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         directory = write_target(family, root / family)
         file = convert(SERVER.parents[1] / "converter", directory, root / f"{family}.gguf")
         lm: Any = load_lm(str(directory))
-        lm.config = target_shape(str(directory))
+        lm.config = Checkpoint(directory).shape
         asked = [prompt.prompt_ids for prompt in read_prompts(str(prompts), str(directory))]
         answers = generate(lm, None, asked, SamplingParams(), 64, [TorchSource(0) for _ in asked], ())
         texts = [[*prompt, *answer.tokens] for prompt, answer in zip(asked, answers, strict=True)]

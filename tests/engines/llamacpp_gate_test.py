@@ -32,6 +32,7 @@ from draftsmith.launch.export.export import ExportConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.block.net import default_layers
 from draftsmith.modules.formats.llama import to_adjacent, to_halves
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.gguf import copied_metadata, open_gguf, read_tensor
 from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model
 from draftsmith.modules.types import InputError
@@ -107,7 +108,7 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
 
 def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
     target, draft, counts = "embedded:prose/target", "embedded:prose/draft", []
-    write_gguf_model(tmp_path / "target.gguf", target)
+    write_gguf_model(tmp_path / "target.gguf", Checkpoint(target))
     exported = ExportConfig(format="llamacpp", draft=draft, target=target, output=tmp_path / "draft")
     assert export(exported) == 0
     prompts = make_prompts(PromptsConfig("embedded:prose/prompts", target, tmp_path / "prompts", limit=200))
@@ -129,7 +130,7 @@ def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
 
 
 def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
-    write_gguf_model(tmp_path / "target.gguf", TARGET)
+    write_gguf_model(tmp_path / "target.gguf", Checkpoint(TARGET))
     config = ServedConfig(
         target=str(tmp_path / "target.gguf"), draft=SERVED / "three/llamacpp", prompts="embedded:prompts", split="test",
         limit=PROMPTS, num_drafted="3", concurrency="1,3", max_new_tokens=48, engine_path=SERVER,

@@ -24,8 +24,9 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.models import load_lm, target_shape
+from draftsmith.modules.pretrained.models import load_lm
 
 torch.set_num_threads(1)
 SERVER = Path(os.environ["DRAFTSMITH_LLAMA_SERVER"])
@@ -80,7 +81,7 @@ def drafts_by_hand(model: Any, head: MtpHead, text: list[int]) -> list[list[int]
 def test_drafts_are_those_of_transformers_layer(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     target = write_target(family, tmp_path / "target")
     torch.manual_seed(4)
-    head = MtpHead(MtpHead.new_config(MtpSettings(), target_shape(str(target))))
+    head = MtpHead(MtpHead.new_config(MtpSettings(), Checkpoint(target).shape))
     for weight in head.parameters():
         weight.data += 0.15 * torch.randn_like(weight)
     manifest = {"target": load_lm(str(target)).info.identity, "config": {"target": str(target)}}

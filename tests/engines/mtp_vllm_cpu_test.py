@@ -37,6 +37,7 @@ from twins import COMMON, DELTA, EXPERTS, TWINS, VOCAB, build_twin
 
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import whole_directory
 from draftsmith.modules.pretrained.stitch import stitch
 from draftsmith.modules.targets.shape import plain_shape
@@ -62,7 +63,9 @@ def write_copy(family: str, directory: Path, model: Any, head: MtpHead) -> Path:
     raw = json.loads(config.read_text())
     config.write_text(json.dumps({**raw, **(MIMO if family == "mimo_v2_flash" else {})}))
     with whole_directory(directory / "copy") as partial:
-        stitch(directory / "target", partial, {name: own.detach() for name, own in head.state_dict().items()})
+        stitch(
+            Checkpoint(directory / "target"), partial, {name: own.detach() for name, own in head.state_dict().items()}
+        )
     return directory / "copy"
 
 

@@ -13,6 +13,7 @@ from worlds import draft_options, draft_words, tiny_tokenizer
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method, encode_prompt
 from draftsmith.launch.cli import main
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import drafter_identity, load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 
@@ -98,8 +99,9 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
 
 def test_a_byte_order_mark_on_stdin_is_no_token(models, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffWhat does it do?"))
-    piped = encode_prompt(DecodeConfig("-", models["target"]))[1]
-    assert piped == encode_prompt(DecodeConfig("What does it do?", models["target"]))[1]
+    target = Checkpoint(models["target"])
+    piped = encode_prompt(DecodeConfig("-", models["target"]), target)[1]
+    assert piped == encode_prompt(DecodeConfig("What does it do?", models["target"]), target)[1]
 
 
 def test_what_cannot_be_streamed_is_an_error(models, capsys):

@@ -23,7 +23,8 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters.net import ChainDrafter
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.pretrained.checkpoint import load_tokenizer
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train import callbacks
@@ -177,15 +178,16 @@ def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artifacts, tmp_
     # The first answer of the first, the second of the second, and so on; then those that are left.
     assert [len(prompt) for prompt in held_out_prompts(samples)] == [3, 10, 7, 9, 8, 2, 15, 4]
     settings = config(artifacts, tmp_path, tau_prompts=3, tau_max_new_tokens=8)
-    assert [len(prompt) for prompt in probe_prompts(settings, samples, 256)] == [3, 10, 7]
+    target = load_lm(settings.target)
+    assert [len(prompt) for prompt in probe_prompts(settings, target, samples, 256)] == [3, 10, 7]
     # An answer of the stated length has room behind each, where there are such.
-    assert [len(prompt) for prompt in probe_prompts(settings, samples, 16)] == [3, 7, 8]
-    assert [len(prompt) for prompt in probe_prompts(settings, samples, 9)] == [3, 7, 8]
+    assert [len(prompt) for prompt in probe_prompts(settings, target, samples, 16)] == [3, 7, 8]
+    assert [len(prompt) for prompt in probe_prompts(settings, target, samples, 9)] == [3, 7, 8]
     served = artifacts.responses.with_name("prompts")
     ids = [row["prompt_ids"] for row in Rows(served, Manifest.read(served)).read(0, 3)]
-    assert probe_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
+    assert probe_prompts(dataclasses.replace(settings, tau_data=served), target, samples, 256) == ids
     with pytest.raises(InputError, match="an artifact of kind features, expected kind prompts"):
-        probe_prompts(dataclasses.replace(settings, tau_data=artifacts.features), samples, 256)
+        probe_prompts(dataclasses.replace(settings, tau_data=artifacts.features), target, samples, 256)
 
 
 def test_tau_is_measured_on_whole_prompts_where_the_training_reads_pieces(artifacts):
@@ -199,13 +201,14 @@ def test_tau_is_measured_on_whole_prompts_where_the_training_reads_pieces(artifa
 def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artifacts, tmp_path, capsys):
     settings = config(artifacts, tmp_path, tau_k=2, tau_max_new_tokens=10)
     shipped = dataclasses.replace(settings, target="embedded:target")
-    assert general_prompts(shipped, 1024) == []  # it edits code
+    assert general_prompts(shipped, load_lm(shipped.target), 1024) == []  # it edits code
     copy = Path(shutil.copytree(settings.target, tmp_path / "copy"))
     other = dataclasses.replace(settings, target=str(copy), tau_prompts=16)
-    general = general_prompts(other, 1024)
-    tokenizer = load_tokenizer(str(copy))
+    target = load_lm(copy)
+    general = general_prompts(other, target, 1024)
+    tokenizer = load_tokenizer(copy)
     assert len(general) == 12 and "def " in tokenizer.decode(general[4])
-    assert general_prompts(dataclasses.replace(other, tau_data=tmp_path), 1024) == []
+    assert general_prompts(dataclasses.replace(other, tau_data=tmp_path), target, 1024) == []
     # Each group is measured as it is alone.
     module = a_module(artifacts, tmp_path)
     prompts = list(held_out_prompts(Samples(open_dataset(artifacts.features), range(3))))
@@ -222,7 +225,7 @@ def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artifacts, t
     tokenizer_config = json.loads((copy / "tokenizer_config.json").read_text())
     tokenizer_config.pop("chat_template", None)
     (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    assert general_prompts(other, 1024) == [] and "no tau_general" in capsys.readouterr().err
+    assert general_prompts(other, load_lm(copy), 1024) == [] and "no tau_general" in capsys.readouterr().err
 
 
 def test_best_is_chosen_by_the_loss_where_no_answer_is_as_long_as_a_draft(artifacts, tmp_path):

@@ -31,6 +31,7 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train import features
@@ -54,7 +55,7 @@ def test_supervised_prompts_are_texts_with_masks_of_their_own(artifacts, tmp_pat
     source.write_text('{"prompt": "def add(first, second):", "answer": "return first + second"}\n' * 3)
     made = prompts.PromptsConfig(str(source), str(artifacts.target), tmp_path / "prompts", supervised=True)
     directory = prompts.run(made)
-    data = text_dataset(directory, str(artifacts.target), {})
+    data = text_dataset(directory, Checkpoint(artifacts.target))
     expected = Rows(directory, Manifest.read(directory)).read(0, 3)
     for name in ("loss_mask", "input_ids"):
         assert [data[i][name].tolist() for i in range(len(data))] == [row[name] for row in expected]
@@ -144,7 +145,7 @@ def test_data_made_with_another_template_of_the_target_is_refused(artifacts, tmp
     (source := tmp_path / "rows.jsonl").write_text('{"prompt": "def add", "answer": "return"}')
     made = {"source": str(source), "target": str(artifacts.target), "output": tmp_path / "prompts", "supervised": True}
     directory = prompts.run(prompts.PromptsConfig(**made, chat_template=artifacts.target / template.name))
-    assert len(text_dataset(directory, str(changed), {})) == 1
+    assert len(text_dataset(directory, Checkpoint(changed))) == 1
 
 
 def test_the_universal_engine_trains_the_same_head(artifacts, tmp_path):

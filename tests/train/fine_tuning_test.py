@@ -16,8 +16,9 @@ from worlds import tiny_llama_dir
 
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.models import load_lm, target_shape
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
@@ -123,7 +124,7 @@ def test_no_option_that_shapes_a_head_has_another_value_beside_a_start(kind, tmp
     """Options that shape it are those that give a new head another config; its manifest has its own values of them."""
     scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     path = str(tiny_llama_dir(tmp_path / "target", layers=8, rope_parameters=scaling))
-    head_type, shape, target = head_class(kind), target_shape(path), load_lm(path)
+    head_type, shape, target = head_class(kind), Checkpoint(path).shape, load_lm(path)
 
     def training(**changes):
         return drafter_config(kind)(data=tmp_path, output=tmp_path, target=path, **changes)
@@ -141,10 +142,10 @@ def test_no_option_that_shapes_a_head_has_another_value_beside_a_start(kind, tmp
         start = str(save_head(tmp_path / field.name, made, {"tied_to_target": list(made.tied_to_target)}, "card"))
         # With the head's own value, and with none.
         for given in (other, {}):
-            settled = with_shape(training(init=start, **given))
+            settled = with_shape(training(init=start, **given), Checkpoint(training(init=start, **given).target).shape)
             assert getattr(settled, field.name) == other[field.name]
             assert make_head(settled, target).config == made.config
-        new = getattr(with_shape(training()), field.name)
+        new = getattr(with_shape(training(), Checkpoint(training().target).shape), field.name)
         if field.name == "window":
             # A head may be trained on with another one: no weight depends on it.
             assert make_head(training(init=start, window=0), target).config.llama.sliding_window is None

@@ -19,6 +19,7 @@ from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import known_methods, parse_method
 from draftsmith.modules.drafters.plug_ins import add_folder
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import drafter_identity, load_draft_head, load_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -127,6 +128,6 @@ def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artifa
     stored, plain = open_dataset(made)[3]["features"], open_dataset(artifacts.features)[3]["features"]
     assert torch.equal(stored, torch.cat([plain, 2 * plain], -1))
     target = Captured(load_lm(str(artifacts.target)))
-    batch = collate_features([text_dataset(artifacts.responses, str(artifacts.target), target.info.identity)[3]])
+    batch = collate_features([text_dataset(artifacts.responses, Checkpoint(artifacts.target))[3]])
     online = FeatureSource(target, (0, 1)).compute(batch.input_ids, [])[0]
     torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16

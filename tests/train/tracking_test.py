@@ -21,6 +21,7 @@ import torch
 from trainings import config
 
 from draftsmith.data.store.manifest import Manifest, resolved
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.provenance import git_commit
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train import tracking
@@ -387,7 +388,10 @@ def test_all_documented_metrics_are_logged(tracked):
 def test_config_and_inputs_are_logged(tracked, artifacts):
     for session in tracked.sessions:
         logged = session.config
-        assert resolved(resolve_precision(with_shape(tracked.config))).items() <= logged.items()
+        assert (
+            resolved(resolve_precision(with_shape(tracked.config, Checkpoint(tracked.config.target).shape))).items()
+            <= logged.items()
+        )
         made_from = logged["made_from"]
         assert made_from["inputs"] == {"data": Manifest.read(artifacts.features).digest}
         assert made_from["git_commit"] == git_commit()

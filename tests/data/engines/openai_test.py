@@ -25,9 +25,9 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -320,7 +320,7 @@ PROMPT = {"prompt_ids": [4, 5]}
 
 @pytest.fixture
 def engine(chain) -> ServerEngine:
-    settings = AnswerSettings(str(chain.target), SamplingParams(), 9, False, 0)
+    settings = AnswerSettings(Checkpoint(chain.target), SamplingParams(), 9, False, 0)
     return ServerEngine(ServerConfig(model="tiny"), settings, "")
 
 
@@ -361,7 +361,7 @@ def test_the_end_token_of_a_text_is_the_one_that_the_template_or_the_server_name
     tokenizer = load_tokenizer(str(target))
     eos, im_end, plain = map(tokenizer.convert_tokens_to_ids, ("<|eos|>", "<|im_end|>", "<s>"))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [plain, eos, im_end]}))
-    settings = AnswerSettings(str(target), SamplingParams(), 9, False, 0)
+    settings = AnswerSettings(Checkpoint(target), SamplingParams(), 9, False, 0)
     for template, told, end in (
         (template_hash(tokenizer), {}, im_end),
         (template_hash(tokenizer), {"stop_reason": eos}, eos),  # vLLM
@@ -383,7 +383,7 @@ def test_tokens_behind_an_end_token_are_refused(chain, engine):
     written = f"def{engine.tokenizer.decode(engine.eos_ids[-1])}add"
     with pytest.raises(RowError, match="tokens behind the end token"):
         engine.read(3, PROMPT, {"choices": [{"finish_reason": "stop", "message": {"content": written}}]})
-    engine.settings = AnswerSettings(str(chain.target), SamplingParams(), 9, True, 0)
+    engine.settings = AnswerSettings(Checkpoint(chain.target), SamplingParams(), 9, True, 0)
     assert not engine.read(3, PROMPT, {"choices": [choice]}).ended
 
 
@@ -399,6 +399,6 @@ def test_texts_of_the_same_ids_may_differ_in_blanks_halves_and_a_hidden_end(engi
 def test_vllm_in_ranks_would_hold_all_gpus_in_each(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    settings = AnswerSettings("embedded:target", SamplingParams(), 8, False, 0)
+    settings = AnswerSettings(Checkpoint("embedded:target"), SamplingParams(), 8, False, 0)
     with pytest.raises(InputError, match=r"vllm in 2 ranks.*tensor_parallel_size"):
         VllmEngine(settings, "float32", None, False)

@@ -24,6 +24,7 @@ from draftsmith.data.text.answers import (
     spans,
 )
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
@@ -116,7 +117,7 @@ def test_drafts_of_rollouts_begin_within_answers(answered, tmp_path):
 
 def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritten, tmp_path):
     directory = rewritten[1]
-    data = text_dataset(directory, TARGET, load_lm(TARGET).info.identity)
+    data = text_dataset(directory, Checkpoint(TARGET))
     names = [row["id"].split("/")[0] for row in rows_of(directory)]
     pieces = data.in_pieces(40, 2)
     for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):

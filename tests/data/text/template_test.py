@@ -30,12 +30,12 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.data.text.template import (
     RowError,
     check_mask,
-    context_length,
     load_chat_tokenizer,
     pin_date,
     prompt_ids,
     supervised_ids,
 )
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.types import InputError
 
@@ -250,4 +250,4 @@ def test_the_shipped_targets_template_marks_the_answers():
 )  # fmt: skip
 def test_the_context_is_what_the_targets_loader_reads(tmp_path, config, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert context_length(str(tmp_path)) == expected
+    assert Checkpoint(tmp_path).shape.max_position == expected

@@ -45,10 +45,10 @@ from draftsmith.data.text.conversations import Chat, open_turns, read_chat
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.data.text.turns import Conversation, TargetTurn, turns_tokenizer
 from draftsmith.eval.bench.prompts import BenchPrompt, next_turn
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError, SamplingParams
 
 # A conversation, the setting, what is asked first, what follows each answer, and how many turns nobody answers.
@@ -318,7 +318,7 @@ def test_a_templates_date_is_that_of_the_prompts(tmp_path, monkeypatch):
         (config.output / name).unlink()
     assert rows_of(run(config)) == rows and (config.output / STARTED).exists()
     manifest = Manifest.read(config.output)
-    talk = Conversation(rows[0], turns_tokenizer(target, manifest, None), 2048)
+    talk = Conversation(rows[0], turns_tokenizer(Checkpoint(target), manifest, None), 2048)
     ids = chat_tokenizer(LLAMA3)("A<|eot|>", add_special_tokens=False)["input_ids"]
     talk.add_answer(TargetTurn(ids, True))
     assert talk.prompt[: len(rows[0]["prompt_ids"]) + len(ids)] == [*rows[0]["prompt_ids"], *ids]

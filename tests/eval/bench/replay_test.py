@@ -21,8 +21,8 @@ from draftsmith.eval.settings import BenchConfig
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.drafters.method_names import parse_method, parse_methods
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -217,7 +217,7 @@ def test_a_file_of_chats_has_the_last_turns_answers(models, tmp_path, capsys):
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps(chat) + "\n")
     config = BenchConfig(target=models["target"], replay=str(file), temperature=1.0, output=tmp_path / "out")
-    (text,), params = read_recorded(config)
+    (text,), params = read_recorded(config, Checkpoint(config.target))
     (answer,), tokenizer = text.answers, load_tokenizer(models["target"])
     assert (text.id, text.task, answer.turn, params.temperature) == ("x", "t", 2, 1.0)
     assert text.ids[: answer.begin] == prompt_ids(load_chat_tokenizer(models["target"]), chat["messages"][:3])

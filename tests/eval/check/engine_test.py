@@ -45,7 +45,7 @@ def lm() -> Any:
 def heads(lm, tmp_path_factory) -> Path:
     """KIND/head, and KIND/export for vLLM: of heads that know the answers to the prompts that are asked here."""
     root = tmp_path_factory.mktemp("heads")
-    rows = [text["input_ids"] for text in answered_prompts(TARGET, lm, lm.info.max_position)]
+    rows = [text["input_ids"] for text in answered_prompts(lm, lm.info.max_position)]
     llama = dataclasses.replace(lm.config, num_layers=1, rope_theta=300.0)
     made = {
         "eagle": quick_eagle_head(lm, rows, steps=100),

@@ -41,7 +41,7 @@ class Exchange:
     def head(self, kind: str) -> Path:
         target = self.target("block" if kind.startswith("d") else kind)
         lm = load_lm(target)
-        rows = [text["input_ids"] for text in answered_prompts(target, lm, lm.info.max_position)]
+        rows = [text["input_ids"] for text in answered_prompts(lm, lm.info.max_position)]
         head: Any
         if kind == "eagle":
             head = quick_eagle_head(lm, rows, steps=100)

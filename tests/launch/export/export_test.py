@@ -26,6 +26,7 @@ from draftsmith.launch.export.settings import ExportConfig, ImportConfig
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.formats.base import ImportedHead
 from draftsmith.modules.pretrained.card import model_card
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.heads import head_fields, load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
@@ -186,7 +187,7 @@ def test_the_command_drafts_what_the_heads_own_measurements_make_worth_it():
 
 def test_the_command_of_a_target_in_gguf_names_files_that_servers_read(tmp_path, capsys):
     target, head = tmp_path / "target.gguf", tmp_path / "head"
-    write_gguf_model(target, str(tiny_llama_dir(tmp_path / "model", layers=8)))
+    write_gguf_model(target, Checkpoint(tiny_llama_dir(tmp_path / "model", layers=8)))
     lm = load_lm(str(target))
     net = quick_eagle3_head(lm, [list(range(5, 30))], 0)
     save_head(head, net, {"target": lm.info.identity, "metrics": {"tau": 1.1}}, "card")

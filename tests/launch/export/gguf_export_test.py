@@ -17,10 +17,11 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.launch.export.settings import ExportConfig, ImportConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.gguf import open_gguf
 from draftsmith.modules.pretrained.gguf_writer import tokenizer_metadata, write_gguf_model
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.models import load_info, load_lm, vocabulary_size
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 
@@ -41,7 +42,7 @@ def head(target, tmp_path_factory):
 @pytest.mark.parametrize("weights", ["auto", "bfloat16", "q8_0"])
 def test_a_head_comes_back_from_its_file(head, target, tmp_path, weights, capsys):
     there, back = tmp_path / "there", tmp_path / "back"
-    write_gguf_model(tmp_path / "target.gguf", target)
+    write_gguf_model(tmp_path / "target.gguf", Checkpoint(target))
     given = {"target": target, "target_gguf": tmp_path / "target.gguf", "weights": weights}
     assert export(ExportConfig(format="llamacpp", head=head, output=there, **given)) == 0
     assert f"llama-server -m {tmp_path}/target.gguf -md {there}/head.gguf" in " ".join(capsys.readouterr().out.split())
@@ -69,7 +70,7 @@ def test_what_gguf_cannot_hold_is_refused(head, target, tmp_path):
     with pytest.raises(InputError, match="format: found --format vllm"):
         ExportConfig(format="vllm", head=head, output=tmp_path / "there", weights="q8_0")
     other = tiny_llama_dir(tmp_path / "other", vocab=400)
-    write_gguf_model(tmp_path / "other.gguf", str(other))
+    write_gguf_model(tmp_path / "other.gguf", Checkpoint(other))
     config = ExportConfig(
         format="llamacpp", head=head, target=target, target_gguf=tmp_path / "other.gguf", output=tmp_path / "there"
     )
@@ -86,5 +87,5 @@ def test_a_wrapped_targets_tokenizer_has_the_vocabulary_of_its_text(target, tmp_
         own = text | ({"vocab_size": size} if size < 1000 else {})
         (wrapped / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": own}))
         assert AutoConfig.from_pretrained(wrapped).get_text_config().vocab_size == size
-        assert vocabulary_size(str(wrapped)) == load_info(str(wrapped)).vocab_size == size
-        assert len(tokenizer_metadata(str(wrapped))["tokenizer.ggml.tokens"]) == size
+        assert Checkpoint(wrapped).shape.vocab_size == Checkpoint(wrapped).info.vocab_size == size
+        assert len(tokenizer_metadata(Checkpoint(wrapped))["tokenizer.ggml.tokens"]) == size

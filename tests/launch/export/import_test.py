@@ -17,10 +17,9 @@ from draftsmith.launch.cli import main
 from draftsmith.launch.export.import_head import run
 from draftsmith.launch.export.settings import ImportConfig
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import head_config, load_head, save_head
-from draftsmith.modules.pretrained.hub import read_config
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.pretrained.tokenizers import tokenizer_identity
 from draftsmith.modules.types import InputError
 
 WIDTH = 32
@@ -47,7 +46,7 @@ def original(target: str, dtype: torch.dtype = torch.float32, fc_bias: bool = Fa
 
 def eagle_fields(target: str, **changes: object) -> dict:
     """config.json as SafeAILab's own samples have it (eagle/train/vicuna_7B_config.json)."""
-    raw = read_config(target)
+    raw = Checkpoint(target).config
     copied = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
               "max_position_embeddings", "rms_norm_eps")  # fmt: skip
     fields = {key: raw[key] for key in copied} | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -107,7 +106,7 @@ def test_an_eagle_head_is_imported_bit_for_bit(tmp_path, target, capsys, case):
     assert manifest["imported"]["producer"] == producer and manifest["imported"]["path"] == directory
     assert manifest["imported"]["sha256"] == {file: hashlib.sha256(Path(directory, file).read_bytes()).hexdigest()}
     assert manifest["imported"]["target"] == target and manifest["target"] == lm.info.identity
-    assert manifest["models"] == {"target": lm.info.identity, **tokenizer_identity(target)}
+    assert manifest["models"] == {"target": lm.info.identity, **Checkpoint(target).tokenizer_identity}
     said = capsys.readouterr().out
     assert f"draftsmith check {directory} --format {producer} --target {target}" in said
     assert all(note in said for note in manifest["imported"]["notes"])
@@ -223,7 +222,7 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path, target):
 def test_facts_are_the_models_own_tables_on_either_engine(target):
     from draftsmith.eval.check.states import facts_of
 
-    lean, hf = (facts_of(target, load_lm(target, engine=engine)) for engine in ("lean", "hf"))
+    lean, hf = (facts_of(load_lm(target, engine=engine)) for engine in ("lean", "hf"))
     assert lean.raw == hf.raw == json.loads(Path(target, "config.json").read_text())
     for name in ("embed_tokens", "lm_head"):
         assert torch.equal(getattr(lean, name), getattr(hf, name))

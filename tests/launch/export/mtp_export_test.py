@@ -21,8 +21,9 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.models import load_lm, target_shape
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 CONTEXT = 160
@@ -44,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
             model.save_pretrained(root / "target")
             tokenizer.save_pretrained(root / "target")
             torch.manual_seed(1)
-            head = MtpHead(MtpHead.new_config(MtpSettings(), target_shape(str(root / "target"))))
+            head = MtpHead(MtpHead.new_config(MtpSettings(), Checkpoint(root / "target").shape))
             for weight in head.parameters():
                 weight.data += 0.2 * torch.randn_like(weight)
             identity = load_lm(str(root / "target")).info.identity

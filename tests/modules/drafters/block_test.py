@@ -464,7 +464,7 @@ class Assistant(PreTrainedModel):
 def test_transformers_drafts_and_accepts_as_our_chain(tmp_path):
     path = str(tiny_llama_dir(tmp_path / "target", layers=8, hidden=48))
     target = load_lm(path)
-    texts = [text["input_ids"] for text in answered_prompts(path, target, target.info.max_position)]
+    texts = [text["input_ids"] for text in answered_prompts(target, target.info.max_position)]
     prompts = [text[:length] for text in texts for length in (12, 20)]
     greedy, sources = SamplingParams(), [TorchSource(0) for _ in prompts]
     answers = generate(target, None, prompts, greedy, NEW_TOKENS, sources, ())

@@ -18,7 +18,7 @@ from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.mtp import LAYERS, MtpHead
 from draftsmith.modules.drafters.net import RowState
 from draftsmith.modules.drafters.settings import MtpSettings
-from draftsmith.modules.pretrained.models import target_shape
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.targets.native import native_layer
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.shape import plain_shape
@@ -193,4 +193,4 @@ def test_a_family_that_no_server_drafts_for_is_refused() -> None:
     with pytest.raises(InputError, match=r"granite.*eagle3"):
         MtpHead.new_config(MtpSettings(), plain_shape({**raw, "num_hidden_layers": 2}))
     with pytest.raises(InputError, match=r"target: found llama, .*eagle3"):  # of the layers that other heads have
-        MtpHead.new_config(MtpSettings(), target_shape("embedded:target"))
+        MtpHead.new_config(MtpSettings(), Checkpoint("embedded:target").shape)

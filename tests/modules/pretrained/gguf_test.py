@@ -15,6 +15,7 @@ import torch
 import transformers
 from worlds import tiny_llama_dir
 
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
 from draftsmith.modules.pretrained.gguf import (
     copied_metadata,
     dequantized_directory,
@@ -26,7 +27,6 @@ from draftsmith.modules.pretrained.gguf import (
 from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model
 from draftsmith.modules.pretrained.hub import loadable
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
 from draftsmith.modules.types import InputError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -51,7 +51,7 @@ def logits(lm, ids):
 )
 def test_a_float32_file_is_the_model_it_was_written_from(tmp_path, family, extra):
     directory = tiny_llama_dir(tmp_path / "model", family=family, **extra)
-    write_gguf_model(tmp_path / "model.gguf", str(directory))
+    write_gguf_model(tmp_path / "model.gguf", Checkpoint(directory))
     ours, original = load_lm(str(tmp_path / "model.gguf")), load_lm(str(directory))
     ids = torch.randint(5, ours.info.vocab_size, (2, 40))
     assert torch.equal(logits(ours, ids), logits(original, ids))
@@ -66,7 +66,7 @@ def test_a_float32_file_is_the_model_it_was_written_from(tmp_path, family, extra
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_quantized_file_has_the_logits_that_transformers_reads_from_it(tmp_path, family):
     directory = tiny_llama_dir(tmp_path / "model", family=family, hidden=64, head_dim=128)  # Qwen3's in transformers
-    write_gguf_model(tmp_path / "model.gguf", str(directory), "q8_0")
+    write_gguf_model(tmp_path / "model.gguf", Checkpoint(directory), "q8_0")
     ours = load_lm(str(tmp_path / "model.gguf"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     ids = torch.randint(5, ours.info.vocab_size, (2, 40))
@@ -78,13 +78,13 @@ def test_a_quantized_file_has_the_logits_that_transformers_reads_from_it(tmp_pat
 
 def test_it_is_dequantized_once_until_the_file_changes(tmp_path):
     file = tmp_path / "model.gguf"
-    write_gguf_model(file, str(tiny_llama_dir(tmp_path / "one")))
+    write_gguf_model(file, Checkpoint(tiny_llama_dir(tmp_path / "one")))
     weights = dequantized_directory(file) / "model-00001.safetensors"
     first = weights.stat().st_mtime_ns, weights.stat().st_ino
     os.utime(file)  # another time and the same content
     assert loadable(str(file)) == str(dequantized_directory(file))
     assert (weights.stat().st_mtime_ns, weights.stat().st_ino) == first
-    write_gguf_model(file, str(tiny_llama_dir(tmp_path / "two", seed=1)))
+    write_gguf_model(file, Checkpoint(tiny_llama_dir(tmp_path / "two", seed=1)))
     changed = load_lm(str(file))
     ids = torch.randint(5, changed.info.vocab_size, (1, 20))
     assert torch.equal(logits(changed, ids), logits(load_lm(str(tmp_path / "two")), ids))
@@ -92,7 +92,7 @@ def test_it_is_dequantized_once_until_the_file_changes(tmp_path):
 
 def test_other_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
-    write_gguf_model(file, str(tiny_llama_dir(tmp_path / "model")))
+    write_gguf_model(file, Checkpoint(tiny_llama_dir(tmp_path / "model")))
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="a whole GGUF file"):
@@ -144,7 +144,7 @@ def plain(tmp_path_factory):
     """A tiny Llama, and the metadata and tensors of its GGUF file."""
     directory = tiny_llama_dir(tmp_path_factory.mktemp("plain") / "model")
     file = directory.with_name("model.gguf")
-    write_gguf_model(file, str(directory))
+    write_gguf_model(file, Checkpoint(directory))
     skipped = ("GGUF.", "general.architecture", "general.file_type", "general.quantization")
     metadata = {name: value for name, value in copied_metadata(file).items() if not name.startswith(skipped)}
     return directory, metadata, {name: read_tensor(tensor) for name, tensor in open_gguf(file)[1].items()}
@@ -247,7 +247,7 @@ def test_answers_end_where_they_end_in_llama_cpp(plain, tmp_path):
 def test_a_place_that_cannot_be_written_uses_the_cache(tmp_path, monkeypatch):
     folder: Path = tmp_path / "models"
     folder.mkdir()
-    write_gguf_model(folder / "model.gguf", str(tiny_llama_dir(tmp_path / "tiny")))
+    write_gguf_model(folder / "model.gguf", Checkpoint(tiny_llama_dir(tmp_path / "tiny")))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Root may write anywhere: a file where the lock would be stands for a disk that refuses.
     (folder / "model.gguf.dequantized.lock").mkdir()

@@ -18,10 +18,10 @@ from draftsmith.data.text.sources import open_source
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import hub as places
 from draftsmith.modules.pretrained import tokenizers
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import loadable, model_directory, repository, resolve_model
-from draftsmith.modules.pretrained.models import load_lm, load_outer, meta_target, target_shape, text_settings
-from draftsmith.modules.pretrained.tokenizers import load_tokenizer
+from draftsmith.modules.pretrained.models import load_lm, load_outer, meta_target
 from draftsmith.modules.types import InputError
 
 MODELING = """
@@ -200,10 +200,10 @@ def test_code_of_a_model_is_not_run_unasked(models, tmp_path, monkeypatch, capsy
     path = str(directory)
     for read in (
         load_outer,
-        text_settings,
+        lambda path: Checkpoint(path).text,
         load_lm,
         lambda path: load_lm(path, engine="hf"),
-        lambda path: meta_target(path, target_shape(path), False),
+        lambda path: meta_target(Checkpoint(path), False),
         load_tokenizer,
     ):
         with contextlib.suppress(InputError):  # some find a class of transformers by the type, others refuse
@@ -229,7 +229,7 @@ def test_smollm2_is_the_file_of_its_package(tmp_path, monkeypatch, capsys):
     # Other packages, which it imports, need not be there.
     (package / "__init__.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    write_gguf_model(package / places.SMOLLM2_FILE, str(tiny_llama_dir(tmp_path / "tiny")))
+    write_gguf_model(package / places.SMOLLM2_FILE, Checkpoint(tiny_llama_dir(tmp_path / "tiny")))
     assert resolve_model("smollm2") == str(package / places.SMOLLM2_FILE)
     assert (model_directory("smollm2") / "config.json").is_file()
     assert loadable("smollm2") == str(model_directory("smollm2"))

@@ -17,23 +17,18 @@ from tiny_configs import random_model, tiny_config
 from transformers import AutoTokenizer
 from worlds import tiny_llama_dir, tiny_tokenizer
 
+from draftsmith.data.engines.layerwise import layer_states
 from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.launch.cli import main
-from draftsmith.modules.pretrained import models, parity
-from draftsmith.modules.pretrained.checkpoint import checkpoint_files, checkpoint_tensors
+from draftsmith.modules.pretrained import parity
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, load_tokenizer
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import resolve_model
-from draftsmith.modules.pretrained.layerwise import layer_states
-from draftsmith.modules.pretrained.models import load_info, load_lm, load_outer
-from draftsmith.modules.pretrained.tokenizers import (
-    check_same_tokenizer,
-    end_tokens,
-    load_tokenizer,
-    tokenizer_identity,
-)
+from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.targets.hf import HFLM
-from draftsmith.modules.targets.llama import LlamaLM, llama_config
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.targets.shape import llama_config
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -195,8 +190,8 @@ def test_what_ends_a_turn_in_the_template_ends_an_answer_and_disagreement_is_sai
     ids = [tokenizer.convert_tokens_to_ids(token) for token in listed]
     change_config(directory, eos_token_id=ids)
     ends = tuple(map(tokenizer.convert_tokens_to_ids, expected))
-    for _ in range(2):
-        assert load_info(str(directory)).eos_ids == end_tokens(str(directory)) == ends
+    opened = Checkpoint(directory)
+    assert load_lm(opened).info.eos_ids == opened.end_tokens == ends
     notes = [line for line in capsys.readouterr().err.splitlines() if "end tokens of" in line]
     assert len(notes) == (set(listed) != set(expected))
     for note in notes:
@@ -211,7 +206,7 @@ def test_an_index_that_names_the_whole_file_counts_and_a_leftover_one_does_not(d
     for more, files in (("model-mtp.safetensors", ["model-mtp.safetensors", "model.safetensors"]), ("", [])):
         shards = {**names, "mtp.fc.weight": more} if more else {"a": "model-00001-of-00002.safetensors"}
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-        assert [file.name for file in checkpoint_files(directory)] == (files or ["model.safetensors"])
+        assert [file.name for file in Checkpoint(directory).files] == (files or ["model.safetensors"])
 
 
 def test_without_an_index_a_stray_file_is_no_shard(directory):
@@ -305,21 +300,21 @@ def test_a_quantized_checkpoint_is_named_before_its_weights_are_read(
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(other))
     path = str(tmp_path)
     assert load_outer(path).info.vocab_size  # vLLM's states of such a target are learned from
-    monkeypatch.setattr(models, "read_tensors", None)
+    monkeypatch.setattr(Checkpoint, "state", None)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     for read in (
         load_lm,
         lambda path: load_lm(path, engine="hf"),
         lambda path: load_hf_model(path, "auto", "cpu"),
-        lambda path: list(layer_states(path, [[1, 2]])),
-        lambda path: write_gguf_model(Path("x"), path),
+        lambda path: list(layer_states(Checkpoint(path), [[1, 2]])),
+        lambda path: write_gguf_model(Path("x"), Checkpoint(path)),
     ):
         wanted = rf"quantized \({words}\), expected weights in bfloat16.*vLLM server run it \(train --features vllm"
         with pytest.raises(InputError, match=wanted) as error:
             read(path)
         assert "\n" not in str(error.value)
     with pytest.raises(InputError, match=r"down_proj.weight in torch\."):
-        checkpoint_tensors(tmp_path, ("layers.1.",))
+        Checkpoint(tmp_path).read_tensors(("layers.1.",))
 
 
 def test_scales_of_a_servers_cache_leave_the_weights_as_they_are(pristine, directory):
@@ -382,7 +377,7 @@ def test_an_output_embedding_of_its_own_counts_in_a_model_that_says_it_is_tied(t
     with torch.no_grad():
         expected = oracle(ids[None]).logits[0]
     lm, outer = load_lm(str(directory)), load_outer(str(directory))
-    write_gguf_model(tmp_path / "model.gguf", str(directory))
+    write_gguf_model(tmp_path / "model.gguf", Checkpoint(directory))
     gguf, hidden = load_lm(str(tmp_path / "model.gguf")), lm.features(ids[None])[0]
     for name, logits in {
         "lean": lm.lm_head(hidden),
@@ -402,16 +397,19 @@ def test_a_tied_model_without_its_embedding_is_refused(tmp_path, engine):
 
 
 def test_tokenizers_are_compared_by_content(pristine, directory, tmp_path):
-    check_same_tokenizer(str(pristine), str(directory))
+    check_same_tokenizer(Checkpoint(pristine), Checkpoint(directory))
     tokenizer = load_tokenizer(str(directory))
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(str(directory))
-    check_same_tokenizer(str(pristine), str(directory))  # the same vocabulary
-    assert tokenizer_identity(str(pristine))["chat_template"] != tokenizer_identity(str(directory))["chat_template"]
+    check_same_tokenizer(Checkpoint(pristine), Checkpoint(directory))  # the same vocabulary
+    assert (
+        Checkpoint(pristine).tokenizer_identity["chat_template"]
+        != Checkpoint(directory).tokenizer_identity["chat_template"]
+    )
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(str(directory))
     with pytest.raises(InputError, match="draft: found"):
-        check_same_tokenizer(str(pristine), str(directory))
+        check_same_tokenizer(Checkpoint(pristine), Checkpoint(directory))
     with pytest.raises(InputError, match="without tokenizer files"):
         load_tokenizer(str(gpt2(tmp_path / "bare")))
 

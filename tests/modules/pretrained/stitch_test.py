@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from draftsmith.modules.pretrained import stitch as stitching
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import whole_directory
 from draftsmith.modules.pretrained.stitch import mtp_state, ships_mtp, stitch
 from draftsmith.modules.types import InputError
@@ -114,7 +115,7 @@ def checkpoint(directory: Path, model: Any, own: dict[str, Tensor] | None = None
 def stitched(source: Path, output: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stitch, check the index against the files, and return all tensors of the copy."""
     with whole_directory(output) as partial:
-        stitch(source, partial, state)
+        stitch(Checkpoint(source), partial, state)
     weight_map = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
     found: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -146,11 +147,11 @@ def test_another_module_takes_the_old_ones_place(model_type, tmp_path):
     source, output = tmp_path / "target", tmp_path / "copy"
     fused = model_type == "qwen3_5_moe_text"  # as in Qwen3.6-35B-A3B
     checkpoint(source, model, by_file(model_type, old, fused))
-    assert_equal(mtp_state(source), old)
+    assert_equal(mtp_state(Checkpoint(source)), old)
     before = {file.name: file.read_bytes() for file in source.iterdir()}
 
     tensors = stitched(source, output, new)
-    assert_equal(mtp_state(output), new)
+    assert_equal(mtp_state(Checkpoint(output)), new)
     kept = {name: tensor for shard in source.glob("*.safetensors") for name, tensor in load_file(shard).items()}
     kept = {name: tensor for name, tensor in kept.items() if name not in by_file(model_type, old, fused)}
     assert_equal(tensors, kept | by_file(model_type, new, fused))
@@ -186,11 +187,11 @@ def test_transformers_loads_the_module_of_a_copy(model_type, tmp_path, monkeypat
 def test_a_module_in_a_file_that_no_index_names_is_read_as_vllm_reads_it(tmp_path):
     model = target_of("qwen3_5_text")
     checkpoint(tmp_path, model)
-    assert not ships_mtp(tmp_path) and not mtp_state(tmp_path)
+    assert not ships_mtp(Checkpoint(tmp_path)) and not mtp_state(Checkpoint(tmp_path))
     state = random_state(model, 1)
     save_file(by_file("qwen3_5_text", state), tmp_path / "mtp.safetensors", {"format": "pt"})
-    assert ships_mtp(tmp_path)
-    assert_equal(mtp_state(tmp_path), state)
+    assert ships_mtp(Checkpoint(tmp_path))
+    assert_equal(mtp_state(Checkpoint(tmp_path)), state)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -204,7 +205,7 @@ def test_a_single_file_becomes_shards(own, tmp_path):
     stitched(source, tmp_path / "copy", state)
     assert (tmp_path / "copy" / "model-00001-of-00001.safetensors").is_symlink() != own
     assert not (tmp_path / "copy" / "model.safetensors").exists()  # transformers would read no other file
-    assert_equal(mtp_state(tmp_path / "copy"), state)
+    assert_equal(mtp_state(Checkpoint(tmp_path / "copy")), state)
     assert torch.equal(logits(tmp_path / "copy"), logits(source))
 
 
@@ -251,7 +252,7 @@ def test_a_kill_leaves_nothing_that_counts(tmp_path, monkeypatch):
     def killed() -> None:
         monkeypatch.setattr(stitching, "write_tensors", lambda *_: os._exit(9))
         with whole_directory(output) as partial:
-            stitch(tmp_path / "target", partial, state)
+            stitch(Checkpoint(tmp_path / "target"), partial, state)
 
     process = forked(killed)
     process.join()
@@ -266,8 +267,8 @@ def test_a_kill_leaves_nothing_that_counts(tmp_path, monkeypatch):
 def test_what_cannot_be_stitched_is_refused(tmp_path):
     checkpoint(tmp_path / "target", random_model(tiny_config("llama")))
     with pytest.raises(InputError, match="a target of type llama"):
-        mtp_state(tmp_path / "target")
+        mtp_state(Checkpoint(tmp_path / "target"))
     config = tmp_path / "target" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(InputError, match="quantized"):
-        stitch(tmp_path / "target", tmp_path / "copy", {})
+        stitch(Checkpoint(tmp_path / "target"), tmp_path / "copy", {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +10,14 @@ from torch import Tensor
 
 from draftsmith.modules.attention import attend_text
 from draftsmith.modules.layers import DecoderLayer, RMSNorm, rope_table
-from draftsmith.modules.pretrained.checkpoint import REMEDY, check_unquantized, checkpoint_files
-from draftsmith.modules.pretrained.hub import model_directory, read_config
-from draftsmith.modules.pretrained.reading import open_tensors
-from draftsmith.modules.targets.llama import llama_config
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.pretrained.reading import FETCH
+from draftsmith.modules.targets.shape import llama_config
 from draftsmith.modules.types import InputError
 
 
 @torch.no_grad()
-def layer_states(path: str, rows: Sequence[Sequence[int]]) -> Iterator[list[Tensor]]:
+def layer_states(target: Checkpoint, rows: Sequence[Sequence[int]]) -> Iterator[list[Tensor]]:
     """Yield the states [T, H] of each row in float32: embeddings, then after each layer, then after the final norm.
 
     rows: shorter than a sliding window, if the target has one.
@@ -27,20 +25,14 @@ def layer_states(path: str, rows: Sequence[Sequence[int]]) -> Iterator[list[Tens
     Raises:
         InputError: a family other than those of the lean engine, or weights that are stored in another form.
     """
-    raw, directory = read_config(path), model_directory(path)
-    check_unquantized(directory, raw)
-    config = llama_config(raw)
-    place: dict[str, Path] = {}
-    for file in checkpoint_files(directory):
-        with open_tensors(file, REMEDY) as opened:
-            place |= dict.fromkeys(opened.keys(), file)
-    names = {name.removeprefix("model."): name for name in place}
+    target.check_unquantized()
+    config = llama_config(target.config)
+    names = {name.removeprefix("model."): name for name in target.tensors}
 
     def read(name: str) -> Tensor:
         if name not in names:
-            raise InputError(str(directory), f"no tensor {name}", "weights as transformers stores them", REMEDY)
-        with open_tensors(place[names[name]], REMEDY) as opened:
-            return opened.get_tensor(names[name]).float()
+            raise InputError(str(target.directory), f"no tensor {name}", "weights as transformers stores them", FETCH)
+        return target.read(names[name]).float()
 
     embeddings = read("embed_tokens.weight")
     states = [F.embedding(torch.tensor(row), embeddings) for row in rows]
