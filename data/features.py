@@ -23,6 +23,7 @@ import torch
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_right, set_threads
 from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates, check_numbering, prove_teacher
+from draftsmith.data.ranks import check_one_process, place
 from draftsmith.data.settings import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtifactDataset, feature_key, open_dataset
@@ -38,7 +39,6 @@ from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_lm, load_outer
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.proof import prove_reading
 from draftsmith.modules.transfer import to_host_together
@@ -64,6 +64,8 @@ def run(config: FeaturesConfig) -> Path:
     """Write the artifact `features` and return its directory."""
     set_threads(config.num_threads)
     target, lm = Checkpoint(config.target, config.trust_remote_code), None
+    if config.device_map:
+        check_one_process()
     if config.engine != "vllm":
         lm = load_lm(target, **config.loading, device_map=config.device_map)
         note_slow_dtype(lm)

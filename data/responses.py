@@ -19,6 +19,7 @@ from draftsmith.data.engines.llamacpp import LlamaCppEngine, llamacpp_server
 from draftsmith.data.engines.openai import ServerEngine, ServerShards
 from draftsmith.data.engines.own import OwnEngine, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
+from draftsmith.data.ranks import pick_device, place
 from draftsmith.data.settings import ResponsesConfig
 from draftsmith.data.store.datasets import answer_lengths
 from draftsmith.data.store.manifest import Field, Manifest, open_artifact
@@ -36,8 +37,7 @@ from draftsmith.data.text.turns import (
     turns_tokenizer,
 )
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.models import load_lm, pick_device
-from draftsmith.modules.pretrained.ranks import place
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.base import CausalLM
 
 # Fields of a text with answers, shared by responses and their labels.

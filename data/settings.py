@@ -71,7 +71,7 @@ class Loading(RemoteCode):
 
     @property
     def chosen_device(self) -> str:
-        from draftsmith.modules.pretrained.models import pick_device
+        from draftsmith.data.ranks import pick_device
 
         return pick_device(self.device)
 

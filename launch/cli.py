@@ -85,7 +85,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     try:
         before = take_output_options(before, options)
         with output_options(options) as to_json:
-            from draftsmith.modules.pretrained.ranks import place
+            from draftsmith.data.ranks import place
 
             printing = "json" in options and place().rank == 0
             code = run(before + after) or 0

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.data.console import console_output
+from draftsmith.data.ranks import LAUNCHER
 from draftsmith.launch.commands import command_name, configure, unknown_command
 from draftsmith.launch.errors import UsageError
-from draftsmith.modules.pretrained.ranks import LAUNCHER
 from draftsmith.modules.types import InputError, check_range
 
 # Groups whose commands divide their work among ranks, except commands that only print or run in one process.

@@ -54,8 +54,8 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     import torch
 
     from draftsmith.data.console import log_note
+    from draftsmith.data.ranks import place
     from draftsmith.modules.pretrained.checkpoint import Checkpoint
-    from draftsmith.modules.pretrained.ranks import place
     from draftsmith.modules.pretrained.reading import read_object
 
     elsewhere = "plan" in given and given.keys() & {"plan_ranks", "plan_tflops"}

@@ -22,13 +22,13 @@ import yaml
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 
 from draftsmith.data.console import print_text
+from draftsmith.data.ranks import LAUNCHER
 from draftsmith.data.store.manifest import MANIFEST, Manifest, decisive, resolved
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.heads import made_with
 from draftsmith.modules.pretrained.provenance import differences, flatten
-from draftsmith.modules.pretrained.ranks import LAUNCHER
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import (

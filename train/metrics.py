@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from draftsmith.data.console import log_note
+from draftsmith.data.ranks import place
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.types import InputError, LossOutput
 
 T = TypeVar("T")

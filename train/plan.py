@@ -27,11 +27,13 @@ from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DocumentParts, DraftHead, TrainStep
 from draftsmith.modules.engine.lean import MLP_ROWS
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, LlamaModel, layers_of
 from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
-from draftsmith.modules.pretrained.models import meta_target, weight_type
+from draftsmith.modules.pretrained.models import weight_type
+from draftsmith.modules.pretrained.tokenizers import describe_error
+from draftsmith.modules.types import InputError
 from draftsmith.train.config import MOST, NO_DATA, TrainDrafterConfig
 from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
@@ -124,6 +126,27 @@ class TrainingPlan:
     def peak(self) -> int:
         """Memory of a rank under the configured strategy."""
         return self.memories[self.strategy]["peak"]
+
+
+def meta_target(checkpoint: Checkpoint, outer: bool) -> nn.Module:
+    """Build a target on the meta device, to count its weights. outer: only what surrounds its layers.
+
+    Raises:
+        InputError: an architecture that transformers does not have.
+    """
+    shape = checkpoint.shape
+    with torch.device("meta"):
+        if outer or not shape.reasons:
+            return LlamaModel(layers_of(shape, num_layers=0) if outer else shape)
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except Exception as error:  # each family refuses in its own way
+            remedy = "Plan with --features vllm, which counts no layer of it."
+            found = f"{checkpoint.path} ({describe_error(error)})"
+            raise InputError("target", found, "a causal model that transformers builds", remedy) from error
 
 
 def meta_head(config: TrainDrafterConfig, target: LlamaConfig) -> DraftHead:

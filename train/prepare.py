@@ -14,6 +14,7 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.vllm_states import ServedStates, check_numbering, prove_teacher
 from draftsmith.data.features import text_dataset
+from draftsmith.data.ranks import check_one_process
 from draftsmith.data.store.datasets import ArtifactDataset, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import Manifest, open_artifact
@@ -75,6 +76,8 @@ def prepare(
         # No layer of it is needed.
         target = load_outer(checkpoint, dtype, device)
     else:
+        if config.device_map:
+            check_one_process()
         how = (dtype, device, config.engine, config.trust_remote_code)
         target = load_lm(checkpoint, *how, device_map=config.device_map)
     shape = checkpoint.shape

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from draftsmith.modules.pretrained.ranks import place
+from draftsmith.data.ranks import place
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.server import SHOWN_CHARS, Server
+from draftsmith.data.ranks import place
 from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
@@ -23,7 +24,6 @@ from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, check_context
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
 from draftsmith.modules.pretrained.identity import config_hash, template_hash
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.pretrained.tokenizers import closing_tokens
 from draftsmith.modules.types import InputError

@@ -15,9 +15,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.console import log_note
+from draftsmith.data.ranks import place
 from draftsmith.data.settings import ServerConfig
 from draftsmith.data.text.template import RowError
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 

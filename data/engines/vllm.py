@@ -15,9 +15,9 @@ import torch
 
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.process import leave
+from draftsmith.data.ranks import place
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError

@@ -32,13 +32,13 @@ from torch import Tensor
 from draftsmith.data.engines.layerwise import layer_states
 from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server
 from draftsmith.data.engines.vllm import open_llm
+from draftsmith.data.ranks import place
 from draftsmith.data.settings import FeatureDtype, ServerConfig
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import make_directory
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.proof import NUM_TOKENS, TOP, Proof, Reference, prove
 from draftsmith.modules.targets.readout import Norm, Readout, behind_norm, candidates

@@ -21,6 +21,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from draftsmith.data.console import Advance, log_note, print_text, progress_bar
+from draftsmith.data.ranks import place
 from draftsmith.data.store.manifest import (
     FILE_SHAPE,
     MANIFEST,
@@ -36,7 +37,6 @@ from draftsmith.data.store.rows import ARROW
 from draftsmith.data.store.writer import LOCK
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_table, write_tensors
 from draftsmith.modules.pretrained.provenance import changes, file_sha256, flatten, git_commit, package_versions
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 

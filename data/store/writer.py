@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from draftsmith.data.ranks import place
 from draftsmith.modules.pretrained.files import clear_files, make_directory, writing
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.types import InputError
 
 LOCK = ".writer.lock"

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from draftsmith.modules.formats.base import same_values
-from draftsmith.modules.layers import LlamaModel, layers_of
+from draftsmith.modules.layers import layers_of
 from draftsmith.modules.pretrained.checkpoint import SCALE, Checkpoint, opened
 from draftsmith.modules.pretrained.identity import tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean
-from draftsmith.modules.pretrained.ranks import place
 from draftsmith.modules.pretrained.reading import FETCH
 from draftsmith.modules.pretrained.tokenizers import TRUST, describe_error
 from draftsmith.modules.targets.base import CausalLM
@@ -39,14 +37,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 IN_BFLOAT16 = "Its weights have several types: pass --model-dtype bfloat16 (other commands than train: --dtype)."
 # Tokens on which the way from states to logits is found.
 NUM_FITTED = 24
-
-
-def pick_device(name: str) -> str:
-    """Resolve `auto` to this rank's CUDA device, or the CPU without one; check any other name."""
-    if name == "auto":
-        return f"cuda:{place().local_rank}" if torch.cuda.is_available() else "cpu"
-    check_device(name)
-    return name
 
 
 def check_device(name: str) -> None:
@@ -197,11 +187,6 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
 
 def placement() -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that spread a model over the GPUs that this process sees."""
-    ranks = place()
-    if ranks.local_world > 1:
-        found = f"{ranks.local_world} processes on this machine"
-        remedy = "Start one process, or let vLLM run the target (docs/guides/large-targets.md)."
-        raise InputError("device_map", found, "one, which has all GPUs", remedy)
     if find_spec("accelerate") is None:
         remedy = 'Install it: pip install "draftsmith[large]"'
         raise InputError("device_map", "no package accelerate", "accelerate", remedy)
@@ -252,24 +237,3 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread
     if scales := sorted(filter(SCALE.search, loading["unexpected_keys"])):
         raise checkpoint.quantized(f"{len(scales)} scales that transformers does not read, {scales[0]}")
     return model
-
-
-def meta_target(checkpoint: Checkpoint, outer: bool) -> nn.Module:
-    """Build a target on the meta device, to count its weights. outer: only what surrounds its layers.
-
-    Raises:
-        InputError: an architecture that transformers does not have.
-    """
-    shape = checkpoint.shape
-    with torch.device("meta"):
-        if outer or not shape.reasons:
-            return LlamaModel(layers_of(shape, num_layers=0) if outer else shape)
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        try:
-            config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        except Exception as error:  # each family refuses in its own way
-            remedy = "Plan with --features vllm, which counts no layer of it."
-            found = f"{checkpoint.path} ({describe_error(error)})"
-            raise InputError("target", found, "a causal model that transformers builds", remedy) from error

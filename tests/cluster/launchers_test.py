@@ -93,7 +93,7 @@ def artifact(slurm, inputs, tmp_path_factory) -> tuple[Path, str]:
 
 def test_tasks_know_their_places(slurm):
     """Three tasks on two nodes, so not as many on each."""
-    code = "import os; from draftsmith.modules.pretrained.ranks import place; "
+    code = "import os; from draftsmith.data.ranks import place; "
     code += "print(os.environ['SLURMD_NODENAME'], place())"
     words = ["srun", "--nodes=2", "--ntasks=3", "--overcommit", sys.executable, "-c", code]
     result = subprocess.run(words, env=slurm, check=True, timeout=PATIENCE_S, capture_output=True, text=True)

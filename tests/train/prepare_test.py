@@ -342,4 +342,4 @@ def test_what_cannot_be_spread_is_said(artifacts, monkeypatch, tmp_path):
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(InputError, match="found 3 processes on this machine"):
-        load_lm(path, device_map=True)
+        preparing.prepare(config(artifacts, tmp_path / "run", device_map=True))

@@ -21,8 +21,9 @@ from draftsmith.modules.pretrained import tokenizers
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import loadable, model_directory, repository, resolve_model
-from draftsmith.modules.pretrained.models import load_lm, load_outer, meta_target
+from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.types import InputError
+from draftsmith.train.plan import meta_target
 
 MODELING = """
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.modules.pretrained.ranks import ProcessPlace, place
+from draftsmith.data.ranks import ProcessPlace, place
 from draftsmith.modules.types import InputError
 
 # What each launcher set in one of its processes; only names that look like ranks and sizes are kept.
