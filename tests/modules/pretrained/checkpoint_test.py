@@ -11,7 +11,7 @@ import pytest
 from worlds import tiny_llama_dir
 
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.formats.families import unserved
+from draftsmith.modules.formats import formats
 from draftsmith.modules.pretrained import checkpoint
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
@@ -81,7 +81,7 @@ def test_heads_of_a_published_config_read_states_that_there_are(tmp_path, name, 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "mamba2"])
 def test_a_hybrid_that_vllm_does_not_serve_is_refused(tmp_path, name):
-    assert unserved("vllm", "eagle3", opened(tmp_path, name).facts)
+    assert formats()["vllm", "eagle3"].unserved(opened(tmp_path, name).facts)
 
 
 def test_a_load_opens_each_file_once(tmp_path, monkeypatch):
