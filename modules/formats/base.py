@@ -6,12 +6,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.targets.shape import is_hybrid, layer_kinds, num_layers, stated_positions, text_config
+from draftsmith.modules.targets.shape import (
+    LayerKind,
+    family_of,
+    is_hybrid,
+    layer_kinds,
+    num_layers,
+    shared_window,
+    stated_positions,
+    text_config,
+)
 from draftsmith.modules.types import InputError
 
 Raw = Mapping[str, object]  # a `config.json`
@@ -62,24 +72,23 @@ class TargetFacts:
 
     @property
     def family(self) -> str:
-        """The model type of the text, without the ending of those that are a part of another (`qwen3_5_text`)."""
-        return str(self.text.get("model_type") or "").removesuffix("_text")
+        """The model type of the text (`family_of`)."""
+        return family_of(self.raw)
+
+    @cached_property
+    def kinds(self) -> list[LayerKind]:
+        """What each layer caches."""
+        return layer_kinds(self.text)
 
     @property
     def hybrid(self) -> bool:
         """True if some layers have a recurrent or convolution state in the place of keys and values."""
-        return is_hybrid(layer_kinds(self.text))
-
-    @property
-    def windowed(self) -> bool:
-        """True if some layers, and not all as a Mistral's, read a window of the text."""
-        return "sliding_attention" in layer_types(self.text)
+        return is_hybrid(self.kinds)
 
     @property
     def window(self) -> int | None:
         """The window of a target whose layers all have one, as a Mistral's."""
-        kinds = layer_types(self.text) or ["sliding_attention"] * (self.family == "mistral")
-        return self._size("sliding_window") if set(kinds) == {"sliding_attention"} else None
+        return shared_window(self.kinds)
 
     @property
     def hidden_size(self) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.modules.formats.base import FLOATS, TargetFacts, same_values
 from draftsmith.modules.layers import LlamaConfig, config_object
-from draftsmith.modules.pretrained.gguf import quantization
+from draftsmith.modules.pretrained.gguf import RECORD, quantization
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import model_identity
 from draftsmith.modules.pretrained.outer import outer_names
@@ -270,7 +270,7 @@ class Checkpoint:
         with contextlib.suppress(InputError):
             output = self.outer_names.get("output", self.outer_names["embeddings"])
         identity = model_identity(self.config, self.tensors, output, self.directory.glob("*.py"))
-        if (stored_as := quantization(self.directory)) is not None:
+        if (self.directory / RECORD).exists() and (stored_as := quantization(self.directory)) is not None:
             identity["gguf"] = stored_as
         if self.has_tokenizer:
             identity["tokenizer"] = self.tokenizer_identity["tokenizer"]

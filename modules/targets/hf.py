@@ -51,7 +51,8 @@ class HFLM:
         self.device, self.dtype = weight.device, weight.dtype
         self.refusals, self.readout = Refusals(), Readout()
         layers = DynamicCache(config=model.config).layers
-        self.mixers = Mixers(is_hybrid(kinds_in(layers)))
+        self.kinds = kinds_in(layers)
+        self.mixers = Mixers(is_hybrid(self.kinds))
         # Some layers keep more than keys and values: states, or keys of an indexer.
         self.own_cache = any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
         # Mamba has another name for the cache.
@@ -121,16 +122,15 @@ class HFLM:
         if self.refusals.trees:
             remedy = "Use a method that drafts chains."
             raise InputError("model", self.refusals.trees, "a model that reads trees", remedy)
-        config = self.model.config.get_text_config()
-        window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        window = next((kind.window for kind in self.kinds if kind.window), None)
         nothing = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         full = nothing.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None]
-        # A config may state a window that no layer uses: transformers 5 then sets it to 0, or has no such layer type.
-        if not window or (layer_types and "sliding_attention" not in layer_types):
+        if window is None:
             return full
         far = positions[-len(visible) :, None] - positions >= window
         windowed = full.masked_fill(far, torch.finfo(self.dtype).min)
-        return {"full_attention": full, "sliding_attention": windowed} if layer_types else windowed
+        named = getattr(self.model.config.get_text_config(), "layer_types", None)
+        return {"full_attention": full, "sliding_attention": windowed} if named else windowed
 
     def embed(self, input_ids: Tensor | Sequence[int]) -> Tensor:
         return F.embedding(torch.as_tensor(input_ids, device=self.device), self.model.get_input_embeddings().weight)

@@ -133,11 +133,9 @@ def own_shape(raw: Mapping[str, Any]) -> TargetShape | None:
         if error.remedy != ON_HF:
             raise
         return None
-    names = _kinds(raw) or ["sliding_attention"]
-    window = llama.sliding_window if set(names) == {"sliding_attention"} else None
-    windowed = window is None and "sliding_attention" in names and llama.sliding_window is not None
+    kinds = _named_kinds(raw) or [LayerKind(llama.sliding_window is None, False, llama.sliding_window)]
     about: dict[str, Any] = {"family": family, "context": stated_positions(raw), "text": {"model_type": family}}
-    return TargetShape(**vars(llama), **about, window=window, windowed=windowed)
+    return TargetShape(**vars(llama), **about, **_windows(kinds))
 
 
 def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
@@ -176,14 +174,12 @@ def plain_shape(raw: Mapping[str, Any]) -> TargetShape:
     kinds = layer_kinds(text)
     hybrid = is_hybrid(kinds)
     full_layers = tuple(number for number, kind in enumerate(kinds, 1) if kind.full)
-    windows = {kind.window for kind in kinds}
     return TargetShape(
         **vars(llama),
         family=family_of(text),
         hybrid=hybrid,
         full_layers=full_layers if hybrid and len(kinds) == llama.num_layers else (),
-        window=windows.pop() if len(windows) == 1 else None,
-        windowed=len(windows) > 1,
+        **_windows(kinds),
         context=stated_positions(text),
         reasons=tuple(reasons),
         text=text,
@@ -255,12 +251,7 @@ def layer_kinds(text: Mapping[str, Any]) -> list[LayerKind]:
     try:
         layers = DynamicCache(config=AutoConfig.for_model(**text)).layers
     except Exception:  # each family refuses in its own way
-        kinds = _kinds(text) or ["mamba" for name in text if name.startswith("mamba")][:1]
-        window = text.get("sliding_window")
-        return [
-            LayerKind(kind in FULL, "attention" not in kind or "linear" in kind, window if "sliding" in kind else None)
-            for kind in kinds
-        ]
+        return _named_kinds(text) or [LayerKind(False, True) for name in text if name.startswith("mamba")][:1]
     return kinds_in(layers)
 
 
@@ -275,6 +266,27 @@ def kinds_in(layers: Sequence[Any]) -> list[LayerKind]:
 def is_hybrid(kinds: Sequence[LayerKind]) -> bool:
     """Return whether some layers have a recurrent or convolution state."""
     return any(kind.linear for kind in kinds)
+
+
+def shared_window(kinds: Sequence[LayerKind]) -> int | None:
+    """Return the window of layers that all have the same one; None of others."""
+    windows = {kind.window for kind in kinds}
+    return windows.pop() if len(windows) == 1 else None
+
+
+def _windows(kinds: Sequence[LayerKind]) -> dict[str, Any]:
+    """Return `window` and `windowed` of a TargetShape."""
+    window = shared_window(kinds)
+    return {"window": window, "windowed": window is None and any(kind.window for kind in kinds)}
+
+
+def _named_kinds(text: Mapping[str, Any]) -> list[LayerKind]:
+    """Return what each layer caches by its name in config.json; [] if it has no names."""
+    window = text.get("sliding_window")
+    return [
+        LayerKind(kind in FULL, "attention" not in kind or "linear" in kind, window if "sliding" in kind else None)
+        for kind in _kinds(text)
+    ]
 
 
 def _kinds(text: Mapping[str, Any]) -> Sequence[str]:
