@@ -39,6 +39,7 @@ from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.clock import clock_of, interleaved
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.decoding.plain import PromptAnswer, RowPool
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
@@ -46,6 +47,7 @@ from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.models import check_device
+from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 from draftsmith.train import strategies
@@ -79,7 +81,7 @@ class GpuReportConfig:
         output: Directory that receives gpu.json and gpu.md.
         device: cuda, cuda:1, ... or cpu.
         shape: Of the target: llama-3-8b (16 GB in bfloat16), 88m, or tiny.
-        batches: Numbers of rows that are decoded together, separated by commas.
+        batches: Numbers of rows that are answered together without a draft, separated by commas.
         prompt: Tokens of each prompt.
         new_tokens: Length of answers.
         repeats: Runs of which the median counts.
@@ -194,9 +196,9 @@ def random_eagle3_head(target: LlamaLM) -> DraftHead:
 
 
 def decoding(config: GpuReportConfig, subjects: Subjects, machine: Machine) -> Iterator[Measured]:
-    """Measure each method at each number of rows by its rounds; prompts are read off the clock."""
+    """Measure each method, and `ar` at each number of rows, by its rounds; prompts are read off the clock."""
     for rows in map(int, config.batches.split(",")):
-        for name in METHODS:
+        for name in METHODS if rows == 1 else ["ar"]:
             taken, made = timed_rounds(config, subjects.models, name, rows)
             ideal = ideal_s(config, subjects, machine, name, made)
             rounds = max(len(one.trace.steps) for one in made)
@@ -211,17 +213,26 @@ def decoding(config: GpuReportConfig, subjects: Subjects, machine: Machine) -> I
 def timed_rounds(config: GpuReportConfig, models: Models, name: str, rows: int) -> tuple[float, list[Generation]]:
     """Return the responses, and their seconds without those of the first tokens."""
     clock, method = clock_of(config.device, 1), parse_method(name)
-    drafter = method.build(models, rows)
+    drafter = method.build(models)
     aux_layers = () if drafter is None else drafter.aux_layers
     session = models.target.session(rows, models.capacity, aux_layers)
-    runner = EngineRunner(models.target, drafter, SamplingParams(), (), session=session)
+    params, longest = SamplingParams(), config.prompt + config.new_tokens
+    runner = EngineRunner(models.target, drafter, params, (), session=session)
+    pool = RowPool(models.target, params, rows, longest, session)
     vocab = models.target.info.vocab_size
     prompts = [[(31 * row + i) % vocab for i in range(config.prompt)] for row in range(rows)]
+
+    def answer(count: int) -> list[Generation]:
+        if rows == 1:
+            return [runner(prompts[0], count, 0)]
+        waiting = [PromptAnswer(models.target.info, prompt, count, TorchSource(0), ()) for prompt in prompts]
+        return [Generation(row.tokens, row.trace, row.ended) for row in pool.run(waiting)]
+
     seconds: dict[int, list[float]] = {config.new_tokens: [], 1: []}
     for turn in range(config.repeats + 1):
         for count, taken in seconds.items():
             started = clock()
-            found = runner(prompts, count, [0] * rows)
+            found = answer(count)
             if turn:  # the first one warms up, and captures
                 taken.append(clock() - started)
             if count > 1:

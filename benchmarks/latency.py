@@ -156,7 +156,7 @@ class Pair:
         return target.session(1, self.capacity) if target.device.type == "cuda" else None
 
     def chain(self, models: tuple[LlamaLM, LlamaLM]) -> EngineRunner:
-        drafter = ChainDrafter(DraftModelNet(models[1]), [FixedLengthStop(K)], self.capacity)
+        drafter = ChainDrafter(DraftModelNet(models[1]), FixedLengthStop(K), self.capacity)
         return EngineRunner(models[0], drafter, GREEDY, (), session=self.session)
 
     def timed_chain(self, forwards: Stopwatch) -> EngineRunner:
@@ -182,7 +182,7 @@ class Pair:
 
         def call() -> None:
             for seed, prompt in enumerate(self.prompts):
-                runner([prompt], self.new_tokens, [seed])
+                runner(prompt, self.new_tokens, seed)
 
         return call
 

@@ -64,19 +64,19 @@ class Place:
         head = head_class(kind)(config).requires_grad_(False)
         self.times: list[float] = []
         self._states = torch.randn(context, len(head.aux_layers) * SHAPE.hidden_size, device=target.device)
-        self._drafter = ChainDrafter(head.net(target), [FixedLengthStop(K)], context + 16 * K * 64)
-        self._sampler = Sampler(SamplingParams(), [TorchSource(0)])
-        self._drafter.begin(0, [1] * context, self._states, 1)
+        self._drafter = ChainDrafter(head.net(target), FixedLengthStop(K), context + 16 * K * 64)
+        self._sampler = Sampler(SamplingParams(), TorchSource(0))
+        self._drafter.start([1] * context, self._states, 1)
         self.round(timed=False)
 
     @torch.inference_mode()
     def round(self, timed: bool = True) -> None:
         """Draft, and take over ACCEPTED tokens and one more."""
         began = seconds(self._states.device)
-        (tree,) = self._drafter.propose([K], self._sampler)
+        tree = self._drafter.propose(K, self._sampler)
         emitted = (*tree.tokens[:ACCEPTED], 1)
         logits = torch.empty(0)
-        self._drafter.advance([Outcome(emitted, ACCEPTED, self._states[: len(emitted)], logits)])
+        self._drafter.advance(Outcome(emitted, ACCEPTED, self._states[: len(emitted)], logits))
         if timed:
             self.times.append(seconds(self._states.device) - began)
 

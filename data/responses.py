@@ -36,9 +36,7 @@ from draftsmith.data.text.turns import (
     shard_content,
     turns_tokenizer,
 )
-from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.targets.base import CausalLM
 
 # Fields of a text with answers, shared by responses and their labels.
 TEXT_FIELDS = (
@@ -129,12 +127,9 @@ def open_engine(
     if config.engine == "vllm":
         return VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code)
 
-    def load(model: str | Checkpoint) -> CausalLM:
-        # The weights are packed, as decoding reads them.
-        how = (config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True)
-        return load_lm(model, *how)
-
-    return OwnEngine(settings, load, config.batch_size, config.draft, config.method)
+    # The weights are packed, as decoding reads them.
+    how = config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True
+    return OwnEngine(settings, load_lm(settings.target, *how), config.batch_size)
 
 
 def answer_shard(

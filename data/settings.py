@@ -357,11 +357,6 @@ class ResponsesConfig(Sampling, RemoteCode):
         batch_size: Prompts answered together. A finished one makes room for the next.
         rows_per_shard: Prompts per shard; what a killed run loses at most.
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
-        draft: Draft model or directory of a trained head, in process. Responses have the target's distribution with
-            any drafter.
-        method: Drafting method, name:setting=value as in `draftsmith eval bench`; pld needs no --draft. Default: chains
-            of the draft. Greedy, and with methods that choose nodes (pld, trees), responses equal those without a
-            drafter to the token.
         lm_engine: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
@@ -386,9 +381,6 @@ class ResponsesConfig(Sampling, RemoteCode):
     batch_size: int = 32
     rows_per_shard: int = 256
     dtype: Dtype = "float32"
-    # Its content is compared by hash.
-    draft: str | None = volatile(None)
-    method: str | None = None
     lm_engine: Literal["auto", "lean", "hf"] = "auto"
     device: str = volatile("auto")
     num_threads: int = volatile(0)
@@ -402,11 +394,6 @@ class ResponsesConfig(Sampling, RemoteCode):
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
-        if self.engine != "transformers" and (self.draft or self.method):
-            vllm = "Pass a speculative_config in --vllm-args"
-            remedy = {"openai": "Let the server draft", "vllm": vllm}.get(self.engine, "Choose one")
-            found = f"a drafter with --engine {self.engine}"
-            raise InputError("draft", found, "one with --engine transformers", f"{remedy}, and no --draft or --method.")
         if self.engine != "vllm" and self.vllm_args is not None:
             raise InputError("vllm_args", f"with --engine {self.engine}", "--engine vllm", "Leave them out.")
         # Check the sampling settings before anything is loaded.

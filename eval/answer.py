@@ -15,7 +15,8 @@ from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.drafter import Drafter
-from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, RowPool
+from draftsmith.modules.decoding.loop import DecodeOptions, Decoder, Generation, Round
+from draftsmith.modules.decoding.plain import PromptAnswer
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_method
 from draftsmith.modules.drafters.methods import chain_method
@@ -149,12 +150,12 @@ class Answer:
     ):
         """ends: tokens that end the answer; None takes the target's."""
         self.prompt, self._tokenizer = list(prompt), tokenizer
-        self._row = RowAnswer(target.info, prompt, max_new_tokens, TorchSource(seed), ends)
+        self._answer = PromptAnswer(target.info, prompt, max_new_tokens, TorchSource(seed), ends)
         self._rounds: list[Round] = []
         self._last: list[Round] = []
         self._drafter = drafter
-        longest = len(prompt) + self._row.room
-        self._pool: RowPool | None = RowPool(target, drafter, params, 1, longest, DecodeOptions(self._last.append))
+        options = DecodeOptions(self._last.append)
+        self._decoder: Decoder | None = Decoder(target, drafter, params, self._answer, options)
 
     def __iter__(self) -> Iterator[Round]:
         """Yield the rounds so far, then decode further ones.
@@ -167,22 +168,22 @@ class Answer:
             number += 1
 
     def _decode_round(self) -> Round | None:
-        if self._pool is None:
+        if self._decoder is None:
             return None
         if self._rounds:
             if self._drafter is not None and _drafting.get(self._drafter) != id(self):
                 found = "one that another answer has begun with since"
                 raise InputError("drafter", found, "its own until it is complete", "Finish it first, or load another.")
-            self._pool.round()
+            self._decoder.round()
         else:
             if self._drafter is not None:
                 _drafting[self._drafter] = id(self)
-            self._pool.admit([self._row])
+            self._decoder.begin()
         done = self._last.pop()
         self._rounds.append(dataclasses.replace(done, logits=None))
         # A finished answer needs no caches any more.
-        if self._row.done:
-            self._pool = None
+        if self._answer.done:
+            self._decoder = None
         return done
 
     def finish(self) -> Answer:
@@ -194,7 +195,7 @@ class Answer:
     @property
     def generation(self) -> Generation:
         """Tokens and counts, as `eval bench` has them."""
-        row = self.finish()._row
+        row = self.finish()._answer
         return Generation(list(row.tokens), row.trace, row.ended)
 
     @property

@@ -19,7 +19,7 @@ import torch
 from draftsmith.data.console import log_note
 from draftsmith.eval.clock import Clock, clock_of, interleaved, medians
 from draftsmith.modules.decoding.drafter import Drafter, Outcome
-from draftsmith.modules.decoding.loop import DecodeOptions, Generation, generate
+from draftsmith.modules.decoding.loop import DecodeOptions, Generation, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.decoding.tree_rule import TreeTimes
@@ -75,14 +75,14 @@ class MeasuredTimes(CostModel):
         self.step_costs |= state.get("step_costs", {})
         self.tree_seconds |= state.get("tree_times", {})
 
-    def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
+    def step_cost(self, models: Models, drafter: str) -> float:
         """Return c: the time of one more drafted token over that of a round without a draft.
 
-        drafter: `draft` or the kind of the head that drafts chains. rows: prompts decoded together.
+        drafter: `draft` or the kind of the head that drafts chains.
         """
-        key = f"{drafter}{models.variant}" + (f", batches of {rows}" if rows > 1 else "")
+        key = f"{drafter}{models.variant}"
         if key not in self.step_costs:
-            self.step_costs[key] = measure_step_cost(models, drafter, rows, clock_of(models.target.device))
+            self.step_costs[key] = measure_step_cost(models, drafter, clock_of(models.target.device))
             about = f"a drafted token's time in rounds without a draft, measured here ({key})"
             log_note(f"draftsmith: c = {self.step_costs[key]:.3f}: {about}")
         return self.step_costs[key]
@@ -112,22 +112,21 @@ class MeasuredTimes(CostModel):
         return TreeTimes(draft["first"], draft["step"], tuple(verify))
 
 
-def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> float:
+def measure_step_cost(models: Models, drafter: str, clock: Clock) -> float:
     """Return c, measured on greedy answers with two fixed draft lengths, interleaved.
 
     A round with n drafted tokens takes round_s + n * step_s: a target call, and for every drafted token the draft's
     step, its predictor, and one more row for the target to read. c = step_s / round_s; 1 for a head of one token.
     """
-    target, prompts = models.target, [[1] * C_PROMPT] * rows
+    target, prompt = models.target, [1] * C_PROMPT
 
-    def answering(k: int) -> Callable[[int], list[Generation]]:
+    def answering(k: int) -> Callable[[int], Generation]:
         # These answers never end, so that all have the same number of tokens.
-        chains = build_chains(replace(models, ends=()), drafter, [FixedLengthStop(k) for _ in prompts])
-        setup = DecodeOptions(session=target.session(rows, models.capacity, chains.aux_layers))
+        chains = build_chains(replace(models, ends=()), drafter, FixedLengthStop(k))
+        setup = DecodeOptions(session=target.session(1, models.capacity, chains.aux_layers))
 
-        def answer(num_tokens: int) -> list[Generation]:
-            sources = [TorchSource(0) for _ in prompts]
-            return generate(target, chains, prompts, GREEDY, num_tokens, sources, (), setup)
+        def answer(num_tokens: int) -> Generation:
+            return generate_one(target, chains, prompt, GREEDY, num_tokens, TorchSource(0), (), setup)
 
         return answer
 
@@ -137,7 +136,7 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
     short(1)
     slow = clock() - started > SLOW_S
     num_tokens = C_TOKENS // 2 if slow else C_TOKENS
-    traces = [answer(num_tokens)[0].trace for answer in (short, long)]
+    traces = [answer(num_tokens).trace for answer in (short, long)]
     num_rounds = [max(len(trace.steps), 1) for trace in traces]
     few, many = (trace.num_draft_tokens / count for trace, count in zip(traces, num_rounds, strict=True))
     if many <= few:
@@ -180,19 +179,19 @@ def time_draft_steps(target: CausalLM, drafter: Drafter, prompt: Sequence[int], 
     session = target.session(1, len(prompt) + DRAFT_ROUNDS + 1, drafter.aux_layers)
     scores = session.extend([prompt], logits_to_keep=1)
     token = int(scores.logits[0, -1].argmax())
-    drafter.begin(0, prompt, scores.features[0], token)
+    drafter.start(prompt, scores.features[0], token)
     seconds: dict[int, list[float]] = {}  # by forwards of the drafter
     for number in range(DRAFT_ROUNDS):
         steps = DRAFT_STEPS if number % 2 else 1
         started = clock()
-        (tree,) = drafter.propose([steps], Sampler(GREEDY, [TorchSource(SEED)]))
+        tree = drafter.propose(steps, Sampler(GREEDY, TorchSource(SEED)))
         taken = clock() - started
         # The first draft reads the prompt as well.
         if number:
             seconds.setdefault(tree.draft_calls, []).append(taken)
         scores = session.extend([[token]], logits_to_keep=1)
         token = int(scores.logits[0, -1].argmax())
-        drafter.advance([Outcome((token,), 0, scores.features[0], scores.logits[0])])
+        drafter.advance(Outcome((token,), 0, scores.features[0], scores.logits[0]))
     # Two points of a straight line: the drafts with the fewest and with the most forwards.
     few, many = min(seconds), max(seconds)
     fewest_s, most_s = statistics.median(seconds[few]), statistics.median(seconds[many])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval.answer import Answer, Prompt, encode, token_ids
-from draftsmith.eval.bench.measuring import PromptFailed, measure_group
+from draftsmith.eval.bench.measuring import PromptFailed, measure_prompt
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE, Row, summarize, with_ends
 from draftsmith.eval.bench.runner import DRAFT_ROOM, EngineRunner, Runner
@@ -45,21 +45,18 @@ class CallableRunner:
     decode: Decode
     target: CausalLM
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        """Call it for each prompt; plain token ids are cut at an end token and at `max_new_tokens`."""
-        generations = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            answer: Any = self.decode(list(prompt), max_new_tokens, seed)
-            if isinstance(answer, Answer):
-                answer = answer.generation
-            if not isinstance(answer, Generation):
-                tokens = token_ids(f"methods, {self.label}, an answer", answer, self.target)[:max_new_tokens]
-                # Cut as our own decoder does, so that the counts of tokens are comparable.
-                ends = [at for at, token in enumerate(tokens) if token in self.target.info.eos_ids][:1]
-                tokens = tokens[: ends[0] + 1] if ends else tokens
-                answer = Generation(tokens, DecodeTrace(prefill_emitted=len(tokens)), bool(ends))
-            generations.append(answer)
-        return generations
+    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
+        """Call it; plain token ids are cut at an end token and at `max_new_tokens`."""
+        answer: Any = self.decode(list(prompt), max_new_tokens, seed)
+        if isinstance(answer, Answer):
+            return answer.generation
+        if isinstance(answer, Generation):
+            return answer
+        tokens = token_ids(f"methods, {self.label}, an answer", answer, self.target)[:max_new_tokens]
+        # Cut as our own decoder does, so that the counts of tokens are comparable.
+        ends = [at for at, token in enumerate(tokens) if token in self.target.info.eos_ids][:1]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        return Generation(tokens, DecodeTrace(prefill_emitted=len(tokens)), bool(ends))
 
 
 def measure(
@@ -112,9 +109,9 @@ def measure(
     measured: dict[str, list[Row]] = {label: [] for label in runners}
     try:
         # The first run is not counted: it pays for the set-up.
-        measure_group(runners, encoded[:1], 0, temperature, max_new_tokens, 1, [seed])
+        measure_prompt(runners, encoded[0], 0, temperature, max_new_tokens, 1, seed)
         for number, prompt in enumerate(encoded):
-            rows = measure_group(runners, [prompt], number, temperature, max_new_tokens, repeats, [seed + number])
+            rows = measure_prompt(runners, prompt, number, temperature, max_new_tokens, repeats, seed + number)
             for row in rows:
                 measured[row["method"]].append(row)
     except PromptFailed as failure:

@@ -146,8 +146,6 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
             that are as long: conversations end at an earlier turn, and long messages are shortened in the middle.
         temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
             one. Equality with ar is checked in float32 only.
-        batch_size: prompts that are answered and timed together, by all methods but hf and hf-assisted; speed-ups
-            are over ar at the same batch size.
         repeats: runs of every method on every prompt; the median counts.
         traces: answer the first so many prompts of each task once more with every method of this engine, off the clock,
             and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
@@ -169,7 +167,6 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
     limit: int = 0
     contexts: str | None = None
     temperatures: str | None = None
-    batch_size: int = 1
     repeats: int = 3
     traces: int = 0
     card: bool = False

@@ -72,12 +72,12 @@ def first_broken(rows: Tensor) -> int | None:
 
 
 @contextmanager
-def located(row: int | None = None, model: str | None = None, position: int = 0) -> Iterator[None]:
-    """Add the row, the model, unless it is known, and the block's position to a NonFinite that leaves the block."""
+def located(model: str, position: int = 0) -> Iterator[None]:
+    """Add the model, unless it is known, and the block's position to a NonFinite that leaves the block."""
     try:
         yield
     except NonFinite as error:
-        error.row, error.model = error.row if row is None else row, error.model or model
+        error.model = error.model or model
         error.position = None if error.position is None else error.position + position
         raise
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -247,98 +247,95 @@ def _pick_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
     return tokens
 
 
-def draw_each(probs: Sequence[Tensor] | Tensor, sources: Sequence[Source]) -> list[int]:
-    """Draw from each row's distribution with its own source; probs [B, V], or a sequence of [V].
-
-    On a GPU all rows come in one transfer.
-    """
-    alone = len(probs) < FEW_ROWS or not isinstance(probs, Tensor)
+def draw_each(probs: Tensor, sources: Sequence[Source]) -> list[int]:
+    """Draw from each row's distribution [B, V] with its own source. On a GPU all rows come in one transfer."""
     seeded = [source for source in sources if isinstance(source, TorchSource)]
-    if not len(probs) or (alone and probs[0].is_cpu) or len(seeded) < len(sources):
+    if (len(probs) < FEW_ROWS and probs.is_cpu) or len(seeded) < len(sources):
         return [source.draw(distribution) for distribution, source in zip(probs, sources, strict=True)]
-    stacked = probs if isinstance(probs, Tensor) else torch.stack(list(probs))
     uniforms = torch.tensor([source.uniform() for source in seeded], dtype=torch.float64)
-    return draw_rows(stacked, to_device(uniforms, stacked.device)).tolist()
+    return draw_rows(probs, to_device(uniforms, probs.device)).tolist()
+
+
+def choose_each(logits: Tensor, params: SamplingParams, sources: Sequence[Source]) -> list[int]:
+    """Choose a token for each row of logits [B, V]; on a GPU in one transfer.
+
+    Raises:
+        NonFinite: a row's numbers choose no token.
+    """
+    tokens: list[int] = []
+    if params.greedy and logits.is_cpu and len(logits) < FEW_ROWS:
+        tokens = [best_token(row) for row in logits.unbind()]
+    elif params.greedy:
+        tokens = best_tokens(logits).tolist()
+    else:
+        # A CPU computes as many distributions at a time as its caches hold.
+        count = max(1, CACHED // logits.shape[-1]) if logits.is_cpu else len(logits)
+        for first in range(0, len(logits), count):
+            own = slice(first, first + count)
+            tokens += draw_each(probabilities(logits[own], params), sources[own])
+    if NO_TOKEN in tokens:
+        raise NonFinite("logits" if params.greedy else "probabilities", row=tokens.index(NO_TOKEN))
+    return tokens
+
+
+def can_choose_ahead(params: SamplingParams, sources: Sequence[Source]) -> bool:
+    """Return whether all random numbers can be read ahead, or none are needed."""
+    return params.greedy or all(isinstance(source, TorchSource) for source in sources)
+
+
+def choose_ahead(
+    logits: Tensor,
+    step: Callable[[Tensor, int], Tensor],
+    count: int,
+    params: SamplingParams,
+    sources: Sequence[Source],
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Choose `count` tokens of each row, one behind the other, without waiting for the device.
+
+    Uniforms are not consumed: `skip_ahead` those of the tokens that are kept.
+
+    logits: [B, V] for the first ones. step: reads tokens [B] at their place, from 1; returns the next logits [B, V].
+
+    Yields tokens, int64 [B], and the distributions [B, V] that they were drawn from, None if greedy.
+    """
+    uniforms = torch.empty(0)
+    if not params.greedy:
+        rows = [source.peek(count) for source in sources if isinstance(source, TorchSource)]
+        uniforms = to_device(torch.tensor(rows, dtype=torch.float64), logits.device)  # [B, K]
+    for place in range(count):
+        distributions = None if params.greedy else probabilities(logits, params)
+        tokens = best_tokens(logits) if distributions is None else draw_rows(distributions, uniforms[:, place])
+        yield tokens, distributions
+        if place + 1 < count:
+            # NO_TOKEN has no embedding.
+            logits = step(tokens.clamp_min(0), place + 1)
+
+
+def skip_ahead(count: int, params: SamplingParams, sources: Sequence[Source]) -> None:
+    """Consume the uniforms of tokens that `choose_ahead` has chosen and that are kept, `count` of each row."""
+    for source in () if params.greedy else sources:
+        assert isinstance(source, TorchSource), "see can_choose_ahead"
+        source.skip(count)
 
 
 class Sampler:
-    """Choice of the next token of rows: sampling parameters, and the random numbers of each row."""
+    """Choice of the next tokens of a sequence: sampling parameters, and its random numbers."""
 
-    def __init__(self, params: SamplingParams, sources: Sequence[Source]):
-        self.params, self.sources, self.greedy = params, sources, params.greedy
+    def __init__(self, params: SamplingParams, source: Source):
+        self.params, self.source, self.greedy = params, source, params.greedy
 
-    @property
-    def seeded(self) -> bool:
-        """True if every row's random numbers can be read ahead, or none are needed."""
-        return self.greedy or all(isinstance(source, TorchSource) for source in self.sources)
-
-    def row(self, row: int) -> Sampler:
-        """Return the sampler of a row alone."""
-        return Sampler(self.params, [self.sources[row]])
-
-    def draw(self, logits: Tensor, rows: Sequence[int], position: int = 0) -> tuple[list[int], Tensor | None]:
-        """Choose a token for R of the rows of logits [B, V]; on a GPU in one transfer.
+    def draw(self, logits: Tensor, position: int = 0) -> tuple[int, Tensor | None]:
+        """Choose a token by logits [V].
 
         position: of the token in its draft, for errors.
 
-        Returns the tokens, and the distributions [R, V] that they were drawn from, None if greedy.
+        Returns the token, and the distribution [V] that it was drawn from, None if greedy.
 
         Raises:
-            NonFinite: a row's numbers choose no token.
+            NonFinite: the numbers choose no token.
         """
-        distributions = None
-        if self.greedy and logits.is_cpu and (len(rows) < FEW_ROWS or len(rows) < len(logits)):
-            tokens = [best_token(logits[row]) for row in rows]
-        elif self.greedy:
-            tokens = best_tokens(of_rows(logits, rows)).tolist()
-        else:
-            distributions = probabilities(of_rows(logits, rows), self.params)
-            tokens = draw_each(distributions, [self.sources[row] for row in rows])
-        if NO_TOKEN in tokens:
-            what = "logits" if distributions is None else "probabilities"
-            raise NonFinite(what, position=position, row=rows[tokens.index(NO_TOKEN)])
-        return tokens, distributions
-
-    def choose(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
-        """Choose as `draw` does, without keeping distributions: a CPU computes as many at a time as its caches hold."""
-        together = max(1, CACHED // logits.shape[-1]) if logits.is_cpu and not self.greedy else len(rows)
-        pieces = [rows[first : first + together] for first in range(0, len(rows), together)]
-        return [token for piece in pieces for token in self.draw(logits, piece)[0]]
-
-    def ahead(
-        self, logits: Tensor, step: Callable[[Tensor, int], Tensor], counts: Sequence[int]
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Choose counts[b] tokens of each row, one behind the other, without waiting for the device.
-
-        The sampler is `seeded`. Uniforms are not consumed: `skip` those of the tokens that are kept. Rows with fewer
-        tokens than others are chosen for all the same.
-
-        logits: [B, V] for the first ones. step: reads tokens [B, 1] at their place, from 1; returns the next logits.
-
-        Yields tokens, int64 [B], and the distributions [B, V] that they were drawn from, None if greedy.
-        """
-        longest, uniforms, sources = max(counts), torch.empty(0), list[Any](self.sources)
-        if not self.greedy:
-            rows = [own.peek(count) + [0.0] * (longest - count) for own, count in zip(sources, counts, strict=True)]
-            uniforms = to_device(torch.tensor(rows, dtype=torch.float64), logits.device)  # [B, K]
-        for place in range(longest):
-            distributions = None if self.greedy else probabilities(logits, self.params)
-            tokens = best_tokens(logits) if distributions is None else draw_rows(distributions, uniforms[:, place])
-            yield tokens, distributions
-            if place + 1 < longest:
-                # NO_TOKEN has no embedding.
-                logits = step(tokens.clamp_min(0)[:, None], place + 1)
-
-    def skip(self, counts: Sequence[int]) -> None:
-        """Consume the uniforms of each row's tokens that `ahead` has chosen."""
-        sources: Sequence[Any] = self.sources
-        if not self.greedy:
-            for source, count in zip(sources, counts, strict=True):
-                source.skip(count)
-
-
-def of_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Select rows (ascending) of values [B, ..], without a copy if they lie side by side."""
-    if len(rows) == len(values):
-        return values
-    return values[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] == len(rows) - 1 else values[list(rows)]
+        distribution = None if self.greedy else probabilities(logits, self.params)
+        token = best_token(logits) if distribution is None else self.source.draw(distribution)
+        if token == NO_TOKEN:
+            raise NonFinite("logits" if distribution is None else "probabilities", position=position)
+        return token, distribution

@@ -22,9 +22,10 @@ import torch.nn.functional as F
 import transformers
 from tiny_configs import LAYERS, OMITTED, WINDOW, causal_types, random_model, sample, tiny_config
 from torch import Tensor
+from worlds import in_rows
 
 import draftsmith
-from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
@@ -202,10 +203,9 @@ def decode(model: Any, lm: CausalLM, result: Outcome) -> None:
 
     def answers(method: str) -> list[list[int]]:
         if not method:
-            both = generate(lm, None, prompts, GREEDY, room, [TorchSource(0), TorchSource(1)], ())
-            return [row.tokens for row in both]
+            return [row.tokens for row in in_rows(lm, prompts, room)]
         models = Models(target=lm, draft=lm, capacity=lm.info.max_position + 8)
-        drafter = parse_method(method).build(models, 1)
+        drafter = parse_method(method).build(models)
         return [generate_one(lm, drafter, prompts[0], GREEDY, room, TorchSource(0), ()).tokens]
 
     for way, method in WAYS.items():

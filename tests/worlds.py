@@ -26,7 +26,8 @@ from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import Generation, generate_one
+from draftsmith.modules.decoding.plain import PromptAnswer, RowPool
 from draftsmith.modules.decoding.stop import FixedLengthStop, PredictorStop, ThresholdRule
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, layers_like
@@ -404,7 +405,7 @@ class World:
             return None
         if method.startswith("hf"):
             draft = self.hf_draft if method == "hf-draft" else self.draft
-            return ChainDrafter(DraftModelNet(draft), [FixedLengthStop(3)], capacity)
+            return ChainDrafter(DraftModelNet(draft), FixedLengthStop(3), capacity)
         return parse_method(method).build(self.models(capacity))
 
     def run(
@@ -414,6 +415,17 @@ class World:
         target = self.hf_target if method == "hf-target" else self.target
         drafter = drafter or self.drafter(method)
         return generate_one(target, drafter, prompt, GREEDY, count, TorchSource(0), eos_ids)
+
+
+def in_rows(
+    target: Any, prompts: Sequence[Sequence[int]], count: int, eos_ids: tuple[int, ...] = (), session: Any = None
+) -> list[Generation]:
+    """Answer prompts greedily without a draft, side by side."""
+    waiting = [PromptAnswer(target.info, own, count, TorchSource(0), eos_ids, i) for i, own in enumerate(prompts)]
+    longest = max(len(answer.prompt) + answer.room for answer in waiting)
+    for _ in RowPool(target, GREEDY, len(prompts), longest, session).run(waiting):
+        pass
+    return [Generation(answer.tokens, answer.trace, answer.ended) for answer in waiting]
 
 
 def transformers_answers(oracle: Any, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -413,7 +413,7 @@ class TauProbe:
         with torch.autocast(target.device.type, enabled=False):
             # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
-            drafter = ChainDrafter(head.net(target), [FixedLengthStop(self.k)], capacity)
+            drafter = ChainDrafter(head.net(target), FixedLengthStop(self.k), capacity)
             setup = DecodeOptions(session=target.session(1, capacity, head.aux_layers), max_nodes=self.k)
             for place in range(-(-len(prompts) // num_ranks())):
                 before_each()

@@ -94,7 +94,7 @@ def score_pair(
     greedy, sampled = answers_to(target, prompts, 0.0, seed), answers_to(target, prompts, 1.0, seed)
     scores: dict[str, TaskScore] = defaultdict(TaskScore)
     ends = set(target.info.eos_ids)
-    drafter = ChainDrafter(DraftModelNet(draft), [FixedLengthStop(5)], target.info.max_position)
+    drafter = ChainDrafter(DraftModelNet(draft), FixedLengthStop(5), target.info.max_position)
     for question, text, sample in zip(questions, greedy, sampled, strict=True):
         score = scores[question.task]
         score.prompts += 1

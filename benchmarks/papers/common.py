@@ -176,7 +176,7 @@ def decode_prompts(
                 on_round(prompt, done)
 
             runner = EngineRunner(loaded.models.target, drafter, params, loaded.eos_ids, see)
-            generations += runner([prompt.prompt_ids], config.max_new_tokens, [config.seed + number])
+            generations.append(runner(prompt.prompt_ids, config.max_new_tokens, config.seed + number))
             advance(1)
     return generations
 

@@ -27,7 +27,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.metrics import soft_label_auc
-from draftsmith.modules.decoding.drafter import Drafter, EachRow
+from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import DraftView, StopPolicy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
@@ -143,11 +143,10 @@ class Watcher:
 
     def __init__(self, drafter: Drafter, eos_ids: Sequence[int]):
         self._eos = frozenset(eos_ids)
-        single = drafter.drafters[0] if isinstance(drafter, EachRow) else drafter
-        self._hierarchy = single if isinstance(single, HierarchicalDrafter) else None
+        self._hierarchy = drafter if isinstance(drafter, HierarchicalDrafter) else None
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
-        self._stop = WatchedStop(chain.policies[0])
-        chain.policies = [self._stop]
+        self._stop = WatchedStop(chain.stop)
+        chain.stop = self._stop
         self.verified: list[dict[str, Any]] = []
         self.inner, self.origin = DecodeTrace(), Counter[str]()
 

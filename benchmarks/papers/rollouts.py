@@ -24,7 +24,8 @@ from torch import Tensor
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter, Outcome
-from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
+from draftsmith.modules.decoding.loop import Generation, generate_one
+from draftsmith.modules.decoding.plain import room_for
 from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree, num_candidates
 from draftsmith.modules.drafters.branches import BranchedText, pieces, target_states
@@ -235,14 +236,14 @@ def walk(
 ) -> Iterator[DraftTree]:
     """Yield the draft of every round that begins before response token 1, 2, ..., at most `count` tokens deep."""
     tokens, read = reading.answer.tokens, len(prompt)
-    drafter.begin(0, prompt, reading.features[:read], tokens[0])
+    drafter.start(prompt, reading.features[:read], tokens[0])
     for start in range(1, len(tokens)):
         free = TorchSource(seed_of(how.seed, number, start))
-        (tree,) = drafter.propose([count], Sampler(how.params, [CoupledSource(reading.text, start, free)]))
+        tree = drafter.propose(count, Sampler(how.params, CoupledSource(reading.text, start, free)))
         yield tree
         # The feature that predicts token t belongs to the token before it.
         row = slice(read + start - 1, read + start)
-        drafter.advance([Outcome((tokens[start],), 0, reading.features[row], reading.logits[start : start + 1])])
+        drafter.advance(Outcome((tokens[start],), 0, reading.features[row], reading.logits[start : start + 1]))
 
 
 def record_all(recorder: Callable[[BenchPrompt, int], Rollouts], prompts: Sequence[BenchPrompt]) -> Rollouts:
@@ -282,9 +283,9 @@ class ChainRecorder:
         self._answers = answers or TargetAnswers(models.target, how)
         self._along = BranchedText(models.target, how.depth) if along and not how.params.greedy else None
         # One token more than is kept: the state after a token exists once the next forward has read it.
-        self._drafter = build_chains(models, drafter, [FixedLengthStop(how.depth + 1)])
+        self._drafter = build_chains(models, drafter, FixedLengthStop(how.depth + 1))
         self._views = list[DraftView]()
-        self._drafter.on_token = lambda row, view: self._views.append(view)
+        self._drafter.on_token = self._views.append
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:

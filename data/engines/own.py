@@ -1,4 +1,4 @@
-"""Response generation with our own decoder: many prompts at a time, with or without a drafter."""
+"""Response generation with our own decoder, many prompts at a time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from draftsmith.data.console import log_note
 from draftsmith.data.engines.served_target import ServedLM
 from draftsmith.data.store.shards import row_generator
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
-from draftsmith.modules.decoding.drafter import Drafter
-from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
-from draftsmith.modules.drafters.method import Method, Models
-from draftsmith.modules.drafters.method_names import parse_method
-from draftsmith.modules.drafters.methods import chain_method
+from draftsmith.modules.decoding.plain import PromptAnswer, RowPool
 from draftsmith.modules.finite import name_nonfinite
-from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
-from draftsmith.modules.pretrained.heads import load_drafter
 from draftsmith.modules.sampling import Source, TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
 
 
 class RowUniforms(TorchSource):
-    """Random source of one row, drawing the numbers of `row_uniforms`; without a drafter one per token."""
+    """Random source of one row, drawing the numbers of `row_uniforms`, one per token."""
 
     def __init__(self, stage: str, seed: int, row: int):
         self._numbers, self._uniforms = row_generator(stage, seed, row), []
@@ -52,7 +46,6 @@ def generate_rows(
     batch_size: int,
     sources: Callable[[int], Source] | None = None,
     eos_ids: Sequence[int] | None = None,
-    build_drafter: Callable[[int], Drafter | None] = lambda capacity: None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (prompt number, response tokens) as responses finish.
 
@@ -60,23 +53,18 @@ def generate_rows(
     read first, and a finished row makes room for the next prompt.
 
     prompts: each shorter than the context. sources: prompt number -> random source; greedy decoding needs none.
-    eos_ids: end tokens; None takes the target's, () never ends. build_drafter: capacity in tokens per row -> a drafter
-    for `batch_size` rows.
+    eos_ids: end tokens; None takes the target's, () never ends.
 
     Raises:
         NonFinite: a model returned NaN or infinity for the prompt `row`.
     """
     assert params.greedy or sources is not None, "sampling needs a random source per row"
     longest = min(max(map(len, prompts)) + max_new_tokens, lm.info.max_position)
-    drafter = build_drafter(longest + DEFAULTS.max_nodes + 1)
-    aux_layers, nodes = ((), 0) if drafter is None else (drafter.aux_layers, DEFAULTS.max_nodes)
-    num_rows = min(batch_size, len(prompts))
-    setup = DecodeOptions(session=lm.session(num_rows, longest + nodes + 1, aux_layers), max_nodes=nodes)
     waiting = (
-        RowAnswer(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
+        PromptAnswer(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
         for i in sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     )
-    for row in RowPool(lm, drafter, params, num_rows, longest, setup).run(waiting):
+    for row in RowPool(lm, params, min(batch_size, len(prompts)), longest).run(waiting):
         yield row.number, row.tokens
 
 
@@ -126,39 +114,17 @@ def set_threads(num_threads: int) -> None:
 
 
 class OwnEngine(AbstractContextManager["OwnEngine"]):
-    """Our own decoder with a drafting method, `batch_size` turns at a time.
+    """Our own decoder, `batch_size` turns at a time.
 
     Attributes:
-        identity: of the target, and of what drafts. context: longest sequence.
+        identity: of the target. context: longest sequence.
     """
 
-    def __init__(
-        self,
-        settings: AnswerSettings,
-        load: Callable[[str | Checkpoint], CausalLM],
-        batch_size: int,
-        draft: str | None = None,
-        label: str | None = None,
-    ):
-        """load: a model by its path, or an opened one. draft, label: --draft and --method."""
-        self.settings, self._batch_size = settings, batch_size
-        self.lm = load(settings.target)
-        note_slow_dtype(self.lm)
-        self.context, self.identity = self.lm.info.max_position, {"target": self.lm.info.identity}
-        self._draft: CausalLM | None = None
-        self._heads: dict[str, Any] = {}
-        if draft is None:
-            self._method = select_method(label or "ar", "")
-            return
-        drafter = load_drafter(draft, lambda: self.lm, load)
-        self._method = select_method(label or chain_method(drafter.name), drafter.name)
-        self.identity["drafted_by"] = drafter.identity
-        if drafter.head is not None:
-            self._heads = {drafter.name: drafter.head}
-        else:
-            check_same_tokenizer(settings.target, checkpoint_of(drafter.lm))
-            drafter.lm.fit_vocabulary(self.lm.info.vocab_size)
-            self._draft = drafter.lm
+    def __init__(self, settings: AnswerSettings, lm: CausalLM, batch_size: int):
+        """lm: the target."""
+        self.settings, self.lm, self._batch_size = settings, lm, batch_size
+        note_slow_dtype(lm)
+        self.context, self.identity = lm.info.max_position, {"target": lm.info.identity}
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -170,11 +136,6 @@ class OwnEngine(AbstractContextManager["OwnEngine"]):
         # Turn 1 uses the same stream as a prompt without later turns.
         stages = ["responses" if turn.number == 1 else f"responses/turn-{turn.number}" for turn in turns]
 
-        def build_drafter(capacity: int) -> Drafter | None:
-            # What a drafter learned must not reach the next shard: shards are the same on any number of ranks.
-            models = Models(self.lm, self._draft, heads=self._heads, capacity=capacity, ends=ends)
-            return self._method.build(models, self._batch_size)
-
         with name_nonfinite([turn.id for turn in turns]):
             answers = generate_rows(
                 self.lm,
@@ -184,21 +145,6 @@ class OwnEngine(AbstractContextManager["OwnEngine"]):
                 self._batch_size,
                 lambda i: RowUniforms(stages[i], settings.seed, turns[i].row),
                 ends,
-                build_drafter,
             )
             for i, tokens in answers:
                 yield i, TargetTurn(tokens, ended=tokens[-1] in ends)
-
-
-def select_method(label: str, draft_kind: str) -> Method:
-    """Parse a method label and check that it can draft responses. draft_kind: `draft`, a head's kind, or empty."""
-    method = parse_method(label)
-    missing = [need for need in method.needs if need != draft_kind]
-    if missing or (draft_kind and not method.needs):
-        found = f"--draft, which is {draft_kind}" if draft_kind else "no --draft"
-        expected = f"--draft {missing[0]}" if missing else "no --draft"
-        raise InputError("method", f"{label} with {found}", expected, "Change one of the two.")
-    if method.timed or method.trees or not method.batchable:
-        expected = "a method for several rows, without measured times or a tree file"
-        raise InputError("method", label, expected, "Choose another, or set its numbers (online:c=0.1).")
-    return method

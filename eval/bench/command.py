@@ -45,7 +45,7 @@ from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.method_names import LabeledMethod, known_methods, parse_methods
+from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import write_json
@@ -128,12 +128,12 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     # Measure.
     models.times.load_state_dict(journal.times)
     # Building runners measures costs, which meta holds.
-    runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
+    runners = make_runners(named, models, config.modes, **config.loading)
     meta |= models.times.state_dict()
     journal.start(depends_on(meta), models.times.state_dict())
     context, room = target.info.max_position, models.capacity - DRAFT_ROOM
     prompt_runner = PromptRunner(runners, tokenizer, context, room, config.max_new_tokens, config.repeats, config.seed)
-    rows = prompt_runner.run_all(files, config.batch_size, journal)
+    rows = prompt_runner.run_all(prompts, journal)
 
     # Summarize and write.
     add_kinds(rows, tokenizer)
@@ -206,18 +206,10 @@ def check(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, str]
     """Check the options before anything is loaded. Return the heads that some method uses: kind -> directory.
 
     Raises:
-        InputError: an option out of range, a method that cannot be batched, a missing model, ...
+        InputError: an option out of range, a missing model, ...
     """
-    check_positive(config, "repeats", "num_threads", "max_new_tokens", "batch_size")
+    check_positive(config, "repeats", "num_threads", "max_new_tokens")
     check_not_negative(config, "limit", "traces")
-    # Not every method decodes rows together; `make_runners` refuses models that cannot.
-    if config.batch_size > 1:
-        batch = f"with batch_size {config.batch_size}"
-        for item in named:
-            if not item.method.batchable:
-                able = ", ".join(name for name, method in known_methods().items() if method.batchable)
-                remedy = "Measure it with --batch-size 1."
-                raise InputError("methods", f"{item.label} {batch}", f"some of {able}", remedy)
     check_methods(named, config.paths)
     used = {need for item in named for need in item.keys(config.paths) if need.partition("@")[0] not in (MODEL, "mid")}
     heads = {need: path for need, path in config.paths.items() if need in used}

@@ -28,7 +28,7 @@ from draftsmith.modules.pretrained.reading import check_shape
 from draftsmith.modules.types import InputError
 
 # Settings without which two runs did not do the same work.
-SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns", "batch_size")
+SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns")
 # Settings that change how fast the same work is done.
 SAME_SPEED = ("device", "num_threads", "engine")
 SEED = 0  # of the bootstrap

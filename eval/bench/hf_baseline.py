@@ -26,8 +26,6 @@ Call = tuple[int, Tensor]  # of the target: how many tokens were in its cache, a
 class HFGenerate(Method):
     """transformers' own `generate`: a baseline that shares no code with this engine."""
 
-    batchable = False
-
 
 @dataclass(frozen=True)
 class HFAssisted(Method):
@@ -40,7 +38,6 @@ class HFAssisted(Method):
     k: int = 5
     t: float = 0.0
     uses = ("draft",)
-    batchable = False
 
     def __post_init__(self) -> None:
         check_range("k", self.k, 1)
@@ -66,12 +63,8 @@ class HFRunner:
     num_assistant_tokens: int = 5
     confidence_threshold: float = 0.0
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        """Generate one after the other, and cut at the first end token and at `max_new_tokens` before counting."""
-        return [self.answer(prompt, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-
-    def answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        """Generate for one prompt, and count target calls with a hook."""
+    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
+        """Generate, count target calls with a hook, and cut at the first end token before counting."""
         from transformers import GenerationConfig
 
         # Options of `generate`.

@@ -1,4 +1,4 @@
-"""Time every method on every prompt: group by group, at every temperature, turn by turn, with a journal to resume from.
+"""Time every method on every prompt, at every temperature, turn by turn, with a journal to resume from.
 
 Turns stay paired: in a later turn every method is asked the conversation with the answers that `ar` gave to the earlier
 ones, in this run and at this temperature. Every method answers from the same distribution (greedily with the same
@@ -42,48 +42,41 @@ class PromptFailed(Exception):
     """A method did not answer a prompt; `__cause__` is the error that it raised."""
 
 
-def measure_group(
+def measure_prompt(
     runners: Mapping[str, Runner],
-    group: Sequence[BenchPrompt],
+    prompt: BenchPrompt,
     number: int,
     temperature: float,
     max_new_tokens: int,
     repeats: int,
-    seeds: Sequence[int],
+    seed: int,
 ) -> list[Row]:
-    """Measure every method on a group of prompts, interleaved, so that a slower machine slows all methods alike.
+    """Measure every method on a prompt, interleaved, so that a slower machine slows all methods alike.
 
-    Tokens and counts are those of the first repeat. The order of methods rotates with the group and with the repeat.
-
-    number: of the group. seeds: one a prompt; repeats redo the same work, and methods share their random numbers.
+    Tokens and counts are those of the first repeat. The order of methods rotates with the number and with the repeat.
+    Repeats redo the same work, and methods share their random numbers.
 
     Raises:
         PromptFailed: a method did not answer.
     """
     # What a method learns from a prompt helps on the next prompt, but not on the same one again.
     restore = {label: snapshot_learned_state(runner) for label, runner in runners.items()}
-    prompts = [prompt.prompt_ids for prompt in group]
-    answers: dict[str, list[Generation]] = {}
+    answers: dict[str, Generation] = {}
     seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in runners}  # wall, CPU of all threads
     for repeat in range(repeats):
         for label in rotated(list(runners), number + repeat):
             restore[label]()
             try:
-                with name_nonfinite([prompt.id for prompt in group]):
+                with name_nonfinite([prompt.id]):
                     wall, cpu = wall_time(), time.process_time()
-                    generations = runners[label](prompts, max_new_tokens, seeds)
+                    answer = runners[label](prompt.prompt_ids, max_new_tokens, seed)
                     seconds[label].append((wall_time() - wall, time.process_time() - cpu))
             except REFUSALS as error:
-                together = f" (with {len(group) - 1} others)" if len(group) > 1 else ""
-                message = f"{label}{together}: {type(error).__name__}: {' '.join(str(error).split())}"
-                raise PromptFailed(message) from error
-            answers.setdefault(label, generations)
-    rows = []
-    for label, runs in seconds.items():
-        wall_s, cpu_s = ([run[clock] / len(group) for run in runs] for clock in (0, 1))
-        for prompt, answer in zip(group, answers[label], strict=True):
-            rows.append(row_of(prompt, number, label, temperature, answer, wall_s, cpu_s))
-    return rows
+                raise PromptFailed(f"{label}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+            answers.setdefault(label, answer)
+    return [
+        row_of(prompt, label, temperature, answers[label], *zip(*runs, strict=True)) for label, runs in seconds.items()
+    ]
 
 
 def prompt_seed(seed: int, number: int, turn: int) -> int:
@@ -94,8 +87,8 @@ def prompt_seed(seed: int, number: int, turn: int) -> int:
 class Journal:
     """Journal of an unfinished run, so that the same command resumes it behind a kill.
 
-    JSON lines: the first holds what the run depends on, each later one the rows of a group of prompts. A line is synced
-    to the disk before the next group begins.
+    JSON lines: the first holds what the run depends on, each later one the rows of a prompt with its turns. A line is
+    synced to the disk before the next prompt begins.
 
     entries: lines of an earlier start. times: measured for `auto` by the first start, empty if there was none.
     """
@@ -104,7 +97,7 @@ class Journal:
         self.path = Path(directory) / JOURNAL
         lines = []
         if self.path.exists():
-            # A torn last line is what a kill leaves: cut it off, and its group is measured again.
+            # A torn last line is what a kill leaves: cut it off, and its prompt is measured again.
             cut(self.path, self.path.read_bytes().rfind(b"\n") + 1)
             lines = list(read_lines(self.path, {}, REMEDY))
         if lines:
@@ -152,35 +145,36 @@ class PromptRunner:
     repeats: int
     seed: int
 
-    def run_all(self, files: Sequence[Sequence[BenchPrompt]], batch_size: int, journal: Journal) -> list[Row]:
+    def run_all(self, prompts: Sequence[BenchPrompt], journal: Journal) -> list[Row]:
         """Measure all prompts at all temperatures, but for those that the journal holds. Return the rows of all.
 
-        Consecutive prompts of one file are a group. Methods first load what they had learned when the journal ended.
+        Methods first load what they had learned when the journal ended.
 
         Raises:
             InputError: no prompt could be measured.
         """
         # Restore what was measured and learned before an interruption.
-        groups = [file[start : start + batch_size] for file in files for start in range(0, len(file), batch_size)]
         for entry in journal.entries:
             for label, states in entry["learned"].items():
                 load_learned_state(self.runners[entry["temperature"]][label], states)
-        kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
-        total, done = sum(map(len, files)) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
+        kept = {(entry["prompt"], entry["temperature"]): entry["rows"] for entry in journal.entries}
+        total, done = len(prompts) * len(self.runners), len(kept)
         if done:
             log_note(f"draftsmith: resuming: {done} of {total} prompts are measured ({journal.path})")
         if done < total:
-            self.warm_up([prompt for file in files for prompt in file], batch_size)
-        # Measure the rest, and journal every group at once.
+            self.warm_up(prompts)
+        # Measure the rest, and journal every prompt at once.
         rows: list[Row] = []
         with progress_bar("measuring", total, "prompts", done, moving=False) as progress:
-            for number, group in enumerate(groups):
+            for number, prompt in enumerate(prompts):
                 for temperature, runners in self.runners.items():
                     if (number, temperature) not in kept:
-                        measured = kept[number, temperature] = self.run(group, number, temperature)
+                        measured = kept[number, temperature] = self.run(prompt, number, temperature)
                         learned = {label: states for label in runners if (states := learned_state(runners[label]))}
-                        journal.add({"group": number, "temperature": temperature, "rows": measured, "learned": learned})
-                        progress(len(group))
+                        journal.add(
+                            {"prompt": number, "temperature": temperature, "rows": measured, "learned": learned}
+                        )
+                        progress(1)
                     rows += kept[number, temperature]
         # Nothing to resume: the same command would fail again.
         if all(row["error"] is not None for row in rows):
@@ -192,61 +186,51 @@ class PromptRunner:
         order = {place: number for number, place in enumerate(labels)}
         return sorted(rows, key=lambda row: (order[row["temperature"], row["method"]], row["prompt"], row["turn"]))
 
-    def warm_up(self, prompts: Sequence[BenchPrompt], batch_size: int) -> None:
+    def warm_up(self, prompts: Sequence[BenchPrompt]) -> None:
         """Run every method once, uncounted, on the first prompt that is not too long: a first run pays for set-up."""
-        group = [prompt for prompt in prompts if not self.too_long(prompt)][:1] * batch_size
+        first = next((prompt for prompt in prompts if not self.too_long(prompt)), None)
+        if first is None:
+            return
         restore = [snapshot_learned_state(runner) for own in self.runners.values() for runner in own.values()]
-        seeds = range(self.seed, self.seed + batch_size)
         try:
-            for temperature, runners in self.runners.items() if group else ():
-                measure_group(runners, group, 0, temperature, self.max_new_tokens, 1, seeds)
+            for temperature, runners in self.runners.items():
+                measure_prompt(runners, first, 0, temperature, self.max_new_tokens, 1, self.seed)
         except PromptFailed:
             pass  # reported when the prompt is measured
         finally:
             for load in restore:
                 load()
 
-    def run(self, group: Sequence[BenchPrompt], number: int, temperature: float) -> list[Row]:
-        """Measure all turns of a group. Rows of failed prompts hold the error; their later turns are not asked."""
-        runners = self.runners[temperature]
-        rows: list[Row] = []
+    def run(self, prompt: BenchPrompt, number: int, temperature: float) -> list[Row]:
+        """Measure all turns of a prompt. Rows of a failed turn hold the error; later turns are not asked then."""
+        runners, rows, asked = self.runners[temperature], list[Row](), prompt
 
-        def fail(prompt: BenchPrompt, error: str) -> None:
-            if prompt.later:
-                error += f"; so turns up to {prompt.turn + len(prompt.later)} were not asked"
-            rows.extend(row_of(prompt, number, label, temperature, error=error) for label in runners)
+        def failed(turn: BenchPrompt, error: str) -> list[Row]:
+            if turn.later:
+                error += f"; so turns up to {turn.turn + len(turn.later)} were not asked"
+            return [row_of(turn, label, temperature, error=error) for label in runners]
 
-        # One turn after the other.
-        while group:
-            fitting: list[BenchPrompt] = []
-            for prompt in group:
-                if error := self.too_long(prompt):
-                    fail(prompt, error)
-                else:
-                    fitting.append(prompt)
-            if not fitting:
-                break
-            seeds = [prompt_seed(self.seed, prompt.number, prompt.turn) for prompt in fitting]
+        while True:
+            if error := self.too_long(asked):
+                return [*rows, *failed(asked, error)]
             # A failure of one method leaves the prompt out for all: they are compared on the same prompts.
+            seed = prompt_seed(self.seed, asked.number, asked.turn)
+            how = number, temperature, self.max_new_tokens, self.repeats, seed
             try:
-                turn = measure_group(runners, fitting, number, temperature, self.max_new_tokens, self.repeats, seeds)
+                measured = measure_prompt(runners, asked, *how)
             except PromptFailed as failure:
-                for prompt in fitting:
-                    fail(prompt, str(failure))
-                break
-            rows += turn
+                return [*rows, *failed(asked, str(failure))]
+            rows += measured
+            if not asked.later:
+                return rows
 
-            # The next turn follows the answers of ar.
-            answers = [row["token_ids"] for row in turn if row["method"] == BASELINE]
-            group = []
-            for prompt, answer in zip(fitting, answers, strict=True):
-                if prompt.later:
-                    try:
-                        group.append(next_turn(self.tokenizer, prompt, answer))
-                    except RowError as error:
-                        refused = replace(prompt, prompt_ids=[], later=prompt.later[1:], turn=prompt.turn + 1)
-                        fail(refused, str(error))
-        return rows
+            # The next turn follows the answer of ar.
+            answer = next(row["token_ids"] for row in measured if row["method"] == BASELINE)
+            try:
+                asked = next_turn(self.tokenizer, asked, answer)
+            except RowError as refusal:
+                refused = replace(asked, prompt_ids=[], later=asked.later[1:], turn=asked.turn + 1)
+                return [*rows, *failed(refused, str(refusal))]
 
     def too_long(self, prompt: BenchPrompt) -> str | None:
         """Return why a prompt cannot be asked, None if it can."""

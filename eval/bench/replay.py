@@ -54,7 +54,7 @@ from draftsmith.modules.pretrained.card import WEIGHTS
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
-from draftsmith.modules.sampling import Sampler, best_tokens, probabilities
+from draftsmith.modules.sampling import Sampler, TorchSource, best_tokens, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -63,7 +63,7 @@ Ints = NDArray[np.int64]
 Chances = Callable[[TargetText, Ints, Ints], tuple[Floats, Ints]]
 # Options of decoding, which nothing reads here.
 OF_DECODING = (
-    *("prompts", "tasks", "mid", "acceptance", "turns", "contexts", "temperatures", "batch_size", "repeats", "traces"),
+    *("prompts", "tasks", "mid", "acceptance", "turns", "contexts", "temperatures", "repeats", "traces"),
     *("card", "split", "keep_tasks", "max_new_tokens", "ignore_eos"),
 )
 
@@ -235,8 +235,8 @@ def make_drafters(named: Sequence[LabeledMethod], models: Models) -> list[Replay
         if isinstance(item.method, PromptLookupMethod):
             lengths.setdefault(("", item.method.ngram), {})[item.label] = item.method.k
         elif isinstance(item.method, FixedLengthMethod):
-            (policy,) = item.method.policies(models.of(item.variant), 1)
-            lengths.setdefault((item.variant, item.method.drafter), {})[item.label] = policy.max_drafted
+            longest = item.method.policy(models.of(item.variant)).max_drafted
+            lengths.setdefault((item.variant, item.method.drafter), {})[item.label] = longest
     drafters = []
     for (variant, drafter), own in lengths.items():
         chosen, depth, layers = models.of(variant), max(own.values()), tuple[int, ...]()
@@ -253,7 +253,7 @@ def make_drafters(named: Sequence[LabeledMethod], models: Models) -> list[Replay
 
 def lookup_chances(depth: int, ngram: int, seen: TargetText, starts: Ints, limits: Ints) -> tuple[Floats, Ints]:
     """Look drafts up. Nothing is drawn, so that a token is accepted where it is the text's, at any temperature."""
-    ids, drafter, sampler = seen.text.ids, PromptLookupDrafter(depth, ngram), Sampler(seen.params, [])
+    ids, drafter, sampler = seen.text.ids, PromptLookupDrafter(depth, ngram), Sampler(seen.params, TorchSource(0))
     chances, lengths = np.zeros((1, len(starts), depth)), np.zeros_like(limits)
     for place, (start, limit) in enumerate(zip(starts.tolist(), limits.tolist(), strict=True)):
         if place == 0 or start != starts[place - 1] + 1:

@@ -6,7 +6,6 @@ each method, temperature, prompt and turn:
 
     method, temperature   what answered, and how it sampled
     prompt, turn          number of the question in the run, from 0; turn of its conversation, from 1
-    group                 questions that were answered, and timed, together (single ones at batch size 1)
     id, task              as in the prompts' file
     prompt_tokens         length of the prompt, chat template and earlier turns included
     prompt_ids            its tokens, in the rows of `ar`: all methods read the same
@@ -55,7 +54,7 @@ SCHEMA = pa.schema(
     {
         "method": TEXT,
         "temperature": FLOAT,
-        **dict.fromkeys(("prompt", "turn", "group"), INT),
+        **dict.fromkeys(("prompt", "turn"), INT),
         **dict.fromkeys(("id", "task"), TEXT),
         "prompt_tokens": INT,
         "prompt_ids": INTS,
@@ -83,7 +82,6 @@ NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
 
 def row_of(
     prompt: BenchPrompt,
-    group: int,
     method: str,
     temperature: float,
     answer: Generation = NOT_ANSWERED,
@@ -93,9 +91,7 @@ def row_of(
 ) -> Row:
     """Build the row of one method on one prompt.
 
-    group: number of the questions that were answered together. The clocks saw the whole group, and each of its prompts
-    has an equal share, so only sums over whole groups mean anything. wall_s, cpu_s: shares of every repeat, in the
-    order taken. error: why the prompt was not measured.
+    wall_s, cpu_s: of every repeat, in the order taken. error: why the prompt was not measured.
     """
     # Only rows of ar hold the prompt: all methods read the same.
     totals = pool([answer.trace])
@@ -104,7 +100,6 @@ def row_of(
         "temperature": temperature,
         "prompt": prompt.number,
         "turn": prompt.turn,
-        "group": group,
         "id": prompt.id,
         "task": prompt.task,
         "prompt_tokens": len(prompt.prompt_ids),
@@ -181,13 +176,10 @@ def speedup(rows: Sequence[Row], baseline: Sequence[Row], clock: ClockName) -> f
 
 
 class MeasuredResamples(Resamples):
-    """Bootstrap resamples of measured prompts.
-
-    Prompts that were timed together are drawn together: groups of questions, each with all its turns.
-    """
+    """Bootstrap resamples of measured prompts, each with all its turns."""
 
     def __init__(self, rows: Sequence[Row], seed: int):
-        super().__init__([row["group"] for row in rows], seed)
+        super().__init__([row["prompt"] for row in rows], seed)
 
     def ratio(self, rows: Sequence[Row], above: str, below: str) -> Floats:
         """Return the sum of one column by that of another, in each resample."""
@@ -213,14 +205,12 @@ def summarize(
 
     A method's own numbers are pooled: ratios of sums over all prompts. `macro_speedup` and `macro_tau` beside `by_task`
     are means over tasks, each of which counts alike, as papers print them. Rows have `by_task` where prompts carry
-    tasks and no group mixes them: the seconds of a mixed group belong to no task.
+    tasks.
 
     compare: greedy in float32, where equality with ar is a fair test. contexts: where classes of context lengths begin.
     """
-    # A group that mixes tasks was timed as a whole: its seconds belong to no task.
     baseline = measured[BASELINE]
-    mixed = len({(row["group"], row["task"]) for row in baseline}) > len({row["group"] for row in baseline})
-    tasks = [] if mixed else list(dict.fromkeys(row["task"] for row in baseline if row["task"]))
+    tasks = list(dict.fromkeys(row["task"] for row in baseline if row["task"]))
     summaries = []
     for label, rows in measured.items():
         summary: dict[str, Any] = {"method": label, "temperature": temperature}

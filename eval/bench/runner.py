@@ -19,7 +19,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
-from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, generate
+from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, generate_one
 from draftsmith.modules.decoding.stop import Learner, learners_of
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.method import Models
@@ -30,7 +30,6 @@ from draftsmith.modules.pretrained.hub import CHECK_PATH, resolve_model
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
-from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 # Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
@@ -39,18 +38,18 @@ TREE_CHARS = 100_000  # of a file, which has MAX_NODES paths
 
 
 class Runner(Protocol):
-    """One method, ready to answer a group of prompts."""
+    """One method, ready to answer prompts."""
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        """Generate for each prompt; the same seed gives the same tokens."""
+    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
+        """Generate for a prompt; the same seed gives the same tokens."""
 
 
 @dataclass(frozen=True)
 class EngineRunner:
     """Runner of this project's decoder with one drafter, or none.
 
-    drafter: built for as many rows as a group has prompts. on_round: is called after every round. session: the
-    target's, used for every group, with the features that the drafter reads; None makes one for each.
+    on_round: is called after every round. session: the target's, used for every prompt, with the features that the
+    drafter reads; None makes one for each.
     """
 
     target: CausalLM
@@ -64,27 +63,22 @@ class EngineRunner:
     def learners(self) -> Sequence[Learner]:
         return learners_of(self.drafter)
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        sources = [TorchSource(seed) for seed in seeds]
+    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         options = DecodeOptions(self.on_round, self.session)
-        return generate(self.target, self.drafter, prompts, self.params, max_new_tokens, sources, self.eos_ids, options)
+        how = self.params, max_new_tokens, TorchSource(seed), self.eos_ids, options
+        return generate_one(self.target, self.drafter, prompt, *how)
 
 
 def make_runners(
-    named: Sequence[LabeledMethod], models: Models, modes: Sequence[SamplingParams], rows: int = 1, **loading: Any
+    named: Sequence[LabeledMethod], models: Models, modes: Sequence[SamplingParams], **loading: Any
 ) -> dict[float, dict[str, Runner]]:
     """Build the runners: temperature -> label -> runner.
 
     Sessions are shared by all temperatures, and so are drafters that do not learn. transformers' models are loaded only
     for the methods that use them.
 
-    modes: sampling at each temperature. rows: most prompts of a group. loading: arguments of `load_lm`, for models that
-    transformers runs itself.
+    modes: sampling at each temperature. loading: arguments of `load_lm`, for models that transformers runs itself.
     """
-    for role, lm in (("target", models.target), ("draft", models.draft)):
-        if rows > 1 and lm is not None and not isinstance(lm, LlamaLM):
-            found = "a model that only transformers can run"
-            raise InputError(role, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
 
     # A model of transformers serves all methods and temperatures.
     @functools.cache
@@ -102,14 +96,14 @@ def make_runners(
             for params in modes:
                 runners[params.temperature][label] = HFRunner(target, params, models.ends, *assistant)
             continue
-        drafter = method.build(own, rows)
+        drafter = method.build(own)
         aux_layers = () if drafter is None else drafter.aux_layers
         if aux_layers not in sessions:
-            sessions[aux_layers] = models.target.session(rows, models.capacity, aux_layers)
+            sessions[aux_layers] = models.target.session(1, models.capacity, aux_layers)
         for number, params in enumerate(modes):
             # Every temperature learns for itself.
             if number and learners_of(drafter):
-                drafter = method.build(own, rows)
+                drafter = method.build(own)
             runners[params.temperature][label] = EngineRunner(
                 models.target, drafter, params, models.ends, session=sessions[aux_layers]
             )

@@ -69,7 +69,6 @@ def caption(results: Mapping[str, Any]) -> str:
     meta, first, settings = results["meta"], results["methods"][0], results["meta"]["settings"]
     modes = " and ".join(dict.fromkeys(mode(row["temperature"]) for row in results["methods"]))
     clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
-    together = f"{settings['batch_size']} prompts at a time, " if settings["batch_size"] > 1 else ""
     repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
     # Text that copies is easier to draft.
     repeats_text = Repetition(first["copied_prompt"], first["copied_answer"]).text()
@@ -78,7 +77,7 @@ def caption(results: Mapping[str, Any]) -> str:
     text = (
         f"{first['prompts']} prompts, {first['tokens']:,} tokens ({repeats_text}), {modes}, "
         f"{settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
-        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
+        f"{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
     )
     if meta["step_costs"]:
         text += f" c by {', '.join(f'{name}: {c:.3g}' for name, c in meta['step_costs'].items())}."

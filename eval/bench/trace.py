@@ -99,16 +99,16 @@ def traced(runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, see
         # On a GPU logits are valid until the next call only.
         if done.logits is not None and done.logits.is_cuda:
             done = replace(done, logits=done.logits.clone())
-        of_head = () if chains is None else predicted(chains.policies[0], len(views))
+        of_head = () if chains is None else predicted(chains.stop, len(views))
         rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), tuple(views), tuple(of_head)))
         views.clear()
 
     session: Any = Timed(runner.session, target_watch, "prefill", "extend")
     drafter: Any = None if runner.drafter is None else Timed(runner.drafter, draft_watch, "propose")
     if chains is not None:
-        chains.on_token = lambda row, view: views.append(view)
+        chains.on_token = views.append
     try:
-        replace(runner, session=session, drafter=drafter, on_round=on_round)([prompt], max_new_tokens, [seed])
+        replace(runner, session=session, drafter=drafter, on_round=on_round)(prompt, max_new_tokens, seed)
         return rounds
     finally:
         if chains is not None:
@@ -133,7 +133,7 @@ def node_accept_probs(
     else:
         assert logits is not None
         source = _Replay(tree, verdict)
-        verify([tree], logits[None], Sampler(params, [source]), ahead=False)
+        verify(tree, logits, Sampler(params, source), ahead=False)
         probs = source.probs
     return [probs.get(node) for node in range(len(probs) if tree.is_chain else len(tree.tokens))]
 

@@ -65,11 +65,11 @@ class MovedStates:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first: int) -> None:
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         moved = features.clone()
         for place, token in self._rows:
             moved[place] = features[token]
-        self._drafter.begin(row, prompt, moved, first)
+        self._drafter.start(prompt, moved, first_token)
 
 
 @dataclass(frozen=True)

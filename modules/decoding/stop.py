@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.sampling import entropies, of_rows, wide
+from draftsmith.modules.sampling import entropies, wide
 
 # -- what is learned while decoding
 
@@ -91,54 +90,6 @@ class RecentRatio(Learner):
 # -- what a policy sees
 
 
-@dataclass(eq=False)
-class StepBatch:
-    """Tokens that R rows drafted in one step, for computations that are made once for all rows.
-
-    rows: which of the B rows drafted. all_states [B, H], all_logits [B, V]: of every row. draft_prob: [R, V] or None.
-    """
-
-    rows: Sequence[int]
-    drafted: Sequence[int]
-    all_states: Tensor
-    all_logits: Tensor
-    draft_prob: Tensor | None
-    _results: dict[Hashable, Any] = field(default_factory=dict)
-
-    def once(self, key: Hashable, make: Callable[[StepBatch], Any]) -> Any:
-        """Return make(self), computed when this key is first asked for."""
-        if key not in self._results:
-            self._results[key] = make(self)
-        return self._results[key]
-
-    @property
-    def tokens(self) -> Tensor:
-        """Drafted tokens, int64 [R]."""
-        return self.once("tokens", lambda _: torch.tensor(self.drafted, device=self.all_logits.device))
-
-    @property
-    def states(self) -> Tensor:
-        """States of the rows that drafted, [R, H]."""
-        return self.once("states", lambda _: of_rows(self.all_states, self.rows))
-
-    @property
-    def logits(self) -> Tensor:
-        """Logits of the rows that drafted, [R, V]."""
-        return self.once("logits", lambda _: of_rows(self.all_logits, self.rows))
-
-    @property
-    def distributions(self) -> Tensor:
-        """Distributions of the tokens, [R, V]: those they were drawn from, or softmaxes of greedy drafts."""
-        if self.draft_prob is not None:
-            return self.draft_prob
-        return self.once("distributions", lambda _: wide(self.logits).softmax(-1))
-
-    @property
-    def probs(self) -> Sequence[float]:
-        """Probability of each token, in one transfer."""
-        return self.once("probs", lambda _: self.distributions.gather(1, self.tokens[:, None])[:, 0].tolist())
-
-
 # Not frozen: that would make it ten times slower, and one is made for every drafted token.
 @dataclass(slots=True)
 class DraftView:
@@ -154,8 +105,6 @@ class DraftView:
     logits: Tensor  # [V] raw draft logits, before temperature
     draft_prob: Tensor | None  # [V] the distribution `token` was drawn from; None when greedy
     context: Sequence[int] = ()  # all tokens before this round's draft
-    batch: StepBatch | None = None  # the same step of all rows that draft together, with this row at `place`
-    place: int = 0
     _softmax: Tensor | None = None
     _prob: float | None = None
 
@@ -170,31 +119,22 @@ class DraftView:
         if self.draft_prob is not None:
             return self.draft_prob
         if self._softmax is None:
-            if self.batch is None:
-                self._softmax = wide(self.logits).softmax(-1)
-            else:
-                rows = self.batch.once("rows of distributions", lambda batch: batch.distributions.unbind())
-                self._softmax = rows[self.place]
+            self._softmax = wide(self.logits).softmax(-1)
         return self._softmax
 
     @property
     def prob(self) -> float:
         """Probability of the token in its distribution, read from the device once."""
         if self._prob is None:
-            if self.batch is not None:
-                self._prob = self.batch.probs[self.place]
-            else:
-                distribution = self.distribution
-                on_cpu = distribution.is_cpu
-                self._prob = distribution.numpy().item(self.token) if on_cpu else distribution[self.token].item()
+            distribution = self.distribution
+            on_cpu = distribution.is_cpu
+            self._prob = distribution.numpy().item(self.token) if on_cpu else distribution[self.token].item()
         return self._prob
 
     @property
     def entropy(self) -> float:
-        """Entropy of the distribution in nats; on a GPU with one transfer for all rows."""
-        if self.batch is None or self.batch.all_logits.is_cpu:
-            return entropies(self.distribution).item()
-        return self.batch.once("entropies", lambda batch: entropies(batch.distributions).tolist())[self.place]
+        """Entropy of the distribution in nats."""
+        return entropies(self.distribution).item()
 
 
 # -- policies

@@ -1,8 +1,8 @@
-"""Verify drafted tokens: one walk from the root for chains and trees, greedy and sampling, row by row.
+"""Verify drafted tokens: one walk from the root for chains and trees, greedy and sampling.
 
-On a CPU rows of logits are read lazily: a softmax over the vocabulary is computed only at nodes that the walk visits.
-On a GPU all are computed ahead, so that every row's numbers come in one transfer or two. Random numbers are consumed in
-the same order either way.
+On a CPU logits are read lazily: a softmax over the vocabulary is computed only at nodes that the walk visits. On a GPU
+all are computed ahead, so that their numbers come in one transfer. Random numbers are consumed in the same order either
+way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.modules.decoding.tree import DraftTree
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
@@ -21,7 +20,6 @@ from draftsmith.modules.sampling import (
     TorchSource,
     best_token,
     best_tokens,
-    draw_each,
     draw_rows,
     probabilities,
     residual,
@@ -38,15 +36,10 @@ class Verdict:
     next_token: int
 
 
-def verify(
-    trees: Sequence[DraftTree | None],
-    logits: Tensor,
-    sampler: Sampler,
-    ahead: bool | None = None,
-) -> list[Verdict | None]:
-    """Accept a path of every tree such that the emitted tokens follow the target exactly; None for a row without one.
+def verify(tree: DraftTree, logits: Tensor, sampler: Sampler, ahead: bool | None = None) -> Verdict:
+    """Accept a path of a tree such that the emitted tokens follow the target exactly.
 
-    logits: [B, n, V] of the target, n > N: row 0 scores the root's children, row i + 1 what follows node i.
+    logits: [N + 1, V] of the target: row 0 scores the root's children, row i + 1 what follows node i.
     ahead: compute beforehand all numbers that any walk may need; None: on CUDA only.
 
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
@@ -58,30 +51,17 @@ def verify(
         NonFinite: the target's numbers at a node that the walk visits; the position is the node's depth.
     """
     ahead = logits.is_cuda if ahead is None else ahead
-    numbers = _AheadNumbers(trees, logits, sampler) if ahead else _LazyNumbers(logits, sampler)
-    verdicts: list[Verdict | None] = [None] * len(trees)
-    # (row, accepted nodes, distribution of the target's own token).
-    corrections: list[tuple[int, tuple[int, ...], Tensor]] = []
-    for row, tree in enumerate(trees):
-        if tree is None:
-            continue
-        if sampler.greedy or (tree.draft_prob is None and tree.drawn is None):
-            verdicts[row] = _walk(tree, numbers, row)
-        elif tree.drawn is not None:
-            corrections.append((row, *_descend_drawn(tree, numbers, row)))
-        else:
-            corrections.append((row, *_accept_drawn(tree, numbers, row)))
-    if corrections:
-        rows, paths, distributions = zip(*corrections, strict=True)
-        drawn = draw_each(distributions, [sampler.sources[row] for row in rows])
-        for row, path, token in zip(rows, paths, drawn, strict=True):
-            if token == NO_TOKEN:
-                raise NonFinite("probabilities", position=len(path), row=row)
-            verdicts[row] = Verdict(path, token)
-    return verdicts
+    numbers = _AheadNumbers(tree, logits, sampler) if ahead else _LazyNumbers(logits, sampler)
+    if sampler.greedy or (tree.draft_prob is None and tree.drawn is None):
+        return _walk(tree, numbers)
+    path, distribution = _accept_drawn(tree, numbers) if tree.drawn is None else _descend_drawn(tree, numbers)
+    token = sampler.source.draw(distribution)
+    if token == NO_TOKEN:
+        raise NonFinite("probabilities", position=len(path))
+    return Verdict(path, token)
 
 
-def _walk(tree: DraftTree, numbers: _LazyNumbers, row: int) -> Verdict:
+def _walk(tree: DraftTree, numbers: _LazyNumbers) -> Verdict:
     """Descend the tree as long as the target's choice is a child."""
     # (parent, token) -> node, the first of equal siblings.
     children: dict[tuple[int, int], int] = {}
@@ -90,9 +70,9 @@ def _walk(tree: DraftTree, numbers: _LazyNumbers, row: int) -> Verdict:
     path: list[int] = []
     node = -1
     while True:
-        token = numbers.choice(row, node + 1)
+        token = numbers.choice(node + 1)
         if token == NO_TOKEN:
-            raise NonFinite(numbers.what, position=len(path), row=row)
+            raise NonFinite(numbers.what, position=len(path))
         child = children.get((node, token))
         if child is None:
             return Verdict(tuple(path), token)
@@ -100,21 +80,21 @@ def _walk(tree: DraftTree, numbers: _LazyNumbers, row: int) -> Verdict:
         node = child
 
 
-def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[tuple[int, ...], Tensor]:
+def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers) -> tuple[tuple[int, ...], Tensor]:
     """Return which tokens of a drawn chain are accepted, and the distribution of the target's own next token."""
     assert tree.draft_prob is not None
     for place, token in enumerate(tree.tokens):
-        target_prob, draft_prob = numbers.distribution(row, place), tree.draft_prob[place]  # [V]
-        ratio = numbers.odds(row, place, token, target_prob, draft_prob)
+        target_prob, draft_prob = numbers.distribution(place), tree.draft_prob[place]  # [V]
+        ratio = numbers.odds(place, token, target_prob, draft_prob)
         # Checked first, because min(1, NaN) is 1.
         if ratio != ratio:
-            raise NonFinite("probabilities", position=place, row=row)
-        if not numbers.sources[row].accept(min(1.0, ratio)):
+            raise NonFinite("probabilities", position=place)
+        if not numbers.source.accept(min(1.0, ratio)):
             return tuple(range(place)), residual(target_prob, draft_prob)
-    return tuple(range(len(tree.tokens))), numbers.distribution(row, len(tree.tokens))
+    return tuple(range(len(tree.tokens))), numbers.distribution(len(tree.tokens))
 
 
-def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[tuple[int, ...], Tensor]:
+def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers) -> tuple[tuple[int, ...], Tensor]:
     """Descend a tree that was drawn without replacement; return the path, and the target's own distribution behind it.
 
     Recursive rejection (SpecInfer, Miao et al. 2024; Sequoia, Chen et al. 2024): child y_i, drawn from q_i, is accepted
@@ -129,7 +109,7 @@ def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[tu
     path: list[int] = []
     while True:
         parent = path[-1] if path else -1
-        target_prob, draft_prob = numbers.distribution(row, parent + 1), tree.drawn.get(parent)  # [V]
+        target_prob, draft_prob = numbers.distribution(parent + 1), tree.drawn.get(parent)  # [V]
         token = NO_TOKEN
         for child in children.get(parent, ()):
             assert draft_prob is not None
@@ -140,8 +120,8 @@ def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int) -> tuple[tu
             chance = (target_prob[token] / draft_prob[token]).item()
             # Checked first, because min(1, NaN) is 1.
             if chance != chance:
-                raise NonFinite("probabilities", position=len(path), row=row)
-            if numbers.sources[row].accept(min(1.0, chance)):
+                raise NonFinite("probabilities", position=len(path))
+            if numbers.source.accept(min(1.0, chance)):
                 path.append(child)
                 break
         else:
@@ -154,78 +134,68 @@ class _LazyNumbers:
     """Numbers of the target, computed when a walk needs them. Node 0 is the root, node i + 1 the tree's node i."""
 
     def __init__(self, logits: Tensor, sampler: Sampler):
-        self._logits, self._params, self.sources = logits.unbind(), sampler.params, sampler.sources
+        self._logits, self._params, self.source = logits, sampler.params, sampler.source
         self.what = "logits" if sampler.greedy else "probabilities"
 
-    def choice(self, row: int, node: int) -> int:
+    def choice(self, node: int) -> int:
         """Return the target's choice behind a node, its argmax or a draw; NO_TOKEN if there is none."""
-        logits = self._logits[row][node]
         if self._params.greedy:
-            return best_token(logits)
-        return self.sources[row].draw(probabilities(logits, self._params))
+            return best_token(self._logits[node])
+        return self.source.draw(self.distribution(node))
 
-    def distribution(self, row: int, node: int) -> Tensor:
+    def distribution(self, node: int) -> Tensor:
         """Return the distribution [V] behind a node."""
-        return probabilities(self._logits[row][node], self._params)
+        return probabilities(self._logits[node], self._params)
 
-    def odds(self, row: int, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
+    def odds(self, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
         """Return p / q of the token drafted behind a node."""
         return target_prob[token].item() / draft_prob[token].item()
 
 
 class _AheadNumbers(_LazyNumbers):
-    """The same numbers, computed for all rows beforehand."""
+    """The same numbers, computed beforehand."""
 
-    def __init__(self, trees: Sequence[DraftTree | None], logits: Tensor, sampler: Sampler):
+    def __init__(self, tree: DraftTree, logits: Tensor, sampler: Sampler):
         super().__init__(logits, sampler)
+        self._choices: list[int] | None = None
         if sampler.greedy:
             self._choices = best_tokens(logits).tolist()
             return
-        self._distributions = probabilities(logits, self._params)  # [B, n, V]
-        drawn = {row: tree for row, tree in enumerate(trees) if tree is not None and tree.draft_prob is not None}
-        if drawn:
-            self._odds = dict(zip(drawn, self._chain_odds(drawn), strict=True))
-        if any(tree is not None and tree.draft_prob is None and tree.drawn is None for tree in trees):
-            self._choices = self._draws(trees)
+        self._distributions = probabilities(logits, self._params)  # [N + 1, V]
+        if tree.draft_prob is not None:
+            self._odds = self._chain_odds(tree.tokens, tree.draft_prob)
+        elif tree.drawn is None and isinstance(self.source, TorchSource):
+            self._choices = self._draws(tree, self.source)
 
-    def _chain_odds(self, chains: dict[int, DraftTree]) -> list[list[float]]:
-        """Return p / q of the drafted tokens, [R, K]; entries behind a shorter chain are undefined."""
-        device = self._distributions.device
-        drafted = pad_sequence([torch.tensor(tree.tokens) for tree in chains.values()], batch_first=True)
-        tokens = to_device(drafted, device)[..., None]  # [R, K, 1]
-        drawn_from = [q for tree in chains.values() if (q := tree.draft_prob) is not None]
-        draft_prob = pad_sequence([q if isinstance(q, Tensor) else torch.stack(list(q)) for q in drawn_from], True)
-        p = self._distributions[to_device(list(chains), device), : tokens.shape[1]].gather(-1, tokens)
-        return (p.double() / draft_prob.gather(-1, tokens).double())[..., 0].tolist()
+    def _chain_odds(self, tokens: Sequence[int], draft_prob: Tensor | Sequence[Tensor]) -> list[float]:
+        """Return p / q of K drafted tokens."""
+        drafted = to_device(torch.tensor(tokens), self._distributions.device)[:, None]  # [K, 1]
+        q = draft_prob if isinstance(draft_prob, Tensor) else torch.stack(list(draft_prob))  # [K, V]
+        p = self._distributions[: len(tokens)].gather(-1, drafted)
+        return (p.double() / q.gather(-1, drafted).double())[:, 0].tolist()
 
-    def _draws(self, trees: Sequence[DraftTree | None]) -> list[list[int]]:
-        """Return what each row's source would draw at every node if the walk got there, [B, n].
+    def _draws(self, tree: DraftTree, source: TorchSource) -> list[int]:
+        """Return what the source would draw at every node if the walk got there, N + 1 tokens.
 
         A walk draws once at each depth, so nodes of one depth share a uniform.
         """
-        rows = []
-        for tree, source in zip(trees, self.sources, strict=True):
-            depths = [0]
-            is_drawn = tree is not None and (tree.draft_prob is not None or tree.drawn is not None)
-            for parent in () if tree is None or is_drawn else tree.parents:
-                depths.append(depths[parent + 1] + 1)
-            coming = source.peek(max(depths) + 1) if isinstance(source, TorchSource) else [0.0] * len(depths)
-            rows.append(torch.tensor([coming[depth] for depth in depths], dtype=torch.float64))
-        uniforms = to_device(pad_sequence(rows, batch_first=True), self._distributions.device)
-        distributions = self._distributions[:, : uniforms.shape[1]]
-        return draw_rows(distributions.flatten(0, 1), uniforms.flatten()).view(uniforms.shape).tolist()
+        depths = [0]
+        for parent in tree.parents:
+            depths.append(depths[parent + 1] + 1)
+        coming = source.peek(max(depths) + 1)
+        uniforms = torch.tensor([coming[depth] for depth in depths], dtype=torch.float64)
+        return draw_rows(self._distributions, to_device(uniforms, self._distributions.device)).tolist()
 
-    def choice(self, row: int, node: int) -> int:
-        source = self.sources[row]
-        if not self._params.greedy:
-            if not isinstance(source, TorchSource):
-                return super().choice(row, node)
+    def choice(self, node: int) -> int:
+        if self._choices is None:
+            return super().choice(node)
+        if isinstance(self.source, TorchSource) and not self._params.greedy:
             # Consume what `_draws` has peeked at.
-            source.uniform()
-        return self._choices[row][node]
+            self.source.uniform()
+        return self._choices[node]
 
-    def distribution(self, row: int, node: int) -> Tensor:
-        return self._distributions[row, node]
+    def distribution(self, node: int) -> Tensor:
+        return self._distributions[node]
 
-    def odds(self, row: int, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
-        return self._odds[row][node]
+    def odds(self, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
+        return self._odds[node]

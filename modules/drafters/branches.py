@@ -181,7 +181,7 @@ class BranchDrafter:
                 hidden, tokens = [net.branch(torch.tensor(starts[piece]))], list[Tensor]()
                 for level in range(depth):
                     if level:
-                        hidden.append(net.read(tokens[-1][:, None], None, level)[:, 0])
+                        hidden.append(net.read(tokens[-1], level))
                     tokens.append(draw(piece, level, net.logits(hidden[-1])))
                     if NO_TOKEN in tokens[-1]:
                         row = tokens[-1].tolist().index(NO_TOKEN)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents
-from draftsmith.modules.decoding.growth import Level
+from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.branches import BranchedText
-from draftsmith.modules.drafters.net import DraftNet, RowState
+from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.drafters.settings import DraftModelSettings
 from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel, layers_of
 from draftsmith.modules.losses import Divergence, distances
@@ -43,49 +43,37 @@ class DraftModelNet(DraftNet):
     def __init__(self, lm: CausalLM):
         super().__init__("draft", lm.device, lm.embed)
         self._lm = lm
-        self._read = list[int]()  # tokens of each row's text that are in the cache
+        self._num_read = 0  # tokens of the text that are in the cache
         self._text: BranchedText | None = None
 
-    # -- rows
+    # -- a sequence
 
-    def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
+    def allocate(self, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
         # The draft's context may be shorter than the target's: past it there are no drafts, rather than bad ones.
         most = self._lm.info.max_position
         self.longest_text = most + 1
-        self._session = self._lm.session(rows, min(capacity, most), static=static)
+        self._session = self._lm.session(1, min(capacity, most), static=static)
 
-    def begin(self, row: int) -> None:
-        self._read[row : row + 1] = [0]
-        self._session.begin(row)
+    def begin(self) -> None:
+        self._num_read = 0
+        self._session.begin(0)
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._read = [self._read[row] for row in rows]
-        self._session.select(rows)
+    def start(self, tokens: Sequence[int], features: Tensor) -> Level:
+        unread, self._num_read = tokens[self._num_read :], len(tokens)
+        scores = self._session.extend([unread])
+        return Level(scores.features[0, len(unread) - 1 : len(unread)], scores.logits[0])
 
-    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
-        unread: list[list[int]] = []
-        for place, (row, limit) in enumerate(zip(rows, limits, strict=True)):
-            unread.append(row.tokens[self._read[place] :] if limit > 0 else [])
-            self._read[place] += len(unread[-1])
-        scores = self._session.extend(unread)
+    def expand(self, tokens: Sequence[int] | Tensor, parents: Tensor | None, depth: int) -> Level:
+        logits, hidden = self._session.step(tokens[None] if isinstance(tokens, Tensor) else [tokens])
+        return Level(hidden, logits)
 
-        # Each row's state after its last unread token; undefined for rows that read nothing.
-        states, counts = scores.features, [len(own) for own in unread]  # [B, n, H]
-        if min(counts) == states.shape[1]:
-            return Level(states[:, -1:], scores.logits)
-        places = torch.tensor([max(count, 1) - 1 for count in counts], device=states.device)
-        return Level(states[torch.arange(len(counts), device=states.device), places][:, None], scores.logits)
+    def finish(self, accepted: int) -> None:
+        self._num_read += accepted
+        self._session.keep([self._num_read])
 
-    def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        return self._session.step(tokens)
-
-    def finish(self, accepted: Sequence[int]) -> None:
-        self._read = [read + more for read, more in zip(self._read, accepted, strict=True)]
-        self._session.keep(self._read)
-
-    def rewind(self, row: int, length: int) -> None:
-        self._read[row] = min(self._read[row], length)
-        self._session.keep(self._read)
+    def rewind(self, length: int) -> None:
+        self._num_read = min(self._num_read, length)
+        self._session.keep([self._num_read])
 
     # -- branches
 
@@ -98,13 +86,14 @@ class DraftModelNet(DraftNet):
         self._starts = starts
         return self._text.features[starts.to(self.device) - self.first_start]
 
-    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+    def read(self, tokens: Tensor, depth: int) -> Tensor:
         assert self._text is not None, "open a text first"
-        return self._text.level(self._starts, depth - 1, tokens)
+        return self._text.level(self._starts, depth - 1, tokens[:, None])[:, 0]
 
     def read_drafts(self, tokens: Tensor) -> Tensor:
         # Unlike a drafter that reads its own states, a language model reads whole branches at once.
-        return self.read(tokens, None, 1)
+        assert self._text is not None, "open a text first"
+        return self._text.level(self._starts, 0, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._lm.lm_head(hidden)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.growth import Level
+from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.drafters.base import ConfigT, DraftHead, SettingsT
 from draftsmith.modules.drafters.branches import branch_mask, group_of
-from draftsmith.modules.drafters.net import DraftNet, RowState
+from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.engine.cache import KVCache, as_bias
 from draftsmith.modules.engine.lean import Captured, LeanStack
 from draftsmith.modules.engine.rows import cached_rows, select_outputs
@@ -94,55 +94,46 @@ class PairNet(DraftNet):
         self.network, self.aux_layers = network, head.aux_layers
         self._max_position = head.config.max_position
 
-    # -- rows
+    # -- a sequence
 
-    def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
+    def allocate(self, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
         most, window = min(capacity, self._max_position), self.network.stack.config.sliding_window
         # The pair of a token stands one place before it, and the last token of a draft is not read.
         self.longest_text = most + 2
-        # The pairs that are read of each row. With a window what is kept moves to the front when the cache is full.
+        # Slots for the pairs that are read of a draft. With a window what is kept moves to the front when the cache is
+        # full.
         self._room = depth + slots
         kept = most if window is None else min(most, 2 * window + depth)
-        self.cache = cached_rows(self.network, rows, kept + slots, static if self.network.head.recurs else False)
-        self._kept: Sequence[int] = self.cache.lengths
+        self.cache = cached_rows(self.network, 1, kept + slots, static if self.network.head.recurs else False)
         self._themselves = as_bias(torch.eye(slots, dtype=torch.bool, device=self.device), self.network.stack.dtype)
 
-    def begin(self, row: int) -> None:
-        self.cache.begin(row)
+    def begin(self) -> None:
+        self.cache.begin(0)
 
-    def select(self, rows: Sequence[int]) -> None:
-        self.cache.select(rows)
+    def start(self, tokens: Sequence[int], features: Tensor) -> Level:
+        unread = tokens[self.cache.lengths[0] + 1 :]
+        skipped = self.cache.make_room(0, len(unread), self._room)
+        logits, hidden = self.cache.extend(([unread[skipped:]], [self.network.head.read(features[skipped:])]))
+        self._kept, self._states = self.cache.lengths, hidden[0, -1:]
+        return Level(self._states, logits[0])
 
-    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
-        ids, states = [], []
-        for place, (row, read, limit) in enumerate(zip(rows, self.cache.lengths, limits, strict=True)):
-            unread = row.tokens[read + 1 :] if limit > 0 else []
-            skipped = self.cache.make_room(place, len(unread), self._room) if unread else 0
-            ids.append(unread[skipped:])
-            states.append(self.network.head.read(row.features[skipped : len(unread)]))
-            row.features = row.features[len(unread) :]
-        logits, hidden = self.cache.extend((ids, states))
-        self._kept, self._states = self.cache.lengths, hidden
-        return Level(hidden, logits)
-
-    def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        states = self._states[:, 0] if depth == 1 else self._states
-        logits, self._states = self.cache.step(tokens, states)
-        return logits, self._states
-
-    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
-        assert parents is not None, "chains are read by `step`"
+    def expand(self, tokens: Sequence[int] | Tensor, parents: Tensor | None, depth: int) -> Level:
+        if parents is None:
+            logits, self._states = self.cache.step(
+                tokens[None] if isinstance(tokens, Tensor) else [tokens], self._states
+            )
+            return Level(self._states, logits)
+        assert isinstance(tokens, Tensor)
         if depth == 1:
-            self._seen = self._states.new_zeros(len(tokens), 1, 0)
-        above, count = parents[..., None], tokens.shape[1]
-        states = self._states.gather(1, above.expand(-1, -1, self._states.shape[-1]))
-        own = self._themselves[:count, :count].expand(len(tokens), -1, -1)
-        # Of each node the tree's nodes so far, [B, n, nodes].
-        self._seen = torch.cat([self._seen.gather(1, above.expand(-1, -1, self._seen.shape[-1])), own], -1)
-        logits, self._states = self.cache.nodes((tokens, states), self._seen, depth)
-        return Level(self._states, logits)
+            self._seen = self._states.new_zeros(1, 0)
+        count = len(tokens)
+        # Of each node the tree's nodes so far, [n, nodes].
+        self._seen = torch.cat([self._seen[parents], self._themselves[:count, :count]], -1)
+        logits, states = self.cache.nodes((tokens[None], self._states[parents][None]), self._seen[None], depth)
+        self._states = states[0]
+        return Level(self._states, logits[0])
 
-    def finish(self, accepted: Sequence[int]) -> None:
+    def finish(self, accepted: int) -> None:
         self.cache.keep(self._kept)
 
     # -- branches
@@ -160,14 +151,14 @@ class PairNet(DraftNet):
         self._states = self._text[starts.to(self.device) - self.first_start]
         return self._states
 
-    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+    def read(self, tokens: Tensor, depth: int) -> Tensor:
         network, cache = self.network, self._text_cache
         positions, visible = branch_mask(self._starts - 1, len(self._text), depth - 1, 1)
-        x = network.inputs(self.ids(tokens)[:, 0], self._states)
+        x = network.inputs(self.ids(tokens), self._states)
         hidden = network.stack.read_masked(x, positions.to(self.device), visible.to(self.device), cache)
         cache.length += len(tokens)
         self._states = network.head.normed(hidden)
-        return self._states[:, None]
+        return self._states
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.network.head.logits(hidden, self.network.lm_head)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
+from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.stop import FixedLengthStop, RunningEntropy, SelfVerifyStop
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.decoding.verify import verify
@@ -22,7 +22,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
 
-class HierarchicalDrafter:
+class HierarchicalDrafter(Drafter):
     """Drafter in which M2 decodes speculatively with M1: its output follows M2 exactly, and M2's distributions are q.
 
     The paper leaves out M2's own token when M1's draft is accepted whole; keeping it is as lossless, and faster.
@@ -31,7 +31,7 @@ class HierarchicalDrafter:
     """
 
     def __init__(self, middle: CausalLM, inner: ChainDrafter, max_drafted: int, dynamic: bool, capacity: int):
-        """inner: M1, for a single row. max_drafted: most tokens handed to the target.
+        """inner: M1. max_drafted: most tokens handed to the target.
 
         dynamic: continue while M2's entropy stays below the threshold (HSDDW); else hand over after one M2 round.
         """
@@ -50,7 +50,7 @@ class HierarchicalDrafter:
         if best_token(self._session.extend([prompt]).logits[0, -1]) == NO_TOKEN:
             raise NonFinite(model="mid", position=-1)
         self._tokens, self._read = [*prompt, first_token], len(prompt)
-        self.inner.begin(0, prompt, features, first_token)
+        self.inner.start(prompt, features, first_token)
         self._inner_length = len(self._tokens)
 
     def propose(self, max_drafted: int, sampler: Sampler) -> DraftTree:
@@ -64,7 +64,7 @@ class HierarchicalDrafter:
         start = len(self._tokens)
         distributions: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
-            with located(model="mid", position=len(self._tokens) - start):
+            with located("mid", len(self._tokens) - start):
                 rows = self._round(room, sampler)
             distributions += rows
             if not self.dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
@@ -78,23 +78,22 @@ class HierarchicalDrafter:
     def _round(self, room: int, sampler: Sampler) -> list[Tensor]:
         """Let M1 draft and M2 verify. Appends at most `room` tokens and returns M2's distributions of them."""
         # The target's own tokens are new to M1.
-        self.inner.commit(0, self._tokens[self._inner_length :], None)
-        tree = self.inner.propose([room - 1], sampler)[0] if room > 1 else NO_DRAFT
+        self.inner.commit(self._tokens[self._inner_length :], None)
+        tree = self.inner.propose(room - 1, sampler) if room > 1 else NO_DRAFT
         assert tree.is_chain, "M1 drafts chains"
         self._calls += tree.draft_calls
         unread = [*self._tokens[self._read :], *tree.tokens]
         scores = self._session.extend([unread], logits_to_keep=len(tree.tokens) + 1)
         self._calls += 1
         self._read += len(unread)
-        (verdict,) = verify([tree], scores.logits, sampler)
-        assert verdict is not None
+        logits = scores.logits[0, : len(tree.tokens) + 1]
+        verdict = verify(tree, logits, sampler)
         emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         self._keep(len(self._tokens) + len(verdict.path))
-        logits = scores.logits[0]
         if tree.tokens:
-            self.inner.advance([Outcome(tuple(emitted), len(verdict.path), scores.features[0], logits)])
+            self.inner.advance(Outcome(tuple(emitted), len(verdict.path), scores.features[0], logits))
         else:
-            self.inner.commit(0, emitted, None)
+            self.inner.commit(emitted, None)
         self._tokens += emitted
         self._inner_length = len(self._tokens)
         drawn_from = SamplingParams(1.0) if sampler.greedy else sampler.params
@@ -111,7 +110,7 @@ class HierarchicalDrafter:
         length = len(self._tokens) + outcome.num_accepted
         self._tokens += outcome.emitted
         self._keep(length)
-        self.inner.rewind(0, length)
+        self.inner.rewind(length)
         self._inner_length = min(self._inner_length, length)
         self.rule.observe(self._num_drafted, outcome.num_accepted)
 
@@ -128,14 +127,10 @@ class PreVerifyMethod(Method):
     ranges: ClassVar = {"k": (1, MAX_HANDED_OVER - 1)}
     stop: ClassVar[type[FixedLengthStop] | type[SelfVerifyStop]] = FixedLengthStop
 
-    def drafter_of(self, models: Models) -> HierarchicalDrafter:
-        """Build the drafter of one row."""
+    def build(self, models: Models) -> HierarchicalDrafter:
         assert models.mid is not None and models.draft is not None
-        inner = ChainDrafter(DraftModelNet(models.draft), [self.stop(self.k)], models.capacity)
+        inner = ChainDrafter(DraftModelNet(models.draft), self.stop(self.k), models.capacity)
         return HierarchicalDrafter(models.mid, inner, self.k + 1, False, models.capacity)
-
-    def build(self, models: Models, rows: int = 1) -> Drafter:
-        return EachRow([self.drafter_of(models) for _ in range(rows)])
 
 
 @dataclass(frozen=True)
@@ -158,8 +153,8 @@ class HsddwMethod(PreAndSelfVerifyMethod):
     max: int = 20
     ranges: ClassVar = PreVerifyMethod.ranges | {"max": (1, MAX_HANDED_OVER)}
 
-    def drafter_of(self, models: Models) -> HierarchicalDrafter:
-        drafter = super().drafter_of(models)
+    def build(self, models: Models) -> HierarchicalDrafter:
+        drafter = super().build(models)
         drafter.max_drafted, drafter.dynamic = self.max, True
         return drafter
 

@@ -22,11 +22,9 @@ from draftsmith.modules.types import InputError, Range, check_ranges
 class CostModel:
     """Times of this machine for settings of `auto`, measured when they are first needed. This one has none."""
 
-    def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
-        """Return c of a drafter of chains, with this many rows decoded together.
-
-        It is the time of one more drafted token, and of verifying it, by the time of a round without a draft.
-        """
+    def step_cost(self, models: Models, drafter: str) -> float:
+        """Return c of a drafter of chains: the time of one more drafted token, and of verifying it, by the time of a
+        round without a draft."""
         raise self._nothing("c")
 
     def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
@@ -96,10 +94,8 @@ class Method:
 
     uses: models that it needs whatever its settings: `draft`, `mid`, or `acceptance`.
     ranges: of its numeric settings; `auto` is in each.
-    batchable: several prompts can be decoded together.
     """
 
-    batchable: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, Range]] = {}
 
@@ -121,6 +117,6 @@ class Method:
         """Return whether it reads times of this machine (`Models.times`), so that its drafts are not reproducible."""
         return "auto" in vars(self).values()
 
-    def build(self, models: Models, rows: int = 1) -> Drafter | None:
-        """Build the drafter for this many rows of our decoder; None decodes without one."""
+    def build(self, models: Models) -> Drafter | None:
+        """Build the drafter of our decoder; None decodes without one."""
         raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -46,7 +45,7 @@ MOST_LEVELS = 8
 class AutoregressiveMethod(Method):
     """One token a target call: the baseline of every speed-up."""
 
-    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+    def build(self, models: Models) -> Drafter | None:
         return None
 
 
@@ -66,11 +65,7 @@ class DraftingMethod(Method, ABC):
 
 @dataclass(frozen=True)
 class ChainMethod(DraftingMethod, ABC):
-    """One chain a round, which a policy ends.
-
-    Rows that are decoded together have a policy each, which learns from that row alone: a row's drafts do not depend on
-    the rows beside it.
-    """
+    """One chain a round, which a policy ends."""
 
     def __post_init__(self) -> None:
         if self.drafter not in chain_drafters():
@@ -78,11 +73,11 @@ class ChainMethod(DraftingMethod, ABC):
         super().__post_init__()
 
     @abstractmethod
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        """Make a new policy for each row."""
+    def policy(self, models: Models) -> StopPolicy:
+        """Make a new policy."""
 
-    def build(self, models: Models, rows: int = 1) -> ChainDrafter:
-        return build_chains(models, self.drafter, self.policies(models, rows))
+    def build(self, models: Models) -> ChainDrafter:
+        return build_chains(models, self.drafter, self.policy(models))
 
 
 def chain_drafters() -> list[str]:
@@ -100,9 +95,9 @@ def by_drafter(name: str) -> str:
     return "" if name == MODEL else f":drafter={name}"
 
 
-def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> ChainDrafter:
-    """Build a drafter of chains for as many rows as there are policies. drafter: see `chain_drafters`."""
-    return ChainDrafter(models.net(drafter), stops, models.capacity, frozenset(models.ends))
+def build_chains(models: Models, drafter: str, stop: StopPolicy) -> ChainDrafter:
+    """Build a drafter of chains. drafter: see `chain_drafters`."""
+    return ChainDrafter(models.net(drafter), stop, models.capacity, frozenset(models.ends))
 
 
 @dataclass(frozen=True)
@@ -125,13 +120,13 @@ class FixedLengthMethod(ChainMethod):
             return self.k
         return 5 if self.drafter == MODEL else drafters.head_class(self.drafter).default_k
 
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+    def policy(self, models: Models) -> StopPolicy:
         length = self.length
         if self.drafter != MODEL:
             longest = models.heads[self.drafter].longest_draft
             check_range("k", self.k, high=longest)
             length = min(length, longest)
-        return [FixedLengthStop(length) for _ in range(rows)]
+        return FixedLengthStop(length)
 
 
 @dataclass(frozen=True)
@@ -161,10 +156,10 @@ class SpecDecPlusPlusMethod(BoundedMethod):
     uses = ("acceptance",)
     ranges: ClassVar = {"h": (0.0, 1.0, "()")}
 
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+    def policy(self, models: Models) -> StopPolicy:
         assert models.acceptance is not None
         predictor = HeadPredictor(models.acceptance, self.calibrated)
-        return [PredictorStop(predictor, ThresholdRule(self.h), self.min, self.max) for _ in range(rows)]
+        return PredictorStop(predictor, ThresholdRule(self.h), self.min, self.max)
 
 
 # Of the time of one more drafted token, and of verifying it, by the time of a round without a draft; auto measures it
@@ -172,10 +167,9 @@ class SpecDecPlusPlusMethod(BoundedMethod):
 COST: dict[str, Range] = {"c": (0.0, math.inf, "()")}
 
 
-def cost_rules(c: float | str, models: Models, drafter: str, rows: int) -> list[CostRule]:
-    """Make a rule with this cost (`COST`) for each row."""
-    cost = models.times.step_cost(models, drafter, rows) if isinstance(c, str) else c
-    return [CostRule(cost) for _ in range(rows)]
+def cost_rule(c: float | str, models: Models, drafter: str) -> CostRule:
+    """Make a rule with this cost (`COST`)."""
+    return CostRule(models.times.step_cost(models, drafter) if isinstance(c, str) else c)
 
 
 @dataclass(frozen=True)
@@ -196,9 +190,9 @@ class CostMethod(BoundedMethod):
         assert models.acceptance is not None
         return HeadPredictor(models.acceptance)
 
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        rules = cost_rules(self.c, models, self.drafter, rows)
-        return [PredictorStop(self.predictor(models), rule, self.min, self.max) for rule in rules]
+    def policy(self, models: Models) -> StopPolicy:
+        rule = cost_rule(self.c, models, self.drafter)
+        return PredictorStop(self.predictor(models), rule, self.min, self.max)
 
 
 @dataclass(frozen=True)
@@ -222,8 +216,8 @@ class ConfidenceMethod(BoundedMethod):
     t: float = 0.4
     ranges: ClassVar = {"t": (0.0, 1.0, "()")}
 
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        return [ConfidenceStop(self.t, self.min, self.max) for _ in range(rows)]
+    def policy(self, models: Models) -> StopPolicy:
+        return ConfidenceStop(self.t, self.min, self.max)
 
 
 @dataclass(frozen=True)
@@ -233,8 +227,8 @@ class SelfVerifyMethod(ChainMethod):
     k: int = 10
     ranges: ClassVar = {"k": 1}
 
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        return [SelfVerifyStop(self.k) for _ in range(rows)]
+    def policy(self, models: Models) -> StopPolicy:
+        return SelfVerifyStop(self.k)
 
 
 @dataclass(frozen=True)
@@ -249,9 +243,9 @@ class SlotConfidenceMethod(ChainMethod):
     rule: Literal["token", "draft"] = "token"
     ranges: ClassVar = {"k": 1, "t": (0.0, 1.0, "()")}
 
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+    def policy(self, models: Models) -> StopPolicy:
         check_slots(models.heads[self.drafter], self.k)
-        return [SlotConfidenceStop(self.t, self.rule == "draft", self.k) for _ in range(rows)]
+        return SlotConfidenceStop(self.t, self.rule == "draft", self.k)
 
 
 @dataclass(frozen=True)
@@ -265,9 +259,9 @@ class SlotCostMethod(ChainMethod):
     c: float | Literal["auto"] = "auto"
     ranges: ClassVar = COST | {"k": 1}
 
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+    def policy(self, models: Models) -> StopPolicy:
         check_slots(models.heads[self.drafter], self.k)
-        return [SlotConfidenceStop(rule, True, self.k) for rule in cost_rules(self.c, models, self.drafter, rows)]
+        return SlotConfidenceStop(cost_rule(self.c, models, self.drafter), True, self.k)
 
 
 def check_slots(head: DraftHead, k: int) -> None:
@@ -294,10 +288,10 @@ class StaticTreeMethod(DraftingMethod):
     def trees(self) -> tuple[str, ...]:
         return (self.tree,)
 
-    def build(self, models: Models, rows: int = 1) -> Drafter:
+    def build(self, models: Models) -> Drafter:
         shape = replace(models.trees[self.tree], drawn=self.drawn)
         check_range(f"tree {self.tree}, ranks", max(shape.ranks) + 1, high=models.target.info.vocab_size)
-        return TreeDrafter(models.net(self.drafter), shape, models.capacity, rows)
+        return TreeDrafter(models.net(self.drafter), shape, models.capacity)
 
 
 @dataclass(frozen=True)
@@ -332,21 +326,18 @@ class DynamicTreeMethod(DraftingMethod):
         """Number of nodes that a tree is chosen from, or the most that the target scores."""
         return min(MAX_NODES, num_candidates(self.topk, self.most_depth + 1))
 
-    def build(self, models: Models, rows: int = 1) -> Drafter:
+    def build(self, models: Models) -> Drafter:
         if self.nodes != "auto":
-            return self.fixed(models, self.nodes, self.most_depth, rows)
+            return self.fixed(models, self.nodes, self.most_depth)
         trees = f"trees of topk {self.topk}"
         times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
-        rules = [TreeRule(times, self.depth == "auto") for _ in range(rows)]
-        return self.fixed(models, self.most_nodes, self.most_depth, rows, rules)
+        return self.fixed(models, self.most_nodes, self.most_depth, TreeRule(times, self.depth == "auto"))
 
-    def fixed(
-        self, models: Models, nodes: int, depth: int, rows: int = 1, rules: Sequence[TreeRule] | None = None
-    ) -> Drafter:
+    def fixed(self, models: Models, nodes: int, depth: int, rule: TreeRule | None = None) -> Drafter:
         """Build the drafter of trees of at most this size, whatever `nodes` and `depth` are."""
         check_range("topk", self.topk, high=models.target.info.vocab_size)
         shape = DynamicTree(nodes, depth, self.topk)
-        return TreeDrafter(models.net(self.drafter), shape, models.capacity, rows, rules)
+        return TreeDrafter(models.net(self.drafter), shape, models.capacity, rule)
 
 
 # -- by name

@@ -1,26 +1,26 @@
-"""Drafters of chains and trees for rows of sequences, above the network that gives states and logits.
+"""Drafters of chains and trees, above the network that gives states and logits.
 
 A draft grows level by level: `DraftNet.start` gives the logits of its first token, and `expand` those behind drafted
 tokens. A chain has one token a level. So every kind of head is one `DraftNet`, and drafts chains (`ChainDrafter`),
 trees (`TreeDrafter`), and from many places of a text for labels (`branches.BranchDrafter`).
 
-B rows, n nodes of a level, H hidden size, F width of the target's features.
+n nodes of a level, S branches, H hidden size, F width of the target's features.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.chain import draft_chains
-from draftsmith.modules.decoding.drafter import Outcome
-from draftsmith.modules.decoding.growth import Level, grow_dynamic, grow_static
-from draftsmith.modules.decoding.stop import DraftView, Learner, StopPolicy
+from draftsmith.modules.decoding.chain import draft_chain
+from draftsmith.modules.decoding.drafter import Drafter, Level, Outcome
+from draftsmith.modules.decoding.growth import grow_dynamic, grow_static
+from draftsmith.modules.decoding.stop import DraftView, StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import NonFinite
@@ -28,25 +28,8 @@ from draftsmith.modules.layers import MOST_POSITIONS
 from draftsmith.modules.sampling import Sampler
 
 
-@dataclass
-class RowState:
-    """A row that is drafted for.
-
-    policy: its own, or its rule. tokens: all committed ones. features: [T, F] of the target that the network has not
-    read yet. tree: this round's draft, until its result.
-    """
-
-    policy: Any
-    tokens: list[int]
-    features: Tensor
-    tree: DraftTree = NO_DRAFT
-
-
 class DraftNet(ABC):
-    """Network that drafts for rows, or for branches of one text, level by level.
-
-    Tokens of a level are int64 [B, n], or of a chain also a list with one or no token for each row. A node's parent is
-    a place in the level before. Depth 1 follows the first drafted tokens.
+    """Network that drafts for a sequence, or for branches of one text, level by level.
 
     name: in errors. aux_layers: features of the target that it reads (`CausalLM.session`). reads_features: it reads
         some.
@@ -65,48 +48,42 @@ class DraftNet(ABC):
         """embed: the token embeddings that it reads."""
         self.name, self.device, self.embed = name, device, embed
 
-    # -- rows
+    # -- a sequence
 
-    def allocate(  # noqa: B027 (some keep nothing of a row)
-        self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None
+    def allocate(  # noqa: B027 (some keep nothing of a sequence)
+        self, capacity: int, depth: int, slots: int = 0, static: bool | None = None
     ) -> None:
-        """Make room for rows of at most `capacity` tokens, drafts included.
+        """Make room for at most `capacity` tokens, drafts included.
 
         depth: of the longest draft. slots: cache slots for nodes that share positions. static: see `CausalLM.session`.
         """
 
-    def begin(self, row: int) -> None:  # noqa: B027
-        """Begin a new sequence in this row, or in one more behind those in use."""
-
-    def select(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Keep these rows only, in this order."""
+    def begin(self) -> None:  # noqa: B027
+        """Begin a new sequence."""
 
     @abstractmethod
-    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
-        """Read what is new of each row with a limit above 0, and return the level that the first tokens follow."""
+    def start(self, tokens: Sequence[int], features: Tensor) -> Level:
+        """Read what is new, and return the level that the first drafted token follows, which is one node.
 
-    def open_round(self, rows: Sequence[RowState], limits: Sequence[int]) -> Sequence[int]:
-        """Show the rows' policies what the network knows of this round; return limits of 0 for rows without a draft."""
-        return limits
+        tokens: all committed ones. features: [T, F] of the target that were not passed before.
+        """
 
-    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
-        """Read the tokens of a level and return what follows them. parents: [B, n] int64; None for a chain."""
-        hidden = self.read(tokens, parents, depth)
-        return Level(hidden, self.logits(hidden))
+    def open_round(self, stop: StopPolicy, root: int, limit: int) -> int:
+        """Show a policy what the network knows of this round; return the limit, 0 for no draft. root: last token."""
+        return limit
 
-    def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Expand chains: return logits [B, V] and states [B, H]."""
-        hidden, logits = self.expand(tokens, None, depth)
-        return logits[:, 0], hidden[:, 0]
+    @abstractmethod
+    def expand(self, tokens: Sequence[int] | Tensor, parents: Tensor | None, depth: int) -> Level:
+        """Read the tokens of a level and return what follows them (`drafter.Expand`)."""
 
-    def finish(self, accepted: Sequence[int]) -> None:  # noqa: B027
-        """Drop the draft from the cache. accepted: read tokens of each row's draft that the text now has; may stay."""
+    def finish(self, accepted: int) -> None:  # noqa: B027
+        """Drop the draft from the cache. accepted: read tokens of the draft that the text now has; these may stay."""
 
-    def rewind(self, row: int, length: int) -> None:
-        """Forget what was read of a row behind its first `length` tokens."""
+    def rewind(self, length: int) -> None:
+        """Forget what was read behind the first `length` tokens."""
         raise NotImplementedError(f"{self.name} does not rewind")
 
-    # -- branches of one text, which rows may be too
+    # -- branches of one text
 
     @abstractmethod
     def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None:
@@ -117,13 +94,13 @@ class DraftNet(ABC):
         """Begin branches behind the first starts[s] tokens; return the states [S, H] that predict what follows."""
 
     @abstractmethod
-    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
-        """Read the tokens of a level and return the states [S, n, H] behind them."""
+    def read(self, tokens: Tensor, depth: int) -> Tensor:
+        """Read the next token of every branch, int64 [S], and return the states [S, H] behind them."""
 
     def read_drafts(self, tokens: Tensor) -> Tensor:
         """Read whole branches [S, K] and return the states [S, K, H] behind their tokens."""
-        levels = enumerate(tokens.to(self.device).split(1, 1), 1)
-        return torch.cat([self.read(own, None, depth) for depth, own in levels], 1)
+        levels = enumerate(tokens.to(self.device).unbind(1), 1)
+        return torch.stack([self.read(own, depth) for depth, own in levels], 1)
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -132,141 +109,104 @@ class DraftNet(ABC):
     def drop(self) -> None:  # noqa: B027
         """Drop the branches, and keep the text."""
 
-    def ids(self, tokens: Any) -> Tensor:
-        """Return the tokens of a level as int64 [B, n] on the device; rows whose chain has ended read token 0."""
-        if not isinstance(tokens, Tensor):
-            tokens = torch.tensor([row or [0] for row in tokens])
-        return tokens.to(self.device)
+    def ids(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Return the tokens of a level as int64 [n] on the device."""
+        return torch.as_tensor(tokens, device=self.device)
 
 
-class RowDrafter(ABC):
-    """A `Drafter` over a `DraftNet`: texts, limits, and results of rounds.
+class NetDrafter(Drafter, ABC):
+    """A drafter over a `DraftNet`: the text, limits, and results of rounds."""
 
-    policies: a stop policy or a rule of trees for each row that there may be, or None for each. A row that begins
-        behind those in use takes the first one that is free.
-    """
-
-    def __init__(
-        self,
-        net: DraftNet,
-        policies: Sequence[Any],
-        capacity: int,
-        depth: int,
-        slots: int = 0,
-        static: bool | None = None,
-    ):
-        """Allocate the network's rows (`DraftNet.allocate`)."""
-        net.allocate(len(policies), capacity, depth, slots, static)
-        self.net, self.policies, self.aux_layers = net, list(policies), net.aux_layers
-        self._rows: list[RowState] = []  # in use
-
-    @property
-    def learners(self) -> Sequence[Learner]:
-        """Parts that learn from the results of rounds."""
-        return [learner for policy in self.policies if policy for learner in policy.learners]
+    def __init__(self, net: DraftNet, capacity: int, depth: int, slots: int = 0, static: bool | None = None):
+        """Allocate the network's caches (`DraftNet.allocate`)."""
+        net.allocate(capacity, depth, slots, static)
+        self.net, self.aux_layers = net, net.aux_layers
+        # All committed tokens, the features that the network has not read yet, and this round's draft until its result.
+        self.tokens, self._features, self._tree = list[int](), torch.empty(0), NO_DRAFT
 
     @abstractmethod
-    def _draft(self, root: Level, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
-        """Draft behind the rows' texts; nothing for a limit below 1."""
+    def _draft(self, root: Level, limit: int, sampler: Sampler) -> DraftTree:
+        """Draft at most `limit` (1 or more) tokens deep behind the text."""
 
     @abstractmethod
-    def _observe(self, row: RowState, num_accepted: int) -> None:
-        """Show a row's policy or rule the result of its draft."""
+    def _observe(self, num_accepted: int) -> None:
+        """Show the policy or rule the result of the draft."""
 
-    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        used = [own.policy for own in self._rows]
-        free = (policy for policy in self.policies if policy not in used)
-        policy = used[row] if row < len(used) else next(free, None)
-        features = features if self.net.reads_features else features.new_empty(0)
-        self._rows[row : row + 1] = [RowState(policy, [*prompt, first_token], features)]
-        self.net.begin(row)
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        self.tokens, self._tree = [*prompt, first_token], NO_DRAFT
+        self._features = features if self.net.reads_features else features[:0]
+        self.net.begin()
 
-    def propose(self, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
-        net, rows = self.net, self._rows
-        limits = [
-            min(limit, net.longest_draft, net.longest_text - len(row.tokens))
-            for limit, row in zip(limits, rows, strict=True)
-        ]
-        trees = [NO_DRAFT] * len(limits)
-        if max(limits) > 0:
+    def propose(self, max_drafted: int, sampler: Sampler) -> DraftTree:
+        net, self._tree = self.net, NO_DRAFT
+        limit = min(max_drafted, net.longest_draft, net.longest_text - len(self.tokens))
+        if limit > 0:
+            unread, self._features = self._features, self._features[:0]
             try:
-                trees = self._draft(net.start(rows, limits), limits, sampler)
+                tree = self._draft(net.start(self.tokens, unread), limit, sampler)
             except NonFinite as error:
                 error.model = error.model or net.name
                 raise
-            if net.one_pass:
-                trees = [replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
-        for row, tree in zip(rows, trees, strict=True):
-            row.tree = tree
-        return trees
+            self._tree = replace(tree, draft_calls=1) if net.one_pass and tree.tokens else tree
+        return self._tree
 
-    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        accepted, drafted = [0] * len(outcomes), False
-        for place, (row, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
-            if outcome is not None:
-                # The last token of a draft was not read.
-                accepted[place] = max(0, min(outcome.num_accepted, len(row.tree.tokens) - 1))
-                self.commit(place, outcome.emitted, outcome.features)
-                self._observe(row, outcome.num_accepted)
-            drafted, row.tree = drafted or bool(row.tree.tokens), NO_DRAFT
+    def advance(self, outcome: Outcome) -> None:
+        drafted = len(self._tree.tokens)
+        self.commit(outcome.emitted, outcome.features)
+        self._observe(outcome.num_accepted)
         if drafted:
-            self.net.finish(accepted)
+            # The last token of a draft was not read.
+            self.net.finish(min(outcome.num_accepted, drafted - 1))
+        self._tree = NO_DRAFT
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
-        self.net.select(rows)
-
-    def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
-        """Append T tokens to a row; features [T, F] of the tokens before each."""
-        own = self._rows[row]
-        own.tokens += tokens
+    def commit(self, tokens: Sequence[int], features: Tensor | None) -> None:
+        """Append T tokens; features [T, F] of the tokens before each."""
+        self.tokens += tokens
         if self.net.reads_features:
             assert features is not None and len(features) == len(tokens)
-            own.features = torch.cat([own.features, features]) if len(own.features) else features
+            self._features = torch.cat([self._features, features]) if len(self._features) else features
 
 
-class ChainDrafter(RowDrafter):
-    """Drafts chains, each until its row's policy stops it.
+class ChainDrafter(NetDrafter):
+    """Drafts chains, each until the policy stops it.
 
-    end_ids: tokens that end a chain. on_token: called with the row and the view of every drafted token.
+    end_ids: tokens that end a chain. on_token: called with the view of every drafted token.
     """
 
-    on_token: Callable[[int, DraftView], None] | None = None
+    on_token: Callable[[DraftView], None] | None = None
 
     def __init__(
         self,
         net: DraftNet,
-        stops: Sequence[StopPolicy],
+        stop: StopPolicy,
         capacity: int,
         end_ids: Collection[int] = (),
         static: bool | None = None,
     ):
-        """stops: a policy for each row."""
-        super().__init__(net, stops, capacity, max(stop.max_drafted for stop in stops), static=static)
-        self.end_ids = end_ids
+        super().__init__(net, capacity, stop.max_drafted, static=static)
+        self.stop, self.end_ids, self.learners = stop, end_ids, stop.learners
 
-    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        super().begin(row, prompt, features, first_token)
-        self._rows[row].policy.reset()
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        super().start(prompt, features, first_token)
+        self.stop.reset()
 
-    def _draft(self, root: Level, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
-        stops, texts = [row.policy for row in self._rows], [row.tokens for row in self._rows]
-        limits, logits, hidden = self.net.open_round(self._rows, limits), root.logits[:, 0], root.hidden[:, 0]
-        return draft_chains(logits, hidden, self.net.step, stops, limits, sampler, texts, self.end_ids, self.on_token)
+    def _draft(self, root: Level, limit: int, sampler: Sampler) -> DraftTree:
+        limit = self.net.open_round(self.stop, self.tokens[-1], limit)
+        return draft_chain(root, self.net.expand, self.stop, limit, sampler, self.tokens, self.end_ids, self.on_token)
 
-    def _observe(self, row: RowState, num_accepted: int) -> None:
-        row.policy.observe(len(row.tree.tokens), num_accepted)
+    def _observe(self, num_accepted: int) -> None:
+        self.stop.observe(len(self._tree.tokens), num_accepted)
 
-    def rewind(self, row: int, length: int) -> None:
-        """Truncate a row to its first `length` tokens."""
-        del self._rows[row].tokens[length:]
-        self.net.rewind(row, length)
+    def rewind(self, length: int) -> None:
+        """Truncate the text to its first `length` tokens."""
+        del self.tokens[length:]
+        self.net.rewind(length)
 
 
-class TreeDrafter(RowDrafter):
+class TreeDrafter(NetDrafter):
     """Drafts trees of one shape, level by level with one forward each. Nodes are chosen, or drawn if the shape says so.
 
-    rules: size of each row's dynamic tree.
+    rule: size of a dynamic tree.
     """
 
     def __init__(
@@ -274,20 +214,18 @@ class TreeDrafter(RowDrafter):
         net: DraftNet,
         shape: StaticTree | DynamicTree,
         capacity: int,
-        rows: int = 1,
-        rules: Sequence[TreeRule] | None = None,
+        rule: TreeRule | None = None,
         static: bool | None = None,
     ):
-        super().__init__(net, rules or [None] * rows, capacity, shape.levels, shape.slots, static)
-        self.shape = shape
+        super().__init__(net, capacity, shape.levels, shape.slots, static)
+        self.shape, self.rule, self.learners = shape, rule, () if rule is None else rule.learners
 
-    def _draft(self, root: Level, limits: Sequence[int], sampler: Sampler) -> list[DraftTree]:
+    def _draft(self, root: Level, limit: int, sampler: Sampler) -> DraftTree:
         if isinstance(self.shape, StaticTree):
-            return grow_static(self.shape, root, self.net.expand, limits, sampler)
-        rules = [row.policy for row in self._rows if row.policy]
-        return grow_dynamic(self.shape, root, self.net.expand, limits, rules or None)
+            return grow_static(self.shape, root, self.net.expand, limit, sampler)
+        return grow_dynamic(self.shape, root, self.net.expand, limit, self.rule)
 
-    def _observe(self, row: RowState, num_accepted: int) -> None:
+    def _observe(self, num_accepted: int) -> None:
         # At the context's end a round may have no draft, which the rule learns nothing from.
-        if row.policy and row.tree.tokens:
-            row.policy.observe(len(row.tree.tokens), row.tree.draft_calls, num_accepted)
+        if self.rule is not None and self._tree.tokens:
+            self.rule.observe(len(self._tree.tokens), self._tree.draft_calls, num_accepted)

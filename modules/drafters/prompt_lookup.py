@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
+from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, NO_DRAFT, DraftTree, chain_parents
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.sampling import Sampler
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Drafts the `k` tokens behind the most recent earlier occurrence of the last n tokens, n from `ngram` down to 1.
 
     Nothing is drawn, so a draft is verified as a path of chosen nodes.
@@ -58,8 +58,8 @@ class PromptLookupMethod(Method):
     ngram: int = 3
     ranges: ClassVar = {"k": (1, MAX_NODES), "ngram": 1}
 
-    def build(self, models: Models, rows: int = 1) -> Drafter | None:
-        return EachRow([PromptLookupDrafter(self.k, self.ngram) for _ in range(rows)])
+    def build(self, models: Models) -> Drafter:
+        return PromptLookupDrafter(self.k, self.ngram)
 
 
 METHODS = {"pld": PromptLookupMethod()}

@@ -22,7 +22,6 @@ from draftsmith.benchmarks.papers.hsddw import Watcher
 from draftsmith.benchmarks.papers.specdecpp import ForwardTimes, pareto_front
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree
@@ -230,9 +229,9 @@ def simulate(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[Counter, Count
 @pytest.mark.parametrize(("middle", "eos"), [(False, ()), (True, ()), (True, (1,))])
 def test_the_watcher_sees_what_happens(middle, eos):
     k = 3
-    drafter = ChainDrafter(DraftModelNet(M1), [FixedLengthStop(k)], CAPACITY)
+    drafter = ChainDrafter(DraftModelNet(M1), FixedLengthStop(k), CAPACITY)
     if middle:
-        drafter = EachRow([HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)])
+        drafter = HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)
     watcher = Watcher(drafter, eos)
     setup = DecodeOptions(partial(watcher.on_round, "a"))
     generation = generate_one(TARGET, drafter, PROMPT, SamplingParams(), TOKENS, TorchSource(0), eos, setup)

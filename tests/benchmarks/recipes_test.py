@@ -52,7 +52,7 @@ def answered(prompt: int, tokens: int, rounds: int, temperature: float = 0.0, me
     last = tokens - rounds + 1
     steps = [DecodeStep(5, 0, 1, 5)] * (rounds - 1) + [DecodeStep(5, last - 1, last, 5)]
     made = Generation([7] * tokens, DecodeTrace(steps, 0, 0), True)
-    row = row_of(BenchPrompt(str(prompt), [1], number=prompt), prompt, method, temperature, made)
+    row = row_of(BenchPrompt(str(prompt), [1], number=prompt), method, temperature, made)
     return {**row, "prompt_ids": [1]}
 
 
@@ -112,7 +112,7 @@ def timed(method: str, prompt: int, tokens: int, rounds: int, seconds: float, te
     steps = [DecodeStep(5, 0, 1, 5)] * (rounds - 1) + [DecodeStep(5, tokens - rounds, tokens - rounds + 1, 5)]
     made = Generation([7] * tokens, DecodeTrace(steps, 0, 0), True)
     asked = BenchPrompt(str(prompt), [1], number=prompt)
-    return row_of(asked, prompt, method, temperature, made, [seconds], [seconds])
+    return row_of(asked, method, temperature, made, [seconds], [seconds])
 
 
 def test_seeds_are_pooled_as_sums_and_a_prompt_is_drawn_with_all_of_its_answers():

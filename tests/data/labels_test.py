@@ -173,7 +173,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
                 raise Done
 
         try:
-            drafter = ChainDrafter(DraftModelNet(draft), [FixedLengthStop(2)], 32)
+            drafter = ChainDrafter(DraftModelNet(draft), FixedLengthStop(2), 32)
             generate_one(target, drafter, PROMPT, params, 9, source, (), DecodeOptions(watch))
         except Done:
             pass

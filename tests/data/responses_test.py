@@ -95,37 +95,6 @@ def test_a_row_does_not_depend_on_its_company(chain, remake):
     assert [row["input_ids"] for row in reseeded] != [row["input_ids"] for row in whole]
 
 
-@pytest.mark.parametrize("method", ["pld:k=3:ngram=1", "lookahead:w=3:n=3:g=3"])
-def test_what_draws_nothing_leaves_every_sampled_answer_as_it_is(chain, remake, method):
-    """One uniform of the row's own decides each token, whatever is looked up."""
-    whole = rows_of(chain.directory("responses"))
-    directory = remake("responses", method=method)
-    assert rows_of(directory) == whole
-    manifest = Manifest.read(directory)
-    assert manifest.digest == Manifest.read(chain.directory("responses")).digest
-    assert manifest.config["method"] == method
-
-
-def test_greedy_answers_are_the_same_whatever_drafts(chain, remake, tmp_path):
-    plain = rows_of(remake("responses", temperature=0.0, output=tmp_path / "plain"))
-    own = {"temperature": 0.0, "draft": str(chain.draft)}
-    for name, method in (("auto", None), ("spec", "spec:k=2"), ("online", "online:c=0.1:max=4")):
-        directory = remake("responses", output=tmp_path / name, method=method, **own)
-        assert rows_of(directory) == plain
-        identity = Manifest.read(directory).identity
-        assert identity["drafted_by"] == load_lm(str(chain.draft)).info.identity != identity["target"]
-
-
-def test_a_drafter_takes_other_numbers_of_the_row_and_the_same_whatever_its_company(chain, remake, tmp_path):
-    how = {"draft": str(chain.draft), "method": "spec:k=2"}
-    rows = rows_of(remake("responses", output=tmp_path / "one", **how))
-    assert [row["input_ids"] for row in rows] != [row["input_ids"] for row in rows_of(chain.directory("responses"))]
-    together = remake("responses", output=tmp_path / "all", batch_size=11, rows_per_shard=11, **how)
-    assert rows_of(together) == rows
-    with pytest.raises(InputError, match="begun with another"):
-        remake("responses", output=tmp_path / "one", **{**how, "draft": str(chain.target)})
-
-
 def test_other_options_begin_anew_where_no_shard_is_finished(chain, remake, tmp_path, monkeypatch, capsys):
     """As the advice of an error says: correct the options and give the command again."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from llamacpp_targets import TARGETS, convert, write_target
-from worlds import quick_block_head, quick_eagle3_head
+from worlds import in_rows, quick_block_head, quick_eagle3_head
 
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.check import engine
@@ -22,13 +22,10 @@ from draftsmith.eval.check.check import run as check
 from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
-from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import SamplingParams
 
 torch.set_num_threads(1)
 SERVER = Path(os.environ["DRAFTSMITH_LLAMA_SERVER"])
@@ -58,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         lm: Any = load_lm(str(directory))
         lm.config = Checkpoint(directory).shape
         asked = [prompt.prompt_ids for prompt in read_prompts(str(prompts), str(directory))]
-        answers = generate(lm, None, asked, SamplingParams(), 64, [TorchSource(0) for _ in asked], ())
+        answers = in_rows(lm, asked, 64)
         texts = [[*prompt, *answer.tokens] for prompt, answer in zip(asked, answers, strict=True)]
         return lm, texts, {"target": str(directory), "target_gguf": file}
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
-from worlds import quick_block_head, quick_eagle3_head, quick_eagle_head, run_models
+from worlds import in_rows, quick_block_head, quick_eagle3_head, quick_eagle_head, run_models
 
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
-from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle3 import layer_like
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.heads import save_head
@@ -92,8 +92,7 @@ CASES = {
 
 def answers(target: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Prompts with the target's own answers behind them."""
-    sources = [TorchSource(0) for _ in prompts]
-    made = generate(target, None, prompts, GREEDY, NEW_TOKENS, sources, ())
+    made = in_rows(target, prompts, NEW_TOKENS)
     return [[*prompt, *one.tokens] for prompt, one in zip(prompts, made, strict=True)]
 
 

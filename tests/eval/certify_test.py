@@ -21,7 +21,7 @@ from draftsmith.data.responses import run as answer
 from draftsmith.eval.bets import DraftedPlace, Evidence, decided_tokens, ends_as_asked
 from draftsmith.eval.certify import Answered, CertifyConfig, ServerAnswers, greedy_test, run, sampling_test
 from draftsmith.launch.cli import main
-from draftsmith.modules.decoding.loop import RowAnswer
+from draftsmith.modules.decoding.plain import PromptAnswer
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -151,8 +151,8 @@ def test_greedy_answers_are_the_targets_first_choices(models, prompts, tmp_path,
     greedy = answers(models, prompts, tmp_path / "greedy", temperature=0.0, ignore_eos=False)
     code, (server,) = certified(models, tmp_path, greedy, None)
     assert code == 0 and server["greedy"]["largest_gap"] < 1e-3
-    emit = RowAnswer.emit
-    monkeypatch.setattr(RowAnswer, "emit", lambda self, tokens: emit(self, [*tokens[:-1], (tokens[-1] + 1) % 60]))
+    emit = PromptAnswer.emit
+    monkeypatch.setattr(PromptAnswer, "emit", lambda self, tokens: emit(self, [*tokens[:-1], (tokens[-1] + 1) % 60]))
     wrong = answers(models, prompts, tmp_path / "wrong", draft=False, temperature=0.0, ignore_eos=False)
     code, (server,) = certified(models, tmp_path, wrong, None)
     test = server["greedy"]

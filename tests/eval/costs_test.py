@@ -49,13 +49,12 @@ def slow_lm(path: str, clock: Wound, call_s: float, row_s: float = 0.0):
     return lm
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_c_is_a_draft_step_and_a_row_by_a_round_without_a_draft(models, rows):
+def test_c_is_a_draft_step_and_a_row_by_a_round_without_a_draft(models):
     """A target call takes 10 and 0.5 a row, a draft step 2: c = 2.5 / 10.5."""
     clock = Wound()
     target = slow_lm(models["target"], clock, 10, 0.5)
     own = Models(target, slow_lm(models["draft"], clock, 2), capacity=300)
-    assert measure_step_cost(own, "draft", rows, clock) == pytest.approx(2.5 / 10.5, rel=1e-6)
+    assert measure_step_cost(own, "draft", clock) == pytest.approx(2.5 / 10.5, rel=1e-6)
 
 
 def test_the_rows_of_a_call_are_the_nodes_and_the_root_and_no_more_rows_take_less():

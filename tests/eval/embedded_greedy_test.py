@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import quick_eagle3_head, run_models
+from worlds import in_rows, quick_eagle3_head, run_models
 
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -40,17 +40,12 @@ class World:
     answers: list[list[int]]
 
 
-def answers_of(target: Any, drafter: Any, prompts: list[list[int]]) -> list[Any]:
-    sources = [TorchSource(0) for _ in prompts]
-    return list(generate(target, drafter, prompts, GREEDY, NEW_TOKENS, sources, ()))
-
-
 @pytest.fixture(scope="module")
 def world() -> World:
     target, small, draft = (load_lm(f"embedded:{name}") for name in ("target", "draft-small", "draft"))
     prompts = sorted((row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test")), key=len)
     prompts = prompts[len(prompts) // 2 :][:NUM_PROMPTS]  # of middling length
-    answers = [made.tokens for made in answers_of(target, None, prompts)]
+    answers = [made.tokens for made in in_rows(target, prompts, NEW_TOKENS)]
     assert {len(answer) for answer in answers} == {NEW_TOKENS}
     rows = [[*prompt, *answer][-160:] for prompt, answer in zip(prompts, answers, strict=True)]
     models = run_models(target, draft, eagle3=quick_eagle3_head(target, rows[::2], steps=60), capacity=CAPACITY)
@@ -71,7 +66,7 @@ def test_greedy_answers_are_the_targets(world, name):
     method, ties, drafted, accepted = parse_method(name), 0, 0, 0
     for prompt, answer in zip(world.prompts, world.answers, strict=True):
         drafter = method.build(world.pair if "mid" in method.needs else world.models)
-        made = answers_of(world.target, drafter, [prompt])[0]
+        made = generate_one(world.target, drafter, prompt, GREEDY, NEW_TOKENS, TorchSource(0), ())
         assert len(made.tokens) == NEW_TOKENS
         if made.tokens != answer:
             ties += 1

@@ -41,15 +41,15 @@ def counts(config: BenchConfig) -> list[dict]:
 
 
 def interrupt_after(monkeypatch, calls: int) -> list[int]:
-    """Group number `calls` + 1 raises what Ctrl-C raises; the list receives the groups that were measured."""
+    """Prompt number `calls` + 1 raises what Ctrl-C raises; the list receives the prompts that were measured."""
     seen: list[int] = []
     run = asking.PromptRunner.run
 
-    def measured(self, group, number, temperature):
+    def measured(self, prompt, number, temperature):
         if len(seen) == calls:
             raise KeyboardInterrupt
         seen.append(number)
-        return run(self, group, number, temperature)
+        return run(self, prompt, number, temperature)
 
     monkeypatch.setattr(asking.PromptRunner, "run", measured)
     return seen
@@ -64,7 +64,7 @@ def test_the_same_command_goes_on_behind_what_was_measured(config, unbroken, tmp
     journal = tmp_path / "journal.jsonl"
     assert not (tmp_path / "results.json").exists() and len(journal.read_text().splitlines()) == 1 + 5
     with journal.open("a") as file:  # what a kill in the middle of a write leaves
-        file.write('{"group": 2, "temperature": 1.0, "rows": [{"met')
+        file.write('{"prompt": 2, "temperature": 1.0, "rows": [{"met')
     capsys.readouterr()
     with monkeypatch.context() as patch:
         seen = interrupt_after(patch, 100)

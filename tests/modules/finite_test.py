@@ -13,8 +13,10 @@ from worlds import SMALL, run_models, small_lm, small_models
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.labels import MixedTextLabels, Rollouts
 from draftsmith.modules.acceptance.head import HeadPredictor
-from draftsmith.modules.decoding.chain import draft_fixed_length
-from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_one
+from draftsmith.modules.decoding.chain import draft_ahead
+from draftsmith.modules.decoding.drafter import Level
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
+from draftsmith.modules.decoding.plain import PromptAnswer, RowPool
 from draftsmith.modules.decoding.stop import (
     ConfidenceStop,
     CostRule,
@@ -90,20 +92,14 @@ FEW = [
 
 
 @pytest.mark.parametrize(
-    ("label", "params", "rows"),
-    [
-        *((label, DRAWN, 1) for label in BROKEN),
-        *((label, params, rows) for label in FEW for params, rows in [*((mode, 1) for mode in MODES), (DRAWN, 3)]),
-    ],
+    ("label", "params"),
+    [*((label, DRAWN) for label in BROKEN), *((label, mode) for label in FEW for mode in MODES if mode != DRAWN)],
 )
-def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params, rows):
-    prompts = [PROMPT, PROMPT[:3], [7, 8]][:rows]
-
+def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params):
     def decode(found: Models) -> Any:
-        drafter, sources = parse_method(label).build(found, rows), [TorchSource(seed) for seed in range(rows)]
-        return generate(found.target, drafter, prompts, params, 12, sources, ())
+        return generate_one(found.target, parse_method(label).build(found), PROMPT, params, 12, TorchSource(0), ())
 
-    assert [len(one.tokens) for one in decode(small_models())] == [12] * rows  # whole models decode
+    assert len(decode(small_models()).tokens) == 12  # whole models decode
     for broken in ("target", *BROKEN[label]):
         with pytest.raises(NonFinite) as caught:
             decode(small_models(broken))
@@ -111,7 +107,7 @@ def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params, rows):
         # The target's is seen in the prefill, and M2's where it reads the prompt; a drafter's in its first draft, a
         # head's that reads states after their tokens one token later.
         first = len(PROMPT) + (broken not in ("target", "mid"))
-        assert caught.value.position == first if rows == 1 else caught.value.position >= first
+        assert caught.value.position == first
 
 
 def test_every_method_of_this_engine_is_tried():
@@ -119,17 +115,17 @@ def test_every_method_of_this_engine_is_tried():
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("batched", [False, True], ids=["one", "batch"])
-def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched):
+@pytest.mark.parametrize("rows", [False, True], ids=["drafted", "rows"])
+def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, rows):
     """A NaN in the embedding of one token: everything up to reading it is as ever."""
 
     def decode(target: LlamaLM, draft: LlamaLM) -> list[int]:
-        prompts = [[7, 8], PROMPT] if batched else [PROMPT]
-        if batched:
-            drafter = parse_method("spec:k=3").build(Models(target, draft, capacity=CONTEXT), 2)
-            sources = [TorchSource(3), TorchSource(3)]
-            return generate(target, drafter, prompts, params, 8, sources, ())[1].tokens
-        drafter = ChainDrafter(DraftModelNet(draft), [FixedLengthStop(3)], CONTEXT)
+        if rows:
+            prompts = [[7, 8], PROMPT]
+            waiting = [PromptAnswer(target.info, own, 8, TorchSource(3), (), i) for i, own in enumerate(prompts)]
+            list(RowPool(target, params, 2, CONTEXT).run(waiting))
+            return waiting[1].tokens
+        drafter = ChainDrafter(DraftModelNet(draft), FixedLengthStop(3), CONTEXT)
         return generate_one(target, drafter, PROMPT, params, 8, TorchSource(3), ()).tokens
 
     target, draft = small_lm(1), small_lm(2)
@@ -138,7 +134,7 @@ def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched
     broken = small_lm(1, ("embed_tokens.weight", (answer[new], 0)))
     with pytest.raises(NonFinite) as caught:
         decode(broken, small_lm(1))  # a draft that is the target itself is accepted, so that drafts are read as well
-    assert caught.value.model == "target" and caught.value.row == (1 if batched else 0)
+    assert caught.value.model == "target" and caught.value.row == int(rows)
     assert caught.value.position >= len(PROMPT) + 1
     if params.greedy:  # else another draft takes other random numbers
         assert caught.value.position == len(PROMPT) + new + 1
@@ -153,10 +149,10 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
     found = run_models(target, draft, eagle=small_models().heads["eagle"], capacity=CONTEXT)
     long, short = [1, 2, rare, 4, 5, 6, 7, 8, rare, 2, 3, 4, 5], [[1, 2], [3, 4, 5]]
 
-    def batched(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
-        sources = [TorchSource(0), TorchSource(0)]
-        made = generate(target, drafter, prompts, GREEDY, 3, sources, (), DecodeOptions(session=session))
-        return [one.tokens for one in made]
+    def in_rows(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
+        waiting = [PromptAnswer(target.info, prompt, 3, TorchSource(0), ()) for prompt in prompts]
+        list(RowPool(target, GREEDY, 2, CONTEXT, session).run(waiting))
+        return [one.tokens for one in waiting]
 
     def one(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
         return [
@@ -165,12 +161,10 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
         ]
 
     method = parse_method(label)
-    for decode, session, build in [
-        (batched, lambda: target.session(2, CONTEXT, static=static), lambda: method.build(found, 2)),
-        (one, lambda: target.session(1, CONTEXT, static=static), lambda: method.build(found)),
-    ]:
-        expected = decode(session(), build(), short)
-        kept, drafter = session(), build()
+    for decode, rows in [(one, 1), *([(in_rows, 2)] if label == "ar" else [])]:
+        aux_layers = getattr(method.build(found), "aux_layers", ())
+        expected = decode(target.session(rows, CONTEXT, aux_layers, static=static), method.build(found), short)
+        kept, drafter = target.session(rows, CONTEXT, aux_layers, static=static), method.build(found)
         with pytest.raises(NonFinite):
             decode(kept, drafter, [long, [3, 4]])
         assert decode(kept, drafter, short) == expected
@@ -184,25 +178,23 @@ def test_a_row_without_a_distribution_ends_the_walk_there(logits, params):
     distribution = torch.tensor([[0.0, 1.0, 0.0]])
     for tree in (DraftTree((1,), (-1,)), DraftTree((1,), (-1,), distribution)):
         with pytest.raises(NonFinite) as caught:
-            verify([tree], rows[None], Sampler(params, [TorchSource(0)]))
+            verify(tree, rows, Sampler(params, TorchSource(0)))
         assert caught.value.position == 1
         with pytest.raises(NonFinite) as caught:
-            verify([tree], rows.flip(0)[None], Sampler(params, [TorchSource(0)]))
+            verify(tree, rows.flip(0), Sampler(params, TorchSource(0)))
         assert caught.value.position == 0
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_chain_that_the_host_sees_at_its_end_names_row_and_place(params):
+def test_a_chain_that_the_host_sees_at_its_end_names_the_place(params):
     """As on a GPU."""
 
-    def step(tokens: Any, depth: int) -> Any:
-        logits = torch.zeros(3, V)
-        logits[1] = math.nan if depth == 2 else 0
-        return logits, None
+    def expand(tokens: Any, parents: Any, depth: int) -> Level:
+        return Level(torch.zeros(1, H), torch.full((1, V), math.nan if depth == 2 else 0.0))
 
     with pytest.raises(NonFinite) as caught:
-        draft_fixed_length(torch.zeros(3, V), step, [4, 4, 2], Sampler(params, [TorchSource(row) for row in range(3)]))
-    assert (caught.value.row, caught.value.position) == (1, 2)
+        draft_ahead(expand(None, None, 0), expand, 4, Sampler(params, TorchSource(0)))
+    assert caught.value.position == 2
 
 
 def test_a_masked_vocabulary_is_decoded():

@@ -20,7 +20,7 @@ from worlds import specdecpp
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.online import OnlinePredictor
-from draftsmith.modules.decoding.drafter import EachRow
+from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import ConfidenceStop, CostRule, FixedLengthStop, PredictorStop, SelfVerifyStop
 from draftsmith.modules.decoding.tree import DraftTree, DynamicTree, StaticTree
@@ -332,7 +332,7 @@ def random_hydra_heads(seed: int, plus: bool = False) -> HydraHead:
     return heads
 
 
-class TableTrees:
+class TableTrees(Drafter):
     """Draws nothing: a tree that is a function of what was emitted, with siblings, two depths and an equal sibling."""
 
     PARENTS = (-1, -1, 0, 0, 1, -1, 2)
@@ -365,7 +365,7 @@ def stop_policy(name: str, seed: int):
     return SelfVerifyStop(3) if name.startswith("self-verify") else FixedLengthStop(int(name[-1]))
 
 
-def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
+def method(name: str, target: TableLM, seed: int = 7):
     """A function that makes a fresh drafter, as every branch starts from nothing."""
     draft = TableLM(seed + 100)
     if name == "ar":
@@ -373,45 +373,39 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
     if name.startswith(("spec:k=", "specdec++", "cost", "online", "confidence", "self-verify", "eagle:k=")):
         if name.endswith("eagle") or name.startswith("eagle"):
             head = random_eagle_head(seed)
-            return lambda: ChainDrafter(head.net(target), policies(name, seed, rows), CAPACITY)
-        return lambda: ChainDrafter(DraftModelNet(draft), policies(name, seed, rows), CAPACITY)
+            return lambda: ChainDrafter(head.net(target), stop_policy(name, seed), CAPACITY)
+        return lambda: ChainDrafter(DraftModelNet(draft), stop_policy(name, seed), CAPACITY)
     if name.startswith("medusa"):
         shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-static"]
         heads = random_medusa_heads(seed, "own" in name)
-        return lambda: chain_or_tree(heads.net(target), shape, rows)
+        return lambda: chain_or_tree(heads.net(target), shape)
     if name.startswith("hydra"):
         shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-static"]
         hydra = random_hydra_heads(seed, "++" in name)
-        return lambda: chain_or_tree(hydra.net(target), shape, rows)
+        return lambda: chain_or_tree(hydra.net(target), shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
 
         def tree_drafter():
-            rules = [TreeRule(TREE_TIMES, "depth=auto" in name) for _ in range(rows)] if "nodes=auto" in name else None
-            return TreeDrafter(head.net(target), EAGLE_TREES[name], CAPACITY, rows, rules=rules)
+            rule = TreeRule(TREE_TIMES, "depth=auto" in name) if "nodes=auto" in name else None
+            return TreeDrafter(head.net(target), EAGLE_TREES[name], CAPACITY, rule)
 
         return tree_drafter
-    return lambda: EachRow([sequence_drafter(name, target, draft, seed) for _ in range(rows)])
+    return lambda: sequence_drafter(name, draft, seed)
 
 
-def chain_or_tree(net: DraftNet, shape: StaticTree | None, rows: int):
+def chain_or_tree(net: DraftNet, shape: StaticTree | None):
     """Chains of two tokens, or trees if there is a shape."""
     if shape is None:
-        return ChainDrafter(net, [FixedLengthStop(2) for _ in range(rows)], CAPACITY)
-    return TreeDrafter(net, shape, CAPACITY, rows)
+        return ChainDrafter(net, FixedLengthStop(2), CAPACITY)
+    return TreeDrafter(net, shape, CAPACITY)
 
 
-def policies(name: str, seed: int, rows: int):
-    """A policy for each row."""
-    return [stop_policy(name, seed) for _ in range(rows)]
-
-
-def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
-    """A drafter of one sequence."""
+def sequence_drafter(name: str, draft: TableLM, seed: int) -> Drafter:
     if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
         middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
         stop = FixedLengthStop(1) if name.startswith("pre-verify") else SelfVerifyStop(2)
-        return HierarchicalDrafter(middle, ChainDrafter(DraftModelNet(draft), [stop], CAPACITY), 3, dynamic, CAPACITY)
+        return HierarchicalDrafter(middle, ChainDrafter(DraftModelNet(draft), stop, CAPACITY), 3, dynamic, CAPACITY)
     if name.startswith("pld"):
         return PromptLookupDrafter(3, 2)
     if name.startswith("lookahead"):

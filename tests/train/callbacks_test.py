@@ -144,7 +144,7 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artifacts, tmp_p
     ends = plain.tokens[3:4]  # as if it ended there
     target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
     for prompt in prompts:
-        drafter = ChainDrafter(module.head.net(target), [FixedLengthStop(2)], 128)
+        drafter = ChainDrafter(module.head.net(target), FixedLengthStop(2), 128)
         generation = generate_one(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
         tokens, calls = tokens + len(generation.tokens), calls + 1 + len(generation.trace.steps)
         first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9

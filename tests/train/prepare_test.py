@@ -232,7 +232,7 @@ def test_a_head_with_a_reduced_vocabulary_is_trained_saved_and_lossless(made):
     assert set(target.info.eos_ids) <= set(head.d2t.tolist())
     assert torch.equal(head.lm_head.weight, target.model.lm_head.weight[head.d2t])  # frozen: the target's own rows
     prompt = next(iter(rows.read(0, 1)))["input_ids"][:20]
-    drafter = ChainDrafter(head.net(target), [FixedLengthStop(3)], 64)
+    drafter = ChainDrafter(head.net(target), FixedLengthStop(3), 64)
     source = TorchSource(0)
     plain, drafted = (
         generate_one(target, used, prompt, SamplingParams(), 24, source).tokens for used in (None, drafter)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.attention import Documents, attend_text
-from draftsmith.modules.decoding.growth import Level
+from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleConfig
-from draftsmith.modules.drafters.net import DraftNet, RowState
+from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.engine.lean import Captured, LeanStack
 from draftsmith.modules.engine.rows import cached_rows, select_outputs
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, LlamaHeadConfig, RMSNorm, add_rope_table
@@ -195,43 +195,30 @@ class HydraNet(MedusaNet):
         self._network = PrefixNetwork(lean, target)
         self._max_position = head.config.max_position
 
-    def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
+    def allocate(self, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
         most = min(capacity, self._max_position)
         self.longest_text = most + 2
-        self._cache = cached_rows(self._network, rows, most, static)
+        self._cache = cached_rows(self._network, 1, most, static)
 
-    def begin(self, row: int) -> None:
-        self._cache.begin(row)
+    def begin(self) -> None:
+        self._cache.begin(0)
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._cache.select(rows)
-
-    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
-        unread = [row.features if limit > 0 else row.features[:0] for row, limit in zip(rows, limits, strict=True)]
-        for row, own in zip(rows, unread, strict=True):
-            row.features = row.features[len(own) :]
-        states, _ = self._cache.extend((unread,))  # [B, 1, H]
-        self._inputs = self._next(states, torch.tensor([row.tokens[-1:] for row in rows], device=self.device))
+    def start(self, tokens: Sequence[int], features: Tensor) -> Level:
+        states, _ = self._cache.extend(([features],))  # [1, 1, H]
+        self._inputs = self._next(states[0], torch.tensor(tokens[-1:], device=self.device))
         return self._level(0)
 
-    def step(self, tokens: Any, depth: int) -> tuple[Tensor, Tensor]:
-        hidden, logits = self.expand(tokens, None, depth)
-        return logits[:, 0], hidden[:, 0]
-
-    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
+    def expand(self, tokens: Sequence[int] | Tensor, parents: Tensor | None, depth: int) -> Level:
         self._descend(tokens, parents)
         return self._level(depth)
 
     def _level(self, depth: int) -> Level:
-        # A flat product is faster than a batch of small ones.
-        hidden, shape = self.heads[depth](self._inputs.flatten(0, 1)), self._inputs.shape[:2]
-        return Level(hidden.unflatten(0, shape), self.lm_heads[depth](hidden).unflatten(0, shape))
+        hidden = self.heads[depth](self._inputs)
+        return Level(hidden, self.lm_heads[depth](hidden))
 
-    def _descend(self, tokens: Any, parents: Tensor | None) -> None:
-        inputs = self._inputs
-        if parents is not None:
-            inputs = inputs.gather(1, parents[..., None].expand(-1, -1, inputs.shape[-1]))
-        self._inputs = self._next(inputs, self.ids(tokens))  # [B, n, R]
+    def _descend(self, tokens: Sequence[int] | Tensor, parents: Tensor | None) -> None:
+        inputs = self._inputs if parents is None else self._inputs[parents]
+        self._inputs = self._next(inputs, self.ids(tokens))  # [n, R]
 
     def _next(self, inputs: Tensor, ids: Tensor) -> Tensor:
         """Append the embeddings of ids [..] to a head's inputs [.., R]: the inputs of the next head."""
@@ -246,12 +233,12 @@ class HydraNet(MedusaNet):
     def branch(self, starts: Tensor) -> Tensor:
         starts = starts.to(self.device)
         states, ids = self._text[starts - self.first_start], self._ids[starts - 1]
-        self._inputs = self._next(states, ids)[:, None]
-        return self.state(self.heads[0](self._inputs[:, 0]), 0)
+        self._inputs = self._next(states, ids)
+        return self.state(self.heads[0](self._inputs), 0)
 
-    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+    def read(self, tokens: Tensor, depth: int) -> Tensor:
         self.check_depth(depth)
-        self._descend(tokens, parents)
+        self._descend(tokens, None)
         return self.state(self.heads[depth](self._inputs), depth)
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.drafter import Drafter, EachRow, Outcome
+from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.tree import MAX_NODES, DraftTree
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.finite import checked
@@ -17,7 +17,7 @@ from draftsmith.modules.sampling import Sampler, best_tokens
 from draftsmith.modules.types import check_range
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """Drafts n-grams that continue the last token, from guesses that ride on every target call (Jacobi iteration).
 
     The guesses are a window of `window` columns and `ngram - 1` rows, which each call moves on; a column completes an
@@ -100,8 +100,8 @@ class LookaheadMethod(Method):
         super().__post_init__()
         check_range("(w + g) * (n - 1), nodes a round", (self.w + self.g) * (self.n - 1), high=MAX_NODES)
 
-    def build(self, models: Models, rows: int = 1) -> Drafter | None:
-        return EachRow([LookaheadDrafter(self.w, self.n, self.g) for _ in range(rows)])
+    def build(self, models: Models) -> Drafter:
+        return LookaheadDrafter(self.w, self.n, self.g)
 
 
 METHODS = {"lookahead": LookaheadMethod()}

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
-from draftsmith.modules.decoding.growth import Level
+from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
-from draftsmith.modules.drafters.net import DraftNet, RowState
+from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.drafters.settings import HeadSettings
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, chunked, compare, softmax_, wide
@@ -259,20 +259,13 @@ class MedusaNet(DraftNet):
         self.longest_draft, self.aux_layers = head.config.num_heads, head.aux_layers
         self._own_lm_head = head.config.own_lm_head
 
-    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
-        for row in rows:
-            row.features = row.features[-1:]
-        self._inputs = torch.cat([row.features for row in rows])  # [B, H]
-        return self.expand(None, None, 0)
+    def start(self, tokens: Sequence[int], features: Tensor) -> Level:
+        self._inputs = features[-1:]  # [1, H]
+        return self.expand(tokens[-1:], None, 0)
 
-    def step(self, tokens: Any, depth: int) -> tuple[Tensor, Tensor]:
+    def expand(self, tokens: Sequence[int] | Tensor, parents: Tensor | None, depth: int) -> Level:
         hidden = self.heads[depth](self._inputs)
-        return self.lm_heads[depth](hidden), hidden
-
-    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
-        logits, hidden = self.step(tokens, depth)
-        count = 1 if parents is None else parents.shape[1]
-        return Level(hidden[:, None].expand(-1, count, -1), logits[:, None].expand(-1, count, -1))
+        return Level(hidden.expand(len(tokens), -1), self.lm_heads[depth](hidden).expand(len(tokens), -1))
 
     def open(self, tokens: Sequence[int], features: Tensor | None, depth: int) -> None:
         assert features is not None and len(features) == len(tokens)
@@ -282,9 +275,9 @@ class MedusaNet(DraftNet):
         self._inputs = self._text[starts.to(self.device) - self.first_start]
         return self.state(self.heads[0](self._inputs), 0)
 
-    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+    def read(self, tokens: Tensor, depth: int) -> Tensor:
         self.check_depth(depth)
-        return self.state(self.heads[depth](self._inputs), depth)[:, None]
+        return self.state(self.heads[depth](self._inputs), depth)
 
     def state(self, hidden: Tensor, depth: int) -> Tensor:
         """Return the state of branches from that of the head of a level [.., H]."""

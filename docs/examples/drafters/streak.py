@@ -5,7 +5,6 @@ Any file of this folder whose METHODS lists a method is known wherever methods a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.modules.decoding.stop import DraftView, StopPolicy
@@ -37,8 +36,8 @@ class StreakRule(ChainMethod):
     low: int = 2
     high: int = 12
 
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        return [Streak(self.low, self.high) for _ in range(rows)]
+    def policy(self, models: Models) -> StopPolicy:
+        return Streak(self.low, self.high)
 
 
 METHODS = {"streak": StreakRule()}

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.growth import Level
-from draftsmith.modules.decoding.stop import SlotConfidenceStop, sigmoid
+from draftsmith.modules.decoding.drafter import Level
+from draftsmith.modules.decoding.stop import SlotConfidenceStop, StopPolicy, sigmoid
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks, GroupedConv
-from draftsmith.modules.drafters.net import DraftNet, RowState
-from draftsmith.modules.engine.cache import KVCache, RowsCache, any_shape, as_bias
+from draftsmith.modules.drafters.net import DraftNet
+from draftsmith.modules.engine.cache import KVCache, any_shape, as_bias
 from draftsmith.modules.engine.lean import LeanLayer, LeanLinear, LeanNorm, LeanStack, Linear, swap_modules
-from draftsmith.modules.finite import located
 from draftsmith.modules.targets.base import CausalLM
 
 
@@ -99,15 +98,15 @@ class SlotNet(DraftNet):
         rotated.mul_(stack.cos[positions][:, None]).addcmul_(rolled, stack.sin[positions][:, None])
         return keys_values
 
-    def _block(self, anchors: Tensor, slots: int) -> Tensor:
-        """Return the input [B, S, H] of blocks behind these anchors, ids [B]."""
-        ids = torch.full((len(anchors), slots), self.config.mask_token, device=self.device)
+    def _block(self, anchors: Tensor) -> Tensor:
+        """Return the input [B, slots, H] of blocks behind these anchors, ids [B]."""
+        ids = torch.full((len(anchors), self._num_slots), self.config.mask_token, device=self.device)
         ids[:, 0] = anchors
         return self.embed(ids)
 
     def _slots_of(self, x: Tensor) -> Tensor:
-        """Return the states [B, n, H] of the slots that predict, from those [B, S, H] after the layers."""
-        return self.head.norm(x)[:, self.config.first_slot :]
+        """Return the states [.., n, H] of the slots that predict, from those [.., slots, H] after the layers."""
+        return self.head.norm(x)[..., self.config.first_slot :, :]
 
     def _lay(self, drafts: int) -> None:
         """Lay blocks that draft so many tokens from now on."""
@@ -116,121 +115,78 @@ class SlotNet(DraftNet):
         for layer in layers:
             layer.unit = self._num_slots
 
-    # -- rows
+    # -- a sequence
 
-    def allocate(self, rows: int, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
+    def allocate(self, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
         self.longest_text = min(capacity, self.config.max_position)
         self._lay(min(depth, self.config.drafts))
         # With a window what is kept moves to the front when the cache is full.
         kept = min(self.longest_text, 2 * (self.config.llama.sliding_window or self.longest_text))
-        data = self.stack.new_slots(rows, kept + self.config.block_size)
-        # A row alone lies in one piece and needs no indices.
-        self._cache = KVCache(data) if rows == 1 else RowsCache(data)
-        # Tokens of each row that are read, and those of them that a window let go.
-        self._read, self._dropped = list[int](), list[int]()
+        self._cache = KVCache(self.stack.new_slots(1, kept + self.config.block_size))
 
-    def begin(self, row: int) -> None:
-        self._read[row : row + 1], self._dropped[row : row + 1] = [0], [0]
-        if isinstance(self._cache, RowsCache):
-            self._cache.wipe(row, row + 1)
-        else:
-            self._cache.keep(0)
+    def begin(self) -> None:
+        self._cache.keep(0)
+        self._cache.offset = 0
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._read, self._dropped = ([part[row] for row in rows] for part in (self._read, self._dropped))
-        if isinstance(self._cache, RowsCache):
-            self._cache.select_rows(torch.tensor(rows))
-
-    def start(self, rows: Sequence[RowState], limits: Sequence[int]) -> Level:
-        self._read_context([place for place, limit in enumerate(limits) if limit > 0], rows)
-        anchors = torch.tensor([row.tokens[-1:] for row in rows], device=self.device)  # [B, 1]
-        self._hidden = self._run_block(anchors[:, 0])  # [B, n, H]
-        self._logits = self._lm_head(self._hidden)  # [B, n, V], of the slots alone
+    def start(self, tokens: Sequence[int], features: Tensor) -> Level:
+        self._read_context(features)
+        anchor = torch.tensor(tokens[-1:], device=self.device)
+        self._hidden = self._run_block(anchor)  # [n, H], of the slots
+        self._logits = self._lm_head(self._hidden)  # [n, V], of the slots alone
         self._memory: Tensor | None = None
-        return self._slot(0, anchors)
+        return self._slot(0, anchor)
 
-    def _read_context(self, reading: Sequence[int], rows: Sequence[RowState]) -> None:
-        """Read the unread states of the rows that draft."""
-        caches, features, places = list[KVCache](), list[Tensor](), list[Tensor]()
-        for place in reading:
-            cache = self._cache.row(place) if isinstance(self._cache, RowsCache) else self._cache
-            unread, start, cache.offset = rows[place].features, self._read[place], self._dropped[place]
-            cache.length = start - cache.offset
-            skipped = cache.make_room(self.config.llama.sliding_window, len(unread), self.config.block_size)
-            self._read[place], self._dropped[place] = start + len(unread), cache.offset
-            caches.append(cache)
-            features.append(unread[skipped:])
-            places.append(torch.arange(start + skipped, start + len(unread)))
-            rows[place].features = unread[:0]
-        keys_values = self._context(torch.cat(features), torch.cat(places).to(self.device))
-        for cache, own in zip(caches, keys_values.split(list(map(len, features))), strict=True):
-            for layer, fresh in enumerate(own.unbind(1)):
-                cache.write(layer, *fresh[None].chunk(2, 2))
-            cache.length += len(own)
+    def _read_context(self, unread: Tensor) -> None:
+        """Read states [T, F] of the target that follow what was read."""
+        cache = self._cache
+        start = cache.length + cache.offset
+        skipped = cache.make_room(self.config.llama.sliding_window, len(unread), self.config.block_size)
+        positions = torch.arange(start + skipped, start + len(unread)).to(self.device)
+        keys_values = self._context(unread[skipped:], positions)
+        for layer, fresh in enumerate(keys_values.unbind(1)):
+            cache.write(layer, *fresh[None].chunk(2, 2))
+        cache.length += len(keys_values)
 
-    def _run_block(self, anchors: Tensor) -> Tensor:
-        """Return the states [B, n, H] of the slots that predict, of the blocks behind all rows."""
-        stack, slots, window = self.stack, self._num_slots, self.config.llama.sliding_window
-        dropped = torch.tensor(self._dropped)
-        ends = torch.tensor(self._read) - dropped + slots
-        span = int(ends.max())
-        own = (ends - slots)[:, None] + torch.arange(slots)  # [B, S], slots of the cache
-        seen = torch.arange(span) < ends[:, None, None]  # [B, 1, span]
+    def _run_block(self, anchor: Tensor) -> Tensor:
+        """Return the states [n, H] of the slots that predict, of the block behind the text."""
+        stack, cache, slots, window = self.stack, self._cache, self._num_slots, self.config.llama.sliding_window
+        cached = torch.arange(cache.length + slots)
+        own = cached[cache.length :]  # [slots], where the block stands in the cache
+        seen = torch.ones(slots, len(cached), dtype=torch.bool)
         if window is not None:
             # A block within a window is causal.
-            seen = (torch.arange(span) <= own[..., None]) & (torch.arange(span) > own[..., None] - window)
-        bias = as_bias(seen.expand(-1, slots, -1), stack.dtype).to(self.device)  # [B, S, span]
-        if isinstance(self._cache, RowsCache):
-            self._cache.place(own.to(self.device), span)
-        at = (own + dropped[:, None]).to(self.device)
-        x = self._block(anchors, slots)
+            seen = (cached <= own[:, None]) & (cached > own[:, None] - window)
+        bias = as_bias(seen, stack.dtype).to(self.device)
+        at = (own + cache.offset).to(self.device)
         with any_shape(self.device):
-            x = stack.run(x, stack.cos[at], stack.sin[at], self._cache, bias[:, None], False)
+            x = stack.run(self._block(anchor)[0], stack.cos[at], stack.sin[at], cache, bias, False)
         return self._slots_of(x)
 
-    def open_round(self, rows: Sequence[RowState], limits: Sequence[int]) -> Sequence[int]:
-        if not any(isinstance(row.policy, SlotConfidenceStop) for row in rows):
-            return limits
-        opened = list(limits)
+    def open_round(self, stop: StopPolicy, root: int, limit: int) -> int:
+        if not isinstance(stop, SlotConfidenceStop):
+            return limit
         # The confidence head's log-odds, without the previous token's part.
-        of_states = (self._hidden.float() @ self._of_state).tolist()
-        for place, (row, logits) in enumerate(zip(rows, of_states, strict=True)):
-            if isinstance(row.policy, SlotConfidenceStop):
-                row.policy.confidence_logits, row.policy.confidence = logits, self._confidence
-                # Rows without a limit have read nothing new.
-                if limits[place] > 0:
-                    with located(place):
-                        opened[place] = limits[place] if row.policy.drafts_first(row.tokens[-1]) else 0
-        return opened
+        stop.confidence_logits, stop.confidence = (self._hidden.float() @ self._of_state).tolist(), self._confidence
+        return limit if stop.drafts_first(root) else 0
 
     def _confidence(self, logit: float, previous: int) -> float:
         """Return the probability that a slot's token is accepted, behind this token."""
         return sigmoid(logit + self._of_token[previous])
 
-    def step(self, tokens: Any, depth: int) -> tuple[Tensor, Tensor]:
-        if depth == 1 and self._memory is not None:
-            self._memory = self._memory[:, 0]
-        hidden = self._hidden[:, depth]
-        return self._behind(hidden, self._logits[:, depth], self.ids(tokens)[:, 0]), hidden
-
-    def expand(self, tokens: Any, parents: Tensor | None, depth: int) -> Level:
+    def expand(self, tokens: Sequence[int] | Tensor, parents: Tensor | None, depth: int) -> Level:
         if parents is not None and self._memory is not None:
-            self._memory = self._memory.gather(1, parents[..., None].expand(-1, -1, self._memory.shape[-1]))
+            self._memory = self._memory[parents]
         return self._slot(depth, self.ids(tokens))
 
     def _slot(self, slot: int, previous: Tensor) -> Level:
-        """Return the states and logits of a slot, behind the tokens [B, n] before the predicted ones."""
-        count = previous.shape[1]
-        hidden = self._hidden[:, slot : slot + 1].expand(-1, count, -1)
-        logits = self._logits[:, slot : slot + 1].expand(-1, count, -1)
-        return Level(hidden, self._behind(hidden, logits, previous))
-
-    def _behind(self, hidden: Tensor, logits: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits of tokens behind these, from those of their slots."""
-        if (sequential := self.head.sequential) is None:
-            return logits
-        z, self._memory = sequential.step(hidden, previous, self._memory)
-        return sequential.add(logits, z)
+        """Return the states and logits of a slot, behind the tokens [n] before the predicted ones."""
+        count = len(previous)
+        hidden = self._hidden[slot : slot + 1].expand(count, -1)
+        logits = self._logits[slot : slot + 1].expand(count, -1)
+        if (sequential := self.head.sequential) is not None:
+            z, self._memory = sequential.step(hidden, previous, self._memory)
+            logits = sequential.add(logits, z)
+        return Level(hidden, logits)
 
     # -- branches
 
@@ -244,7 +200,7 @@ class SlotNet(DraftNet):
     def branch(self, starts: Tensor) -> Tensor:
         stack, slots = self.stack, self._num_slots
         anchors = starts.to(self.device) - 1
-        x = self._block(self._tokens[anchors], slots).flatten(0, 1)  # [S * slots, H]
+        x = self._block(self._tokens[anchors]).flatten(0, 1)  # [S * slots, H]
         at = (anchors[:, None] + torch.arange(slots, device=self.device)).flatten()
         length = len(self._tokens)
         cache = stack.new_cache(1, length + len(x))
@@ -257,17 +213,17 @@ class SlotNet(DraftNet):
             states = stack.run(x, stack.cos[at], stack.sin[at], cache, seen, False)
         self._hidden = self._slots_of(states.view(len(anchors), slots, -1))  # [S, n, H]
         self._memory = None
-        return self._branch_state(0, self._tokens[anchors][:, None])[:, 0]
+        return self._branch_state(0, self._tokens[anchors])
 
-    def read(self, tokens: Any, parents: Tensor | None, depth: int) -> Tensor:
+    def read(self, tokens: Tensor, depth: int) -> Tensor:
         # Behind the block's last slot there is no state.
         if depth < self._hidden.shape[1]:
             self._state = self._branch_state(depth, self.ids(tokens))
         return self._state
 
     def _branch_state(self, slot: int, previous: Tensor) -> Tensor:
-        """Return the states [S, 1, H + r] of a slot, behind these tokens [S, 1]."""
-        self._state = self._hidden[:, slot : slot + 1]
+        """Return the states [S, H + r] of a slot, behind these tokens [S]."""
+        self._state = self._hidden[:, slot]
         if (sequential := self.head.sequential) is not None:
             z, self._memory = sequential.step(self._state, previous, self._memory)
             self._state = torch.cat([self._state, z], -1)

@@ -74,7 +74,7 @@ def test_what_auto_came_to_is_in_the_results(runs):
 
 
 def test_with_c_given_the_seed_fixes_every_round(models, tmp_path):
-    configs = [config_of(models, tmp_path / name, methods=GIVEN, batch_size=2) for name in ("a", "b")]
+    configs = [config_of(models, tmp_path / name, methods=GIVEN) for name in ("a", "b")]
     assert [bench.run(config) for config in configs] == [0, 0]
     assert rounds(configs[0]) == rounds(configs[1])
     assert json.loads((tmp_path / "a" / "results.json").read_text())["meta"]["step_costs"] == {}

@@ -17,7 +17,6 @@ from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.results import read_rows
-from draftsmith.eval.bench.tables import caption
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained.card import measured_of
 from draftsmith.modules.pretrained.heads import load_head, save_head
@@ -144,30 +143,6 @@ def test_a_prompts_artifact_gives_the_same_prompts_as_its_file(models, tmp_path)
     assert only_a == [dataclasses.replace(prompt, number=number) for number, prompt in enumerate(of_a)]
     with pytest.raises(InputError, match="no row of split dev"):
         read_prompts(models["prompts"], models["target"], split="dev")
-
-
-BATCHED = "spec:k=3,specdec++:h=0.7:min=1:max=6,eagle:k=2,confidence:t=0.2:max=6:drafter=eagle,self-verify:k=5"
-
-
-def test_batches_of_prompts_have_the_same_answers_and_counts(config, results, per_prompt, tmp_path):
-    batched = dataclasses.replace(config, methods=BATCHED, batch_size=2, repeats=1, output=tmp_path)
-    found = bench.bench(batched)
-    assert found["meta"]["settings"]["batch_size"] == 2
-    assert all(row["matches_ar"] is True for row in found["methods"])
-    counts = ("tokens", "num_target_calls", "num_draft_tokens", "num_accepted", "draft_calls", "tau")
-    alone = {row["method"]: row for row in results["methods"]}
-    for row in found["methods"]:
-        if row["method"] in alone:
-            assert {count: row[count] for count in counts} == {count: alone[row["method"]][count] for count in counts}
-    own = {row["id"]: row["token_ids"] for row in per_prompt if row["method"] == "ar"}
-    lines = read_rows(tmp_path)
-    assert all(line["token_ids"] == own[line["id"]] for line in lines)
-    # Five prompts in groups of two, tasks alternating: a group's clocks are shared evenly and belong to no task.
-    spec = [line for line in lines if line["method"] == "spec:k=3"]
-    assert [line["group"] for line in spec] == [0, 0, 1, 1, 2]
-    assert spec[0]["cpu_s"] == spec[1]["cpu_s"] and spec[2]["cpu_s"] == spec[3]["cpu_s"]
-    assert all("by_task" not in row for row in found["methods"])
-    assert "2 prompts at a time" in caption(found) and "at a time" not in caption(results)
 
 
 def test_classes_of_rounds_are_a_recount_of_every_round(results, per_prompt):

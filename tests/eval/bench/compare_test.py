@@ -19,7 +19,7 @@ from draftsmith.modules.types import InputError
 META: dict[str, Any] = {
     "kind": "bench", "clock": "cpu",
     "settings": {"top_k": 0, "top_p": 1.0, "dtype": "float32", "max_new_tokens": 8, "ignore_eos": False, "turns": "all",
-                 "batch_size": 1, "device": "cpu", "num_threads": 1, "engine": "auto"},
+                 "device": "cpu", "num_threads": 1, "engine": "auto"},
     "target": {"config": "aaaa", "tokenizer": "bbbb"},
     "prompts": {"sha256": "c" * 64}, "hardware": {"cpu": "a CPU", "cpu_count": 2},
     "versions": {"torch": "2.8"}, "models": {}, "step_costs": {}, "tree_times": {},
@@ -33,7 +33,7 @@ def item(number: int, tokens: list[int], cpu_s: float, rounds: int) -> Row:
     steps = [DecodeStep(5, per_round - 1 + (i < rest), per_round + (i < rest), 5) for i in range(rounds)]
     trace = DecodeTrace(steps, prefill_emitted=1)
     prompt = BenchPrompt(str(number), [1, 2], "task", number=number)
-    return row_of(prompt, number, "ar", 0.0, Generation(tokens, trace, False), [cpu_s], [cpu_s])
+    return row_of(prompt, "ar", 0.0, Generation(tokens, trace, False), [cpu_s], [cpu_s])
 
 
 def write(directory: Path, methods: dict[str, list[Row]], more: tuple = (), **changes: Any) -> str:
@@ -100,7 +100,7 @@ def test_tokens_per_second_of_different_machines_are_left_out(tmp_path):
 def test_prompts_that_one_run_failed_on_are_left_out_of_both(tmp_path):
     first = write(tmp_path / "a", {"ar": AR, "spec": SLOW})
     prompt = BenchPrompt("1", [1, 2], "task", number=1)
-    failed = tuple(row_of(prompt, 1, method, 0.0, error="too long") for method in ("ar", "spec"))
+    failed = tuple(row_of(prompt, method, 0.0, error="too long") for method in ("ar", "spec"))
     second = write(tmp_path / "b", {"ar": AR[:1], "spec": FAST[:1]}, failed)
     (table,) = compare_runs(open_bench(first), open_bench(second))
     assert table.rows[1]["speed"] == 2.0 and table.rows[1]["speed_ci"] == "" and table.rows[1]["equal"] == "1 of 1"

@@ -55,7 +55,7 @@ def replay(target, draft, prompt: list[int], count: int, k: int, threshold: floa
 @pytest.mark.parametrize(("k", "count"), [(3, 24), (5, 17), (2, 1)])
 def test_assisted_counts_equal_replayed_rounds(models, k, count):
     target, draft = (load_hf_model(models[name], "float32", "cpu") for name in ("target", "draft"))
-    generation = HFRunner(target, GREEDY, (), draft, k).answer(PROMPT, count, 0)
+    generation = HFRunner(target, GREEDY, (), draft, k)(PROMPT, count, 0)
     assert generation.tokens == greedy(target, PROMPT, count)
     rounds = [(step.num_drafted, step.num_accepted, step.num_emitted) for step in generation.trace.steps]
     assert rounds == replay(target, draft, PROMPT, count, k)
@@ -72,7 +72,7 @@ def test_a_threshold_shortens_drafts(models, monkeypatch):
     target, draft = (load_hf_model(models[name], "float32", "cpu") for name in ("target", "draft"))
     drafted = []
     for threshold in (0.0, 0.1):
-        generation = HFRunner(target, GREEDY, (), draft, 8, threshold).answer(PROMPT, 24, 0)
+        generation = HFRunner(target, GREEDY, (), draft, 8, threshold)(PROMPT, 24, 0)
         rounds = [(step.num_drafted, step.num_accepted, step.num_emitted) for step in generation.trace.steps]
         assert rounds == replay(target, draft, PROMPT, 24, 8, threshold)
         assert generation.tokens == greedy(target, PROMPT, 24)
@@ -82,7 +82,7 @@ def test_a_threshold_shortens_drafts(models, monkeypatch):
 
 def test_plain_generate_is_one_target_call_a_token(models):
     target = load_hf_model(models["target"], "float32", "cpu")
-    generation = HFRunner(target, GREEDY, ()).answer(PROMPT, 12, 0)
+    generation = HFRunner(target, GREEDY, ())(PROMPT, 12, 0)
     totals = pool([generation.trace])
     assert generation.tokens == greedy(target, PROMPT, 12)
     assert (totals.num_tokens, totals.num_target_calls, totals.num_draft_tokens, totals.tau) == (12, 12, 0, 1.0)
@@ -94,7 +94,7 @@ def test_an_end_token_ends_the_answer_and_is_kept(models, assisted):
     free = greedy(target, PROMPT, 16)
     end = free[9]
     runner = HFRunner(target, GREEDY, (end,), draft if assisted else None, 4)
-    generation = runner.answer(PROMPT, 16, 0)
+    generation = runner(PROMPT, 16, 0)
     assert generation.tokens == free[: free.index(end) + 1] and generation.ended
     assert generation.trace.num_tokens == len(generation.tokens)
 
@@ -103,6 +103,6 @@ def test_sampling_follows_its_seed_and_leaves_the_global_generator_alone(models)
     target, draft = (load_hf_model(models[name], "float32", "cpu") for name in ("target", "draft"))
     runner = HFRunner(target, SamplingParams(1.0, top_k=20, top_p=0.9), (), draft, 3)
     before = torch.get_rng_state()
-    first, again, other = (made.tokens for made in runner([PROMPT] * 3, 12, [1, 1, 2]))
+    first, again, other = (runner(PROMPT, 12, seed).tokens for seed in (1, 1, 2))
     assert first == again != other
     assert torch.equal(before, torch.get_rng_state())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from worlds import every_head, run_models, varied_acceptance_head
 
-from draftsmith.eval.bench.measuring import measure_group
+from draftsmith.eval.bench.measuring import measure_prompt
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.modules.acceptance.online import OnlineLogistic
@@ -28,7 +28,7 @@ from draftsmith.modules.types import SamplingParams
 
 PARAMS, COUNT = SamplingParams(1.0), 24
 MODES = [SamplingParams(), PARAMS]
-GROUPS = [[BenchPrompt(str(n), [7 + n, 30, 9 * n + 1])] for n in range(3)]
+PROMPTS = [BenchPrompt(str(n), [7 + n, 30, 9 * n + 1]) for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
 LEARNING = ["online:c=0.1:max=5", "cost:c=0.02:max=5", "dspark-cost:k=4:c=0.02",
             "eagle-tree:nodes=auto:topk=2", "eagle-tree:nodes=auto:depth=auto:topk=2"]  # fmt: skip
@@ -54,18 +54,13 @@ def lms(models) -> Models:
     return run_models(target, draft, draft, **heads, acceptance=head, capacity=300)
 
 
-def runner(lms: Models, label: str, batch: bool = False):
-    method = parse_method(label)
-    if batch:
-        drafter = method.build(lms, 2)
-        session = lms.target.session(2, lms.capacity, getattr(drafter, "aux_layers", ()))
-        return EngineRunner(lms.target, drafter, PARAMS, (), session=session)
-    return EngineRunner(lms.target, method.build(lms), PARAMS, ())
+def runner(lms: Models, label: str):
+    return EngineRunner(lms.target, parse_method(label).build(lms), PARAMS, ())
 
 
 def answers(made, *numbers: int) -> list:
     """Tokens and rounds of the prompts by number, one after the other."""
-    return [made([GROUPS[n][0].prompt_ids], COUNT, [n])[0] for n in numbers]
+    return [made(PROMPTS[n].prompt_ids, COUNT, n) for n in numbers]
 
 
 def check_nothing_else_lasts(made) -> None:
@@ -86,8 +81,6 @@ def test_all_state_that_outlives_an_answer_is_listed(lms, label):
     made = runner(lms, label)
     check_nothing_else_lasts(made)
     assert bool(learners_of(made)) == (label in LEARNING)
-    if parse_method(label).batchable:
-        check_nothing_else_lasts(runner(lms, label, batch=True))
 
 
 @pytest.mark.parametrize("label", LEARNING)
@@ -95,7 +88,7 @@ def test_temperatures_share_a_drafter_only_where_nothing_is_learned(lms, label):
     found = make_runners(parse_methods(label), lms, MODES)
     greedy, sampling = found[0.0][label], found[1.0][label]
     before = learned_state(sampling)
-    greedy([GROUPS[0][0].prompt_ids], COUNT, [0])
+    greedy(PROMPTS[0].prompt_ids, COUNT, 0)
     assert learned_state(sampling) == before != learned_state(greedy)
     first, second = make_runners(parse_methods("spec:k=3"), lms, MODES).values()
     assert first["spec:k=3"].drafter is second["spec:k=3"].drafter
@@ -112,9 +105,9 @@ def test_what_was_learned_survives_as_json(lms, label):
 
 def test_repeats_do_not_add_to_what_is_learned(lms):
     once, thrice = (runner(lms, LEARNING[0]) for _ in range(2))
-    for number, group in enumerate(GROUPS):
+    for number, prompt in enumerate(PROMPTS):
         found = [
-            measure_group({"online": made}, group, number, 1.0, COUNT, repeats, [number])[0]
+            measure_prompt({"online": made}, prompt, number, 1.0, COUNT, repeats, number)[0]
             for made, repeats in ((once, 1), (thrice, 3))
         ]
         assert all(found[0][name] == found[1][name] for name in ("token_ids", "rounds"))

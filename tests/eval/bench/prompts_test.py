@@ -132,18 +132,6 @@ def test_only_the_first_or_only_the_last_turn(config, tasks, tmp_path, turns, ex
     assert len(rows) == 1 and expected in text and ("Say it again" in text) is (turns == "last")
 
 
-def test_groups_of_several_prompts_go_turn_by_turn(config, tasks, found, tmp_path):
-    together = dataclasses.replace(config, batch_size=2, temperatures="0", repeats=1, output=tmp_path)
-    assert bench.run(together) == 1
-    rows = read_rows(tmp_path)
-    alone = {(row["id"], row["turn"]): row["token_ids"] for row in found[2] if row["temperature"] == 0}
-    assert {(row["id"], row["turn"]): row["token_ids"] for row in rows} == alone
-    groups = {(row["task"], row["id"], row["turn"]): row["group"] for row in rows}
-    assert groups["talk", "81", 3] == groups["talk", "82", 1] and len(set(groups.values())) == 3  # one a file
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert set(results["methods"][0]["by_task"]) == {"talk", "share", "plain"}
-
-
 def test_a_set_in_the_layout_of_fastchat_is_named_by_its_folders(tmp_path):
     for task in ("qa", "sum"):
         (tmp_path / task / "reference_answer").mkdir(parents=True)
@@ -161,15 +149,15 @@ def prompt_runner(runner, **changes) -> PromptRunner:
     return PromptRunner({0.0: {"ar": answer, "other": runner}}, **{**settings, **changes})
 
 
-def answer(prompts, max_new_tokens, seeds):
-    return [Generation([1], DecodeTrace(prefill_emitted=1), True) for _ in prompts]
+def answer(prompt, max_new_tokens, seed):
+    return Generation([1], DecodeTrace(prefill_emitted=1), True)
 
 
 def raising(error: BaseException):
-    def runner(prompts, max_new_tokens, seeds):
-        if [13] in prompts:
+    def runner(prompt, max_new_tokens, seed):
+        if prompt == [13]:
             raise error
-        return answer(prompts, max_new_tokens, seeds)
+        return answer(prompt, max_new_tokens, seed)
 
     return runner
 
@@ -180,7 +168,7 @@ UNLUCKY, FINE = BenchPrompt("unlucky", [13], "t", number=0), BenchPrompt("fine",
 @pytest.mark.parametrize("error", [ValueError("no\nsuch shape"), RuntimeError("no\nsuch shape")])
 def test_a_prompt_that_a_method_fails_on_is_left_out_for_all_methods(error):
     run = prompt_runner(raising(error)).run
-    rows = [row for number, prompt in enumerate((UNLUCKY, FINE)) for row in run([prompt], number, 0.0)]
+    rows = [row for number, prompt in enumerate((UNLUCKY, FINE)) for row in run(prompt, number, 0.0)]
     assert [(row["method"], row["id"], row["error"] is None) for row in rows] == [
         ("ar", "unlucky", False), ("other", "unlucky", False), ("ar", "fine", True), ("other", "fine", True)
     ]  # fmt: skip
@@ -190,9 +178,9 @@ def test_a_prompt_that_a_method_fails_on_is_left_out_for_all_methods(error):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), AssertionError("a defect"), KeyError("a defect")])
 def test_interruptions_and_defects_are_not_taken_for_bad_prompts(error):
     with pytest.raises(type(error)):
-        list(prompt_runner(raising(error)).run([UNLUCKY], 0, 0.0))
+        list(prompt_runner(raising(error)).run(UNLUCKY, 0, 0.0))
     with pytest.raises(type(error)):
-        prompt_runner(raising(error)).warm_up([UNLUCKY, FINE], 1)
+        prompt_runner(raising(error)).warm_up([UNLUCKY, FINE])
 
 
 SCHEMA = pa.schema([

@@ -34,7 +34,7 @@ def measured(
     tokens: list[int], steps: list[DecodeStep], cpu_s: float, wall_s: float, task: str = "", group: int = 0
 ) -> Row:
     made = Generation(tokens, DecodeTrace(steps, prefill_emitted=1), False)
-    return row_of(BenchPrompt("id", [1, 2], task), group, "ar", 0.0, made, [wall_s], [cpu_s])
+    return row_of(BenchPrompt("id", [1, 2], task, number=group), "ar", 0.0, made, [wall_s], [cpu_s])
 
 
 AR = [
@@ -77,19 +77,6 @@ def test_the_interval_is_seeded_and_holds_the_bootstrap_extremes():
     assert summarize({"ar": AR[:1]}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
 
 
-def test_what_was_timed_together_is_resampled_together():
-    # Groups of two prompts, each with an equal share of its group's seconds: whole groups give 3x and 5/3x, as above
-    # with their tokens halved, while resampling prompts would mix a share with its mate's.
-    def halves(items: list[Row]) -> list[Row]:
-        return [{**row, "wall_s": row["wall_s"] / 2, "cpu_s": row["cpu_s"] / 2, "tokens": count}
-                for row in items for count in (1, row["tokens"] - 1)]  # fmt: skip
-
-    row = summarize({"ar": halves(AR), "spec": halves(SPEC)}, "cpu", seed=0, compare=True)[1]
-    assert row["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
-    one_group = [{**item, "group": 0} for item in AR]
-    assert summarize({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
-
-
 def test_different_output_is_reported_and_unfair_comparison_is_not_made():
     other = [SPEC[0], {**SPEC[1], "token_ids": [4, 5, 6, 8]}]
     row = summarize({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]
@@ -100,18 +87,18 @@ def test_different_output_is_reported_and_unfair_comparison_is_not_made():
 def test_shares_that_continue_a_repetition():
     # Prompt 1 2 3 4 5, answer 9 1 2 3 4 5 8 9 1 2 3: in 4, 5 and the last 3 a 4-gram goes on (1234, 2345, 9123).
     made = Generation([9, 1, 2, 3, 4, 5, 8, 9, 1, 2, 3], DecodeTrace(prefill_emitted=11), False)
-    rows = [row_of(BenchPrompt("id", [1, 2, 3, 4, 5]), 0, method, 0.0, made, [1.0], [1.0]) for method in ("ar", "spec")]
+    rows = [row_of(BenchPrompt("id", [1, 2, 3, 4, 5]), method, 0.0, made, [1.0], [1.0]) for method in ("ar", "spec")]
     for row in summarize({"ar": rows[:1], "spec": rows[1:]}, "cpu", seed=0, compare=True):
         assert (row["copied_prompt"], row["copied_answer"]) == (2 / 11, 1 / 11)
 
 
 def test_medians_over_repeats_are_taken_for_each_clock():
     made = Generation([1], DecodeTrace(prefill_emitted=1), True)
-    row = row_of(BenchPrompt("id", [1]), 0, "ar", 0.0, made, [3.0, 1.0, 2.0], [1.0, 9.0, 2.0])
+    row = row_of(BenchPrompt("id", [1]), "ar", 0.0, made, [3.0, 1.0, 2.0], [1.0, 9.0, 2.0])
     assert (row["wall_s"], row["cpu_s"]) == (2.0, 2.0)
 
 
-SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3, "batch_size": 1}
+SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3}
 
 
 def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
@@ -123,8 +110,8 @@ def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
 def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     # Task a: 3 tokens in 1 s against 3 s, 2 calls. Task b: 4 tokens in 3 s against 5 s, 2 calls; twice, so that tasks
     # weigh differently. Pooled: 11 tokens in 7 s against 13 s, 6 calls.
-    twice = [SPEC[0], SPEC[1], {**SPEC[1], "group": 2}]
-    row = summarize({"ar": [AR[0], AR[1], {**AR[1], "group": 2}], "spec": twice}, "cpu", 0, True)[1]
+    twice = [SPEC[0], SPEC[1], {**SPEC[1], "prompt": 2}]
+    row = summarize({"ar": [AR[0], AR[1], {**AR[1], "prompt": 2}], "spec": twice}, "cpu", 0, True)[1]
     assert (row["speedup"], row["tau"]) == (pytest.approx(13 / 7), 11 / 6)
     assert (row["macro_speedup"], row["macro_tau"]) == (pytest.approx((3 + 5 / 3) / 2), (1.5 + 2.0) / 2)
     table = results_tables(results_of({"ar": AR, "spec": SPEC}))[1]
@@ -157,8 +144,8 @@ def test_turns_of_one_question_are_resampled_together():
 def test_rows_come_back_as_they_were_measured(tmp_path):
     prompt = BenchPrompt("id", [1, 2], "a", number=3, turn=2)
     answer = Generation([1, 2, 3], DecodeTrace([DecodeStep(4, 1, 2, 4)], prefill_emitted=1), False)
-    row = row_of(prompt, 3, "ar", 0.5, answer, [4.0, 6.0], [1.0, 1.5])
-    write_rows(tmp_path / PER_PROMPT, [row, row_of(prompt, 3, "ar", 0.5, error="too long")])
+    row = row_of(prompt, "ar", 0.5, answer, [4.0, 6.0], [1.0, 1.5])
+    write_rows(tmp_path / PER_PROMPT, [row, row_of(prompt, "ar", 0.5, error="too long")])
     read = read_rows(tmp_path)
     assert of_methods(read, 0.5) == {"ar": [row]} and of_methods(read, 0.0) == {}
     assert failures_of(read) == [
@@ -172,7 +159,7 @@ def test_rows_come_back_as_they_were_measured(tmp_path):
 
 def test_a_journal_is_resumed(tmp_path):
     row = json.loads(json.dumps(AR[0]))
-    entry = {"group": 2, "temperature": 0.0, "rows": [row], "learned": {"online": [{"w": [0.5]}]}}
+    entry = {"prompt": 2, "temperature": 0.0, "rows": [row], "learned": {"online": [{"w": [0.5]}]}}
     first = Journal(tmp_path)
     first.start({"seed": 0}, {"step_costs": {"draft": 0.1}})
     first.add(entry)
@@ -187,7 +174,7 @@ def row(prompt_tokens: int, turn: int, steps: list[tuple[int, int]], number: int
     """An answer of rounds (drafted, accepted), each with a token of the target's own behind those accepted."""
     trace = DecodeTrace([DecodeStep(drafted, kept, kept + 1, drafted) for drafted, kept in steps], prefill_emitted=1)
     prompt = BenchPrompt(str(number), [0] * prompt_tokens, number=number, turn=turn)
-    return row_of(prompt, number, method, 0.0, Generation([0] * trace.num_tokens, trace, False), [1.0], [1.0])
+    return row_of(prompt, method, 0.0, Generation([0] * trace.num_tokens, trace, False), [1.0], [1.0])
 
 
 def test_places_contexts_and_turns_are_counted_by_round():

@@ -94,7 +94,7 @@ def test_a_draft_that_ends_with_an_end_token_leaves_the_distribution(policy, eos
     target, draft, params = TableLM(4), TableLM(104), SETTINGS["T=1"]
 
     def drafter():
-        return ChainDrafter(DraftModelNet(draft), [policy()], CAPACITY, end_ids=(1, 3))
+        return ChainDrafter(DraftModelNet(draft), policy(), CAPACITY, end_ids=(1, 3))
 
     distribution = decoded_distribution(target, drafter, params, length=3, max_new_tokens=8, eos_ids=eos_ids)
     assert total_variation(distribution, target_distribution(target, params, 3, eos_ids=eos_ids)) < EXACT
@@ -117,7 +117,7 @@ def test_the_draft_of_full_support_is_exact():
     target, draft = TableLM(5, support=(V,)), TableLM(6, support=(V,))
     distribution = decoded_distribution(
         target,
-        lambda: ChainDrafter(DraftModelNet(draft), [FixedLengthStop(2)], CAPACITY),
+        lambda: ChainDrafter(DraftModelNet(draft), FixedLengthStop(2), CAPACITY),
         SETTINGS["T=1"],
         2,
         max_new_tokens=8,
@@ -129,7 +129,7 @@ def test_a_draft_equal_to_the_target_is_never_rejected():
     target, params = TableLM(1), SETTINGS["T=1.5,top_p=0.8"]
 
     def run(source: Branches):
-        drafter = ChainDrafter(DraftModelNet(TableLM(1)), [FixedLengthStop(2)], CAPACITY)
+        drafter = ChainDrafter(DraftModelNet(TableLM(1)), FixedLengthStop(2), CAPACITY)
         return generate_one(target, drafter, PROMPT, params, 4, source).trace
 
     for trace, _ in enumerate_branches(run):
@@ -177,11 +177,11 @@ def test_at_temperature_zero_the_distribution_is_one_answer_the_argmax_of_every_
 class DropsByValue(ChainDrafter):
     """Wrong: the last sampled token leaves the draft when it is token 0."""
 
-    def propose(self, limits, sampler):
-        (tree,) = super().propose(limits, sampler)
+    def propose(self, max_drafted, sampler):
+        tree = super().propose(max_drafted, sampler)
         if tree.tokens and tree.tokens[-1] == 0:
-            return [DraftTree(tree.tokens[:-1], tree.parents[:-1], tree.draft_prob[:-1])]
-        return [tree]
+            return DraftTree(tree.tokens[:-1], tree.parents[:-1], tree.draft_prob[:-1])
+        return tree
 
 
 class CallsTopKSampled(ChainDrafter):
@@ -191,8 +191,8 @@ class CallsTopKSampled(ChainDrafter):
         def draw(self, probs):
             return int(probs.argmax())
 
-    def propose(self, limits, sampler):
-        return super().propose(limits, Sampler(sampler.params, [self._Most()]))
+    def propose(self, max_drafted, sampler):
+        return super().propose(max_drafted, Sampler(sampler.params, self._Most()))
 
 
 class ForgetsToNormalize(ChainDrafter):
@@ -208,16 +208,15 @@ class ForgetsToNormalize(ChainDrafter):
             kept[int(probs.argmin())] = 0
             return self._source.draw(kept / kept.sum())
 
-    def propose(self, limits, sampler):
-        sources = [self._Truncated(source) for source in sampler.sources]
-        return super().propose(limits, Sampler(sampler.params, sources))
+    def propose(self, max_drafted, sampler):
+        return super().propose(max_drafted, Sampler(sampler.params, self._Truncated(sampler.source)))
 
 
 @pytest.mark.parametrize("wrong", [DropsByValue, CallsTopKSampled, ForgetsToNormalize])
 def test_a_biased_drafter_is_caught(wrong):
     target, draft, params = TableLM(5, support=(V,)), TableLM(6, support=(V,)), SETTINGS["T=1"]
     distribution = decoded_distribution(
-        target, lambda: wrong(DraftModelNet(draft), [FixedLengthStop(1)], CAPACITY), params, length=2, max_new_tokens=8
+        target, lambda: wrong(DraftModelNet(draft), FixedLengthStop(1), CAPACITY), params, length=2, max_new_tokens=8
     )
     assert sum(distribution.values()) == pytest.approx(1)  # a distribution, but another one
     assert total_variation(distribution, target_distribution(target, params, 2)) > CAUGHT

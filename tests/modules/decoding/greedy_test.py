@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from worlds import (
     transformers_answers,
 )
 
-from draftsmith.modules.decoding.loop import DecodeOptions, Generation, generate, generate_one
+from draftsmith.modules.decoding.loop import Generation, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelNet
@@ -43,10 +42,7 @@ METHODS = [
     "pre+self-verify:k=5", "hsddw:k=3:max=9",
     "pld:k=6", "lookahead:w=6:n=4:g=6", "hf-target", "hf-draft",
 ]  # fmt: skip
-# One of each way through sessions: loop_test.py decodes rows of every method side by side, over tables.
-TOGETHER = ["ar", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "self-verify:k=6", "eagle:k=4", "eagle-static",
-            "eagle-tree:nodes=12:depth=3:topk=4", "hsddw:k=3:max=9", "pld:k=6"]  # fmt: skip
-COUNT = 11  # with rows of 3 the last group is smaller
+COUNT = 11
 
 
 @pytest.fixture(scope="module")
@@ -67,28 +63,11 @@ def alone(world):
     return answers
 
 
-def in_groups(
-    world: World, drafter: Any, size: int, prompts: list, count: int = NEW_TOKENS, ends: tuple = ()
-) -> list[Generation]:
-    """Everything by one session and one drafter, group after group, as the bench does it."""
-    options, made = DecodeOptions(session=world.target.session(size, CONTEXT)), list[Generation]()
-    for i in range(0, len(prompts), size):
-        own = prompts[i : i + size]
-        sources = [TorchSource(0) for _ in own]
-        made += generate(world.target, drafter, own, GREEDY, count, sources, ends, options)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("method", "rows"),
-    [*((name, 1) for name in ["ar", *METHODS]), *((name, 3) for name in TOGETHER)],
-)
-def test_every_prompt_gets_the_answer_of_transformers(world, alone, method, rows):
-    made, prompts = alone(method), world.prompts[:COUNT]
-    if rows > 1:
-        made = in_groups(world, parse_method(method).build(world.models(), rows), rows, prompts)
-    for answer, one, single in zip(world.answers, made, alone(method), strict=False):
-        assert one.tokens == answer and one == single and not one.ended
+@pytest.mark.parametrize("method", ["ar", *METHODS])
+def test_every_prompt_gets_the_answer_of_transformers(world, alone, method):
+    made = alone(method)
+    for answer, one in zip(world.answers, made, strict=False):
+        assert one.tokens == answer and not one.ended
     steps = {(step.num_drafted, step.num_accepted) for one in made for step in one.trace.steps}
     if method != "ar":  # else nothing was tested: drafts accepted whole (of trees: to some depth), in part, not at all
         tree = method.startswith(("eagle-static", "eagle-tree", "lookahead"))
@@ -124,30 +103,24 @@ def test_a_full_context_ends_the_answer(world, length):
 
 
 @pytest.mark.parametrize("method", ["spec:k=5", "eagle:k=4", "online:c=0.02:max=6"])
-def test_drafts_end_with_the_answer_in_every_row(world, method):
+def test_drafts_end_with_the_answer(world, method):
     prompts = world.prompts[:9]
     ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:9])))
     models = world.models(ends=ends)
-    made = in_groups(world, parse_method(method).build(models, 3), 3, prompts, ends=ends)
-    singles = [parse_method(method).build(models) for _ in range(3)]
-    behind = 0
-    for place, (prompt, one) in enumerate(zip(prompts, made, strict=True)):
-        single, full = singles[place % 3], world.drafter(method)
-        assert one == generate_one(world.target, single, prompt, GREEDY, NEW_TOKENS, TorchSource(0), ends)
+    drafter, behind = parse_method(method).build(models), 0
+    for prompt in prompts:
+        one, full = world.run(method, prompt, NEW_TOKENS, ends, drafter=drafter), world.drafter(method)
         going_on = world.run(method, prompt, NEW_TOKENS, ends, drafter=full)
         assert going_on.tokens == one.tokens
         behind += pool([going_on.trace]).num_discarded - pool([one.trace]).num_discarded
     assert behind > 0
 
 
-def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
+def test_a_draft_of_a_shorter_context_stops_drafting(world):
     prompts = [*world.prompts[:11], (world.prompts[-1] * CONTEXT)[:45]]  # its context is 40: the last never drafts
-    stops = [FixedLengthStop(5) for _ in range(4)]
-    made = in_groups(world, ChainDrafter(DraftModelNet(world.short_draft), stops, CONTEXT), 4, prompts)
-    single = ChainDrafter(DraftModelNet(world.short_draft), [FixedLengthStop(5)], CONTEXT)
-    went_quiet = 0
+    single = ChainDrafter(DraftModelNet(world.short_draft), FixedLengthStop(5), CONTEXT)
+    made, went_quiet = [world.run("spec", prompt, NEW_TOKENS, drafter=single) for prompt in prompts], 0
     for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
-        assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
         assert one.tokens == answer or prompt not in world.prompts
         end, steps = len(prompt) + 1, one.trace.steps
         for step in steps:
@@ -165,7 +138,7 @@ def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
 def test_what_cannot_be_decoded_is_refused(world):
     for prompt, count, field in (([], 4, "prompt"), ([5] * CONTEXT, 4, "prompt"), ([5], 0, "max_new_tokens")):
         with pytest.raises(InputError, match=field):
-            generate(world.target, None, [[5], prompt], GREEDY, count, [TorchSource(0)] * 2)
+            generate_one(world.target, None, prompt, GREEDY, count, TorchSource(0))
 
 
 def test_a_context_of_thousands_of_tokens(tmp_path):

@@ -7,7 +7,6 @@ import itertools
 import pytest
 from oracles.tables import CAPACITY, METHODS, PROMPT, TableLM, TableSession, method
 
-from draftsmith.modules.decoding.drafter import EachRow
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
@@ -101,8 +100,8 @@ def test_the_trace_of_every_method_is_a_true_account(name):
 
 def hierarchy():
     """M1 is M2, which therefore rejects nothing."""
-    inner = ChainDrafter(DraftModelNet(TableLM(201)), [FixedLengthStop(2)], CAPACITY)
-    return EachRow([HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)])
+    inner = ChainDrafter(DraftModelNet(TableLM(201)), FixedLengthStop(2), CAPACITY)
+    return HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)
 
 
 @pytest.mark.parametrize("name", ["spec:k=3", "self-verify", "eagle-tree", "hierarchy"])

@@ -1,10 +1,11 @@
-"""Drafting and verifying: several rows against each row alone, by the same random numbers, lazily and ahead as on a
-GPU; and trees against brute force. What a row alone does is enumerated in exactness_test.py."""
+"""Drafting and verifying: lazily and ahead, as on a GPU, by the same random numbers; and trees against brute force.
+What comes out is enumerated in exactness_test.py."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from oracles.tables import PROMPT, TableLM, V
 from torch import Tensor
 
 from draftsmith.eval.bench.runner import read_tree
-from draftsmith.modules.decoding.chain import draft_chains, draft_fixed_length
-from draftsmith.modules.decoding.stop import ConfidenceStop, FixedLengthStop, SelfVerifyStop
+from draftsmith.modules.decoding.chain import draft_chain
+from draftsmith.modules.decoding.drafter import Level
+from draftsmith.modules.decoding.stop import ConfidenceStop, FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree, StaticTree, chain_parents
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.sampling import Sampler, TorchSource, draw_each, probabilities
@@ -50,111 +52,67 @@ def sparse_logits(*shape: int, rng: torch.Generator) -> Tensor:
     return logits.masked_fill(hidden, -torch.inf)
 
 
-def drafts(logits: Tensor, params: SamplingParams, seed: int) -> list[DraftTree | None]:
-    """Of each row: a drawn chain of 0 to 4 tokens that is often right; a chosen tree; or nothing, as of a row that
-    idles."""
-    rng, trees = random.Random(seed), list[DraftTree | None]()
-    for row in logits:
-        kind, size = rng.randrange(5), rng.randrange(5)
-        likely = [int(own.argmax()) if rng.random() < 0.6 else rng.randrange(V) for own in row]
-        if kind == 0:
-            trees.append(None)
-        elif kind == 1:
-            parents = tuple(rng.randrange(-1, i) for i in range(size))
-            trees.append(DraftTree(tuple(likely[parent + 1] for parent in parents), parents))
-        else:
-            distribution = probabilities(row[:size] + 0.7 * torch.tensor([rng.random() for _ in range(V)]), params)
-            drawn = tuple(draw_each(distribution, [TorchSource(rng.randrange(99)) for _ in range(size)]))
-            distributions = None if params.greedy or not size else distribution
-            trees.append(DraftTree(drawn, chain_parents(size), distributions))
-    return trees
+def draft_of(logits: Tensor, params: SamplingParams, rng: random.Random) -> DraftTree:
+    """A drawn chain of 0 to 4 tokens that is often right, or a chosen tree, for the target's logits [5, V]."""
+    size = rng.randrange(5)
+    likely = [int(own.argmax()) if rng.random() < 0.6 else rng.randrange(V) for own in logits]
+    if rng.randrange(4) == 0:
+        parents = tuple(rng.randrange(-1, i) for i in range(size))
+        return DraftTree(tuple(likely[parent + 1] for parent in parents), parents)
+    distribution = probabilities(logits[:size] + 0.7 * torch.tensor([rng.random() for _ in range(V)]), params)
+    drawn = tuple(draw_each(distribution, [TorchSource(rng.randrange(99)) for _ in range(size)]))
+    return DraftTree(drawn, chain_parents(size), None if params.greedy or not size else distribution)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_are_verified_like_each_alone(setting, seed, ahead):
-    params, rows = SETTINGS[setting], 300
-    logits = sparse_logits(rows, 5, V, rng=torch.Generator().manual_seed(seed))
-    trees = drafts(logits, params, seed)
-    sources = [TorchSource(row) for row in range(rows)]
-    verdicts = verify(trees, logits, Sampler(params, sources), ahead)
-    seen = set()
-    for row, (tree, verdict, source) in enumerate(zip(trees, verdicts, sources, strict=True)):
-        alone = TorchSource(row)
-        if tree is None:
-            assert verdict is None
-        else:
-            assert [verdict] == verify([tree], logits[row : row + 1, : len(tree.tokens) + 1], Sampler(params, [alone]))
-            seen.add((tree.draft_prob is None, len(tree.tokens), len(verdict.path)))
-        assert source.uniform() == alone.uniform(), "it has been asked for as many numbers"
+def test_numbers_computed_ahead_give_the_verdicts_of_the_lazy_ones(setting, seed):
+    params, rng, seen = SETTINGS[setting], random.Random(seed), set()
+    for number, logits in enumerate(sparse_logits(300, 5, V, rng=torch.Generator().manual_seed(seed))):
+        tree, sources = draft_of(logits, params, rng), [TorchSource(number) for _ in range(2)]
+        lazy, ahead = (
+            verify(tree, logits[: len(tree.tokens) + 1], Sampler(params, source), how)
+            for source, how in zip(sources, (False, True), strict=True)
+        )
+        assert lazy == ahead
+        assert len({source.uniform() for source in sources}) == 1, "both ask for as many numbers"
+        seen.add((tree.draft_prob is None, len(tree.tokens), len(lazy.path)))
     kinds = {True} if params.greedy else {False, True}
     assert {(kind, length) for kind, length, _ in seen} >= {(kind, length) for kind in kinds for length in (1, 2, 3)}
     assert {accepted for *_, accepted in seen} >= {0, 1, 2}
 
 
-POLICIES = {
-    "lengths of their own": [lambda k=k: FixedLengthStop(k) for k in (1, 4, 2, 3)],
-    "any": [
-        lambda: ConfidenceStop(0.5, 1, 4),
-        lambda: FixedLengthStop(2),
-        lambda: SelfVerifyStop(3),
-        lambda: ConfidenceStop(0.9, 2, 3),
-    ],
-}
-
-
 class Reader:
-    """Rows of prefixes that a drafter has read."""
+    """A prefix that a drafter has read."""
 
-    def __init__(self, contexts: list[list[int]], lm: TableLM):
-        self._prefixes, self._lm = [list(context) for context in contexts], lm
+    def __init__(self, context: Sequence[int], lm: TableLM):
+        self._prefix, self._lm = list(context), lm
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        made = [self._lm.row(tuple(prefix)) for prefix in self._prefixes]
-        return torch.stack([logits for logits, _ in made]), torch.stack([state for _, state in made])
+    def read(self) -> Level:
+        logits, state = self._lm.row(tuple(self._prefix))
+        return Level(state[None], logits[None])
 
-    def step(self, tokens: list[list[int]] | Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        for prefix, own in zip(self._prefixes, tokens, strict=True):
-            assert len(own) <= 1
-            prefix += own.tolist() if isinstance(own, Tensor) else own
+    def expand(self, tokens: Sequence[int], parents: Tensor | None, depth: int) -> Level:
+        (token,) = tokens
+        self._prefix.append(token)
         return self.read()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("policies", [*POLICIES, "known lengths"])
-def test_rows_are_drafted_like_each_alone(setting, policies):
-    """Rows that stop by themselves, rows that the limit stops, and rows that may not draft at all; and chains of known
-    lengths whose tokens the host learns of at the end, as on a GPU."""
-    params, lm, end_ids = SETTINGS[setting], TableLM(3), {2}
-    made = POLICIES.get(policies, POLICIES["lengths of their own"]) * 3
-    cases = [(make, limit, number) for limit in (4, 3, 1, 0) for number, make in enumerate(made)]
-    contexts = [[*PROMPT, number % V, limit % V] for _, limit, number in cases]
-    stops, limits = [make() for make, *_ in cases], [limit for _, limit, _ in cases]
-    sources, seen = [TorchSource(row) for row in range(len(cases))], [[] for _ in cases]
-    reader = Reader(contexts, lm)
-    if policies == "known lengths":
-        ends = [min(stop.max_drafted, limit) for stop, limit in zip(stops, limits, strict=True)]
-        trees = draft_fixed_length(reader.read()[0], reader.step, ends, Sampler(params, sources), end_ids)
-    else:
-        trees = draft_chains(
-            *reader.read(), reader.step, stops, limits, Sampler(params, sources), contexts, end_ids,
-            on_token=lambda row, view: seen[row].append((view.num_drafted, view.token)),
-        )  # fmt: skip
-        assert [list(enumerate(tree.tokens, 1)) for tree in trees] == seen
-    lengths = set()
-    for row, (make, limit, _) in enumerate(cases):
-        own, source = Reader([contexts[row]], lm), TorchSource(row)
-        sampler = Sampler(params, [source])
-        (alone,) = draft_chains(*own.read(), own.step, [make()], [limit], sampler, [contexts[row]], end_ids)
-        found = trees[row]
-        assert (found.tokens, found.parents, found.draft_calls) == (alone.tokens, alone.parents, alone.draft_calls)
-        assert (found.draft_prob is None) == (alone.draft_prob is None) == (params.greedy or not alone.tokens)
-        if alone.draft_prob is not None:
-            torch.testing.assert_close(list(found.draft_prob), list(alone.draft_prob), atol=1e-15, rtol=0)
-        assert sources[row].uniform() == source.uniform(), "it has been asked for as many numbers"
-        lengths.add((limit, len(found.tokens)))
-    assert {limit for limit, _ in lengths} == {0, 1, 3, 4} and len(lengths) > 5
+@pytest.mark.parametrize(
+    ("stop", "limit", "length"),
+    [
+        (FixedLengthStop(3), 4, 3),
+        (FixedLengthStop(3), 2, 2),
+        (FixedLengthStop(3), 0, 0),
+        (ConfidenceStop(0.0, 1, 4), 3, 3),
+    ],
+)
+def test_a_chain_is_as_long_as_the_policy_and_the_limit_let_it(stop, limit, length):  # fmt: skip
+    reader, seen = Reader(PROMPT, TableLM(3)), []
+    sampler = Sampler(GREEDY, TorchSource(0))
+    tree = draft_chain(reader.read(), reader.expand, stop, limit, sampler, PROMPT, on_token=seen.append)
+    assert len(tree.tokens) == tree.draft_calls == length and tree.is_chain
+    assert [(view.num_drafted, view.token) for view in seen] == list(enumerate(tree.tokens, 1))
 
 
 def test_an_end_token_ends_a_draft_after_its_policy_has_seen_it():
@@ -166,10 +124,8 @@ def test_an_end_token_ends_a_draft_after_its_policy_has_seen_it():
             return super().should_stop(view)
 
     def draft(end_ids):
-        reader = Reader([list(PROMPT)], lm)
-        stop = Watching(0.0, 1, 6)
-        sampler = Sampler(GREEDY, [TorchSource(0)])
-        return draft_chains(*reader.read(), reader.step, [stop], [6], sampler, [PROMPT], end_ids)[0]
+        reader, stop, sampler = Reader(PROMPT, lm), Watching(0.0, 1, 6), Sampler(GREEDY, TorchSource(0))
+        return draft_chain(reader.read(), reader.expand, stop, 6, sampler, PROMPT, end_ids)
 
     tokens = draft(()).tokens
     place = tokens.index(tokens[2])
@@ -191,8 +147,8 @@ def test_a_token_without_mass_is_never_emitted(uniform, ahead):
     chosen = [DraftTree(tree.tokens, tree.parents) for tree in drawn]
     target = probabilities(logits, params)
     for trees in (drawn, chosen):
-        verdicts = verify(trees, logits, Sampler(params, [Given(uniform) for _ in trees]), ahead)
-        for row, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
+        for row, tree in enumerate(trees):
+            verdict = verify(tree, logits[row], Sampler(params, Given(uniform)), ahead)
             assert target[row, len(verdict.path), verdict.next_token] > 0
             assert all(target[row, i, tree.tokens[i]] > 0 for i in verdict.path)
 
@@ -257,7 +213,7 @@ def test_the_walk_follows_the_targets_choices_to_where_no_node_has_them(case, te
     # Certain distributions, so that sampling walks as greedy does; row 0 is what follows the root.
     logits = torch.full((len(choices), 2), -torch.inf)
     logits[range(len(choices)), choices] = 0.0
-    (verdict,) = verify([tree], logits[None], Sampler(SamplingParams(temperature), [Chooses()]))
+    verdict = verify(tree, logits, Sampler(SamplingParams(temperature), Chooses()))
     # Oracle: from each node look for a child by going over all nodes.
     path, node = [], -1
     while True:

@@ -13,10 +13,10 @@ from oracles.tables import H, TableLM, V, decoded_distribution, target_distribut
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.modeling_outputs import BaseModelOutput
-from worlds import quick_block_head, run_models, tiny_llama_dir
+from worlds import in_rows, quick_block_head, run_models, tiny_llama_dir
 
 from draftsmith.eval.check.states import answered_prompts
-from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters import head_class
@@ -236,28 +236,26 @@ def forced(oracle: PlainBlock, tokens: list[int], states: Tensor, place: int) ->
 
 
 @pytest.mark.parametrize("drafts", [2, 5])
-def test_chains_of_any_number_of_rows_are_the_plain_ones(head, target, drafts):
-    """Greedy rounds of rows of different lengths, by their own counts of slots, and the target's states between."""
+def test_chains_are_the_plain_ones(head, target, drafts):
+    """Greedy rounds behind prompts of different lengths, and the target's states between."""
     drafts = min(drafts, head.config.drafts)
     prompts = [[5, 9, 30, 4, 77], [8, 2, 250], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
     oracle, aux_layers = plain(head, target), head.config.aux_layers
-    for rows in ([0], [0, 1, 2]):
-        seen: dict[int, list[Round]] = {}
-        chosen = [prompts[row] for row in rows]
-        drafter = ChainDrafter(head.net(target), [FixedLengthStop(drafts) for _ in rows], 64)
-        options = DecodeOptions(on_round=lambda done, seen=seen: seen.setdefault(done.row, []).append(done))
-        sources = [TorchSource(0) for _ in rows]
-        done = generate(target, drafter, chosen, SamplingParams(), 12, sources, (), options)
-        for number, (prompt, answer) in enumerate(zip(chosen, done, strict=True)):
-            whole = [*prompt, *answer.tokens]
-            states = target.features(torch.tensor([whole]), aux_layers=aux_layers)[0]
-            at = len(prompt)
-            for own in seen[number]:
-                if own.tree is not None and own.tree.tokens:
-                    *_, tokens = oracle.draft(whole[at - 1], states[: at - 1], drafts)
-                    assert own.tree.tokens == tuple(tokens[: len(own.tree.tokens)])
-                at += len(own.tokens)
-            assert at == len(whole)
+    drafter = ChainDrafter(head.net(target), FixedLengthStop(drafts), 64)
+    for prompt in prompts:
+        seen: list[Round] = []
+        answer = generate_one(
+            target, drafter, prompt, SamplingParams(), 12, TorchSource(0), (), DecodeOptions(on_round=seen.append)
+        )
+        whole = [*prompt, *answer.tokens]
+        states = target.features(torch.tensor([whole]), aux_layers=aux_layers)[0]
+        at = len(prompt)
+        for own in seen:
+            if own.tree is not None and own.tree.tokens:
+                *_, tokens = oracle.draft(whole[at - 1], states[: at - 1], drafts)
+                assert own.tree.tokens == tuple(tokens[: len(own.tree.tokens)])
+            at += len(own.tokens)
+        assert at == len(whole)
 
 
 # Two ways through the same float64 arithmetic: sums in another order, of logits of some tens.
@@ -271,8 +269,8 @@ def test_every_node_of_a_drawn_tree_has_the_plain_distribution_of_its_path(head,
     prompt, first, oracle = [5, 9, 30, 4, 77], 42, plain(head, target)
     states = target.features(torch.tensor([prompt]), aux_layers=head.config.aux_layers)[0]
     drafter = TreeDrafter(head.net(target), dataclasses.replace(shape, drawn=True), 64)
-    drafter.begin(0, prompt, states, first)
-    (tree,) = drafter.propose([SLOTS], Sampler(SamplingParams(1.0), [TorchSource(0)]))
+    drafter.start(prompt, states, first)
+    tree = drafter.propose(SLOTS, Sampler(SamplingParams(1.0), TorchSource(0)))
     depth = max(shape.depths)
     skipped = int(head.config.layout == "fill-in")
     hidden = oracle.slots(first, states, depth + skipped)[skipped:]
@@ -304,9 +302,9 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
             values = sure.cumprod(0) if product else sure
             below = [i for i, value in enumerate(values.tolist()) if value < threshold]
             wanted = tokens[: below[0]] if below else tokens
-            drafter = ChainDrafter(head.net(target), [SlotConfidenceStop(threshold, product, SLOTS)], 64)
-            drafter.begin(0, prompt, states, first)
-            (tree,) = drafter.propose([SLOTS], Sampler(SamplingParams(), [TorchSource(0)]))
+            drafter = ChainDrafter(head.net(target), SlotConfidenceStop(threshold, product, SLOTS), 64)
+            drafter.start(prompt, states, first)
+            tree = drafter.propose(SLOTS, Sampler(SamplingParams(), TorchSource(0)))
             assert list(tree.tokens) == wanted
             lengths.add(len(wanted))
     assert {0, SLOTS} < lengths
@@ -339,7 +337,7 @@ def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypat
 
     def difference() -> float:
         def drafter() -> ChainDrafter:
-            return ChainDrafter(head.net(target), [SlotConfidenceStop(threshold, False, 3)], 32)
+            return ChainDrafter(head.net(target), SlotConfidenceStop(threshold, False, 3), 32)
 
         found = decoded_distribution(target, drafter, SAMPLING, 3, 5)
         return total_variation(found, target_distribution(target, SAMPLING, 3))
@@ -348,13 +346,13 @@ def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypat
     real = ChainDrafter._draft
 
     def leaking(self, *given):
-        (tree,), (stop,) = real(self, *given), self.policies
+        tree, stop = real(self, *given), self.stop
         count = len(tree.tokens)
         behind = stop.confidence_logits[count:]
         if count < 2 or not behind or stop.confidence(behind[0], tree.tokens[-1]) >= threshold:
-            return [tree]
+            return tree
         kept = tree.draft_prob[: count - 1]
-        return [dataclasses.replace(tree, tokens=tree.tokens[:-1], parents=tree.parents[:-1], draft_prob=kept)]
+        return dataclasses.replace(tree, tokens=tree.tokens[:-1], parents=tree.parents[:-1], draft_prob=kept)
 
     monkeypatch.setattr(ChainDrafter, "_draft", leaking)
     assert difference() > 1e-5
@@ -466,8 +464,7 @@ def test_transformers_drafts_and_accepts_as_our_chain(tmp_path):
     target = load_lm(path)
     texts = [text["input_ids"] for text in answered_prompts(target, target.info.max_position)]
     prompts = [text[:length] for text in texts for length in (12, 20)]
-    greedy, sources = SamplingParams(), [TorchSource(0) for _ in prompts]
-    answers = generate(target, None, prompts, greedy, NEW_TOKENS, sources, ())
+    greedy, answers = SamplingParams(), in_rows(target, prompts, NEW_TOKENS)
     rows = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
     head = quick_block_head(target, rows, 60, "dflash", layers=(1, 3, 5), block=4, anchors=128)
     package = formats()["vllm", "dflash"].write(head.config, dict(head.named_parameters()), torch.float32)

@@ -51,8 +51,8 @@ def one_by_one(make_drafter, text, features, starts, params, uniforms):
         drafter = make_drafter(spy)
         own = [*([] if uniforms is None else uniforms[number].tolist()), 0.5]
         read = torch.empty(0) if features is None else features[: start - 1]
-        drafter.begin(0, text[: start - 1], read, text[start - 1])
-        (tree,) = drafter.propose([DEPTH + 1], Sampler(params, [Given(own)]))
+        drafter.start(text[: start - 1], read, text[start - 1])
+        tree = drafter.propose(DEPTH + 1, Sampler(params, Given(own)))
         tokens.append(tree.tokens[:DEPTH])
         states.append(torch.stack(spy.hidden))
     return torch.tensor(tokens), torch.stack(states)
@@ -102,7 +102,7 @@ def group(request, monkeypatch):
 
 def test_a_draft_models_drafts_and_states_are_the_decoders(lm, text, group):
     def drafter(stop):
-        return ChainDrafter(DraftModelNet(lm), [stop], 64)
+        return ChainDrafter(DraftModelNet(lm), stop, 64)
 
     check(BranchDrafter(DraftModelNet(lm), DEPTH), drafter, text, None, lm.info.vocab_size)
 
@@ -113,7 +113,7 @@ def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(l
     head = captured_head(lm)
     features = lm.features(torch.tensor([text]), aux_layers=head.aux_layers)[0]
     branches = BranchDrafter(head.net(lm), DEPTH)
-    check(branches, lambda stop: ChainDrafter(head.net(lm), [stop], 64), text, features, lm.info.vocab_size)
+    check(branches, lambda stop: ChainDrafter(head.net(lm), stop, 64), text, features, lm.info.vocab_size)
 
 
 def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):

@@ -310,9 +310,9 @@ def test_its_branches_draft_what_its_chains_draft(drafter, params):
     drafted = branches.draft(starts, 3, params, uniforms)
     for number, start in enumerate(starts):
         spy = Spy(3)
-        chain = ChainDrafter(drafter.net(target), [spy], CAPACITY)
-        chain.begin(0, text[: start - 1], features[: start - 1], text[start - 1])
-        (tree,) = chain.propose([3], Sampler(params, [Given(uniforms[number])]))
+        chain = ChainDrafter(drafter.net(target), spy, CAPACITY)
+        chain.start(text[: start - 1], features[: start - 1], text[start - 1])
+        tree = chain.propose(3, Sampler(params, Given(uniforms[number])))
         assert drafted.tokens[number].tolist() == list(tree.tokens)
         logits = branches.lm_head(drafted.hidden[number])
         # Rotations are in float32.
@@ -322,7 +322,7 @@ def test_its_branches_draft_what_its_chains_draft(drafter, params):
 
 def test_policies_are_shown_the_result_of_every_round_but_the_last(drafter):
     target, stop = TableLM(1), Spy(2)
-    chain = ChainDrafter(drafter.double().net(target), [stop], 64)
+    chain = ChainDrafter(drafter.double().net(target), stop, 64)
     steps = generate_one(target, chain, [2, 0], SamplingParams(1.0), 20, TorchSource(0), ()).trace.steps
     assert stop.results == [(step.num_drafted, step.num_accepted) for step in steps[:-1]]
     assert any(accepted for _, accepted in stop.results)
@@ -340,7 +340,7 @@ def test_it_drafts_in_the_targets_type_whatever_its_own_is(drafter, own, theirs)
         branches = BranchDrafter(head.net(target), 3)
         branches.open(text, features)
         found = [branches.draft([len(text)], 3).tokens.tolist()]
-        drafters = [ChainDrafter(head.net(target), [FixedLengthStop(3)], CAPACITY)]
+        drafters = [ChainDrafter(head.net(target), FixedLengthStop(3), CAPACITY)]
         if head.drafts:  # a draft model has chains only
             drafters.append(TreeDrafter(head.net(target), shape, CAPACITY))
         for each in drafters:

@@ -155,7 +155,7 @@ def test_the_drafter_computes_what_training_computed(prompt, num_layers):
     """Round after round, the first drafted token comes from the head's teacher-forced row on TRUE features, and the
     j-th from the head unrolled on its own ones: nothing of an old draft is left in the cache, no position is off."""
     lm, head, spy = TableLM(3), make_head(1, num_layers), Spy(3)
-    done = generate_one(lm, ChainDrafter(head.net(lm), [spy], 64), prompt, SamplingParams(1.0), 24, TorchSource(0))
+    done = generate_one(lm, ChainDrafter(head.net(lm), spy, 64), prompt, SamplingParams(1.0), 24, TorchSource(0))
     emitted = 1
     accepted = set()
     for step, drafted in zip(done.trace.steps, spy.rounds, strict=False):
@@ -262,8 +262,8 @@ def propose(
 ):
     drafter = TreeDrafter(head.net(lm), shape, 32, static=static, **how)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
-    drafter.begin(0, tokens[:-1], features, tokens[-1])
-    return drafter.propose([max_drafted], Sampler(SamplingParams(), [TorchSource(0)]))[0], drafter
+    drafter.start(tokens[:-1], features, tokens[-1])
+    return drafter.propose(max_drafted, Sampler(SamplingParams(), TorchSource(0))), drafter
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -291,17 +291,17 @@ def test_a_rule_takes_the_best_of_the_nodes_and_hears_of_every_round():
             return 3
 
     rule = Three(TreeTimes(2.0, 1.0, (10.0, 11.0, 12.0, 13.0)))
-    tree, drafter = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens, rules=[rule])
+    tree, drafter = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens, rule=rule)
     assert rule.shown == sorted(everything.values, reverse=True)
     best = sorted(zip(everything.values, paths_of(everything), strict=True), reverse=True)[:3]
     assert set(paths_of(tree)) == {path for _, path in best}
     before = rule.pace
     outcome = Outcome((tree.tokens[0], 1), 1, torch.zeros(2, H, dtype=torch.float64), torch.zeros(4, V))
-    drafter.advance([outcome])
+    drafter.advance(outcome)
     kept = 1 - 1 / RecentRatio.MEMORY
     time = 1.5 / before
     assert rule.pace == pytest.approx((1.5 * kept + 2) / (time * kept + (2.0 + 2 * 1.0) + 13.0))
-    drafter.advance([outcome])  # a round without a draft
+    drafter.advance(outcome)  # a round without a draft
     assert rule.pace == pytest.approx((1.5 * kept + 2) / (time * kept + (2.0 + 2 * 1.0) + 13.0))
 
 

@@ -162,17 +162,16 @@ def test_a_new_head_passes_what_it_reads_of_the_target_through(plus: bool) -> No
 
 
 @EACH
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_path(name: str, rows: int) -> None:
+def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_path(name: str) -> None:
     target, head, rng = TableLM(1), HEADS[name](2), torch.Generator().manual_seed(0)
     paths = sorted([[0], [2], [0, 1], [2, 0], [2, 3], [2, 3, 1]], key=lambda path: (len(path), path))
-    drafter = TreeDrafter(head.net(target), StaticTree.from_paths(paths), 32, rows)
-    texts = [torch.randint(V, (4 + row,), generator=rng).tolist() for row in range(rows)]
-    features = [torch.randn(len(text) - 1, H, generator=rng, dtype=torch.float64) for text in texts]
-    for row, text in enumerate(texts):
-        drafter.begin(row, text[:-1], features[row], text[-1])
-    for row, tree in enumerate(drafter.propose([8] * rows, Sampler(SamplingParams(), [TorchSource(0)] * rows))):
-        state, found = states_of(head, features[row])[-1], {(): [texts[row][-1]]}
+    drafter = TreeDrafter(head.net(target), StaticTree.from_paths(paths), 32)
+    for length in (4, 6):
+        text = torch.randint(V, (length,), generator=rng).tolist()
+        features = torch.randn(len(text) - 1, H, generator=rng, dtype=torch.float64)
+        drafter.start(text[:-1], features, text[-1])
+        tree = drafter.propose(8, Sampler(SamplingParams(), TorchSource(0)))
+        state, found = states_of(head, features)[-1], {(): text[-1:]}
         for path in paths:
             above = found[tuple(path[:-1])]
             ranked = logits_of(head, target, len(path) - 1, state, above).argsort(descending=True)
@@ -186,18 +185,18 @@ def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_pat
 def test_a_chain_reads_what_it_has_drafted(name: str) -> None:
     """Over several rounds, whose rejected tokens leave nothing behind."""
     target, head, rng = TableLM(1), HEADS[name](2), torch.Generator().manual_seed(0)
-    drafter, text = ChainDrafter(head.net(target), [FixedLengthStop(3)], 32), [1, 3]
+    drafter, text = ChainDrafter(head.net(target), FixedLengthStop(3), 32), [1, 3]
     features = torch.randn(2, H, generator=rng, dtype=torch.float64)
-    drafter.begin(0, text, features, 2)
+    drafter.start(text, features, 2)
     text = [*text, 2]
     for emitted in ([0], [1, 2, 3], [3, 0]):
-        (tree,) = drafter.propose([8], Sampler(SamplingParams(), [TorchSource(0)]))
+        tree = drafter.propose(8, Sampler(SamplingParams(), TorchSource(0)))
         state, chain = states_of(head, features)[-1], text[-1:]
         for i in range(3):
             chain.append(int(logits_of(head, target, i, state, chain).argmax()))
         assert list(tree.tokens) == chain[1:]
         own = torch.randn(len(emitted), H, generator=rng, dtype=torch.float64)
-        drafter.commit(0, emitted, own)
+        drafter.commit(emitted, own)
         features, text = torch.cat([features, own]), text + emitted
 
 
@@ -242,4 +241,4 @@ def test_a_chain_has_a_token_a_head_at_most(kind: str) -> None:
     models = Models(TableLM(1), heads={kind: heads}, capacity=32)
     with pytest.raises(InputError, match=r"k: found 4, expected a whole number, 3 or less"):
         parse_method(f"{kind}:k=4").build(models)
-    assert [parse_method(f"{kind}{k}").policies(models, 1)[0].max_drafted for k in ("", ":k=2")] == [3, 2]
+    assert [parse_method(f"{kind}{k}").policy(models).max_drafted for k in ("", ":k=2")] == [3, 2]

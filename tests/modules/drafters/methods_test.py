@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.data.engines.own import select_method
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters import head_class, learned
@@ -96,9 +95,3 @@ def test_a_trees_nodes_are_a_number_or_auto():
     assert (auto.nodes, auto.most_nodes) == ("auto", 4 + 2 * 16)
     assert parse_method("eagle-tree:nodes=auto").most_nodes == 128
     assert parse_method("eagle-tree:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
-
-
-def test_responses_are_not_drafted_by_a_method_that_measures_times():
-    with pytest.raises(InputError, match="expected a method for several rows, without measured times"):
-        select_method("online", "draft")
-    assert select_method("online:c=0.1", "draft") == OnlineMethod(c=0.1)

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.mtp import LAYERS, MtpHead
-from draftsmith.modules.drafters.net import RowState
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.targets.native import native_layer
@@ -111,27 +110,20 @@ def test_a_module_rotates_as_its_target_by_published_spellings_too(family: str, 
 @pytest.mark.parametrize("family", LAYERS)
 @torch.no_grad()
 def test_decoding_reads_what_training_reads(family: str) -> None:
-    """One row and two, chains of STEPS tokens behind a text that is read in two parts."""
+    """Chains of STEPS tokens behind a text that is read in two parts."""
     head, rng = head_of(family), torch.Generator().manual_seed(1)
     states, tokens = torch.randn(T, H, generator=rng), torch.randint(V, (T + STEPS,), generator=rng).tolist()
-    embeds = TARGET.embed(tokens[1:])
-    for rows in (1, 2):
-        net = head.net(TARGET)
-        net.allocate(rows, CONTEXT, STEPS, static=False)
-        kept = [RowState(None, tokens[:1], states[:0]) for _ in range(rows)]
-        for row in range(rows):
-            net.begin(row)
-        for first, last in ((0, 4), (4, T)):
-            for state in kept:
-                state.tokens = tokens[: last + 1]
-                state.features = torch.cat([state.features, states[first:last]])
-            found = [net.start(kept, [STEPS] * rows).hidden[:, -1]]
-            for depth in range(1, STEPS):
-                found.append(net.step([tokens[last + depth : last + depth + 1]] * rows, depth)[1])
-            net.finish([0] * rows)
-            wanted = head.unroll(embeds[None, : last + STEPS - 1], states[None, :last], STEPS)
-            for ours, one in zip(found, wanted, strict=True):
-                assert (ours - one[0, -1]).abs().max() < 1e-5 * one.abs().max()
+    embeds, net = TARGET.embed(tokens[1:]), head.net(TARGET)
+    net.allocate(CONTEXT, STEPS, static=False)
+    net.begin()
+    for first, last in ((0, 4), (4, T)):
+        found = [net.start(tokens[: last + 1], states[first:last]).hidden]
+        for depth in range(1, STEPS):
+            found.append(net.expand(tokens[last + depth : last + depth + 1], None, depth).hidden)
+        net.finish(0)
+        wanted = head.unroll(embeds[None, : last + STEPS - 1], states[None, :last], STEPS)
+        for ours, one in zip(found, wanted, strict=True):
+            assert (ours - one[0, -1]).abs().max() < 1e-5 * one.abs().max()
 
 
 def test_spans_of_a_batch_add_up_to_it() -> None:

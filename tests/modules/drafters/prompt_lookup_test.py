@@ -25,7 +25,7 @@ def by_search(text: list[int], k: int, ngram: int) -> list[int]:
 
 
 def drafted(drafter: PromptLookupDrafter, most: int = 9) -> list[int]:
-    tree = drafter.propose(most, Sampler(SamplingParams(), [TorchSource(0)]))
+    tree = drafter.propose(most, Sampler(SamplingParams(), TorchSource(0)))
     assert tree.is_chain and tree.draft_prob is None
     return list(tree.tokens)
 

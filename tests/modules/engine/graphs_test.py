@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from worlds import GREEDY, small_models
+from worlds import GREEDY, in_rows, small_models
 
-from draftsmith.modules.decoding.loop import DecodeOptions, generate
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.drafters import feature_heads, hydra
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.engine import graphs, rows
@@ -57,20 +57,19 @@ PROMPTS = [[1, 5, 3, 1, 5], [7, 8], [2, 11, 4]]
 
 
 def answers(label: str, rows: int) -> list[list[int]]:
-    """Decode group after group by one session and one drafter."""
+    """Decode by one session and one drafter, side by side if there are several rows."""
     models = small_models()
-    drafter = parse_method(label).build(models, rows)
+    drafter = parse_method(label).build(models)
     session = models.target.session(rows, 64, () if drafter is None else drafter.aux_layers)
-    options, made = DecodeOptions(session=session), list[list[int]]()
-    for start in range(0, 3, rows):
-        sources = [TorchSource(0)] * rows
-        group = generate(models.target, drafter, PROMPTS[start : start + rows], GREEDY, 24, sources, (), options)
-        made += [one.tokens for one in group]
-    return made
+    if rows > 1:
+        return [one.tokens for one in in_rows(models.target, PROMPTS, 24, session=session)]
+    options = DecodeOptions(session=session)
+    how = GREEDY, 24, TorchSource(0), (), options
+    return [generate_one(models.target, drafter, prompt, *how).tokens for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("label", ["ar", "spec:k=3", "eagle-tree:nodes=6:depth=2:topk=3", "hydra:k=3"])
+@pytest.mark.parametrize(("label", "rows"), [("ar", 3), *((label, 1) for label in ("ar", "spec:k=3", "hydra:k=3",
+                                             "eagle-tree:nodes=6:depth=2:topk=3"))])  # fmt: skip
 def test_replays_decode_as_without_graphs_and_few_shapes_are_captured(label, rows, request):
     expected = answers(label, rows)
     captured = request.getfixturevalue("captured")

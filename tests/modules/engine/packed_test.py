@@ -128,7 +128,7 @@ def test_greedy_answers_and_features_are_those_of_plain_weights(directory, pack_
 
     answers = [generate_one(lm, None, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens for lm in (plain, dense)]
     assert answers[0] == answers[1]
-    drafter = ChainDrafter(DraftModelNet(dense), [FixedLengthStop(5)], 100)
+    drafter = ChainDrafter(DraftModelNet(dense), FixedLengthStop(5), 100)
     assert generate_one(dense, drafter, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens == answers[0]
     ids = torch.tensor([PROMPT + answers[0]])
     torch.testing.assert_close(dense.features(ids), plain.features(ids), rtol=1e-3, atol=1e-3)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hybrid_models import CONTEXT, HYBRIDS, VOCAB, hybrid_model, language_model
 from oracles.tables import V, decoded_distribution, target_distribution, total_variation
-from worlds import tiny_tokenizer
+from worlds import in_rows, tiny_tokenizer
 
 from draftsmith.launch.cli import main
-from draftsmith.modules.decoding.drafter import EachRow, Outcome
-from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.decoding.drafter import Drafter, Outcome
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree, chain_parents
 from draftsmith.modules.drafters.draft_model import DraftModelNet
@@ -56,8 +56,8 @@ def plain(lm: HFLM, prompt: list[int], count: int) -> list[int]:
     return answer
 
 
-class Foreseen:
-    """A `SequenceDrafter` that knows the answer, and errs in 3 of 10 tokens. Keeps the target's features."""
+class Foreseen(Drafter):
+    """A `Drafter` that knows the answer, and errs in 3 of 10 tokens. Keeps the target's features."""
 
     def __init__(self, answer: list[int]):
         self._answer, self._rng = answer, random.Random(2)
@@ -92,9 +92,8 @@ class Calls:
 
 def decode(lm: HFLM, prompt: list[int], answer: list[int], aux_layers: tuple[int, ...] = ()) -> tuple[Any, Foreseen]:
     foreseen = Foreseen(answer)
-    drafter = EachRow([foreseen])
-    drafter.aux_layers = aux_layers
-    return generate_one(lm, drafter, prompt, GREEDY, len(answer), TorchSource(0), ()), foreseen
+    foreseen.aux_layers = aux_layers
+    return generate_one(lm, foreseen, prompt, GREEDY, len(answer), TorchSource(0), ()), foreseen
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -148,7 +147,7 @@ def test_sampled_text_follows_the_target():
     target.row = row
     draft = checked("LFM2", V)
     found = decoded_distribution(
-        target, lambda: ChainDrafter(DraftModelNet(draft), [FixedLengthStop(2)], CONTEXT), params, 3, 5
+        target, lambda: ChainDrafter(DraftModelNet(draft), FixedLengthStop(2), CONTEXT), params, 3, 5
     )
     expected = target_distribution(target, params, 3)
     assert len(expected) == 8 and total_variation(found, expected) < 1e-4
@@ -158,7 +157,7 @@ def test_sampled_text_follows_the_target():
 def test_a_hybrid_drafts_for_itself(name):
     """Single tokens are read and dropped; both sessions are of one model. All drafts are accepted."""
     lm, prompt = checked(name), prompt_of(9)
-    drafter = ChainDrafter(DraftModelNet(lm), [FixedLengthStop(4)], CONTEXT)
+    drafter = ChainDrafter(DraftModelNet(lm), FixedLengthStop(4), CONTEXT)
     found = generate_one(lm, drafter, prompt, GREEDY, ANSWER, TorchSource(0), ())
     assert found.tokens == plain(lm, prompt, ANSWER)
     assert all(step.num_accepted == step.num_drafted for step in found.trace.steps)
@@ -199,7 +198,7 @@ def test_rows_of_prompts_answer_as_each_alone(name):
     answers = [plain(lm, prompt, 12) for prompt in prompts]
     end = answers[0][5]
     cut = [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]
-    found = generate(lm, None, prompts, GREEDY, 12, [TorchSource(0)] * 3, (end,))
+    found = in_rows(lm, prompts, 12, (end,))
     assert [row.tokens for row in found] == cut and len(set(map(len, cut))) > 1
 
 
