@@ -338,7 +338,7 @@ def teaches(model: Any, lm: CausalLM, kind: str, result: Outcome) -> bool:
 
     head = module.head.eval().requires_grad_(False)
     models = Models(target=lm, heads={kind: head}, capacity=lm.info.max_position + 8)
-    drafter, prompt = parse_method(f"{kind}:k=2").build(models, 1), sample(PROMPT, 1)
+    drafter, prompt = parse_method(f"{kind}:k=2").build(models), sample(PROMPT, 1)
     room = min(ANSWER, lm.info.max_position - PROMPT)
     with torch.no_grad():
         answer = generate_one(lm, drafter, prompt, GREEDY, room, TorchSource(0), ()).tokens

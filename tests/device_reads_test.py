@@ -21,8 +21,7 @@ FILES = [
 HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"
 ALLOWED = {
     "modules/engine/lean.py:__call__": (1, CPU),
-    "modules/engine/rows.py:_together": (1, HOST),
-    "modules/engine/cache.py:select_rows": (1, HOST),
+    "modules/engine/rows.py:extend": (1, HOST),
     "modules/sampling.py:choose_each": (1, "tokens of all rows, one transfer a round"),
     "modules/sampling.py:_pick_rows": (3, CPU),
     "modules/sampling.py:best_token": (1, CPU),

@@ -103,7 +103,7 @@ def traced(runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, see
         rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), tuple(views), tuple(of_head)))
         views.clear()
 
-    session: Any = Timed(runner.session, target_watch, "prefill", "extend")
+    session: Any = Timed(runner.session, target_watch, "extend")
     drafter: Any = None if runner.drafter is None else Timed(runner.drafter, draft_watch, "propose")
     if chains is not None:
         chains.on_token = views.append

@@ -113,7 +113,8 @@ class Decoder:
     def begin(self) -> None:
         """Read the prompt and emit the first token, the target's own."""
         answer, drafter = self._answer, self._drafter
-        scores = self._session.prefill([0], [answer.prompt])
+        self._session.reset(1)
+        scores = self._session.extend([answer.prompt])
         with of_prompts([answer]):
             token, _ = self._sampler.draw(scores.logits[0, 0])
         answer.trace.prefill_emitted = 1

@@ -189,9 +189,9 @@ class RowPool:
         # The target reads the prompts in free places, and its own tokens are the first ones.
         free = [place for place, row in enumerate(self._rows) if row.done]
         places = [*free, *range(len(self._rows), len(self._rows) + len(fresh))][: len(fresh)]
-        scores = self._session.prefill(places, [row.prompt for row in fresh])
+        logits = self._session.prefill(places, [row.prompt for row in fresh])
         with of_prompts(fresh):
-            chosen = choose_each(scores.logits[:, 0], self._params, [row.source for row in fresh])
+            chosen = choose_each(logits, self._params, [row.source for row in fresh])
         for place, row, token in zip(places, fresh, chosen, strict=True):
             self._rows[place : place + 1] = [row]
             row.trace.prefill_emitted = 1

@@ -56,7 +56,7 @@ class DraftModelNet(DraftNet):
 
     def begin(self) -> None:
         self._num_read = 0
-        self._session.begin(0)
+        self._session.reset(1)
 
     def start(self, tokens: Sequence[int], features: Tensor) -> Level:
         unread, self._num_read = tokens[self._num_read :], len(tokens)

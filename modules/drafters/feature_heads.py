@@ -108,11 +108,11 @@ class PairNet(DraftNet):
         self._themselves = as_bias(torch.eye(slots, dtype=torch.bool, device=self.device), self.network.stack.dtype)
 
     def begin(self) -> None:
-        self.cache.begin(0)
+        self.cache.reset(1)
 
     def start(self, tokens: Sequence[int], features: Tensor) -> Level:
         unread = tokens[self.cache.lengths[0] + 1 :]
-        skipped = self.cache.make_room(0, len(unread), self._room)
+        skipped = self.cache.make_room(len(unread), self._room)
         logits, hidden = self.cache.extend(([unread[skipped:]], [self.network.head.read(features[skipped:])]))
         self._kept, self._states = self.cache.lengths, hidden[0, -1:]
         return Level(self._states, logits[0])

@@ -274,9 +274,9 @@ class RowsCache(KVCache):
         self.data[:, :, rows, :, new] = self.data[:, :, rows, :, old]
 
     @torch.inference_mode()
-    def select_rows(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Move these rows to the front, in place. No row may move backwards: it would overwrite one not yet moved."""
-        for new, old in enumerate(rows.tolist()):
+        for new, old in enumerate(rows):
             if new != old:
                 self.data[:, :, new].copy_(self.data[:, :, old])
 

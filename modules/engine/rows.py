@@ -8,13 +8,12 @@ Both run a `Network`, so that a target, a draft model and a draft head share the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import add, itemgetter, sub
+from operator import add, itemgetter
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.modules.attention import group_by_length
 from draftsmith.modules.engine.cache import ALIGNMENT, KVCache, RowsCache, any_shape, as_bias, tree_mask
@@ -84,12 +83,9 @@ class OneRow:
         self.cache.keep(0)
         self.cache.offset = 0
 
-    def begin(self, row: int) -> None:
-        self.reset(row + 1)
-
-    def prefill(self, rows: Sequence[int], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         self.reset(len(rows))
-        return self.extend(inputs)
+        return self.extend((prompts,))[0][:, -1]
 
     def extend(
         self, inputs: Sequence[Any], parents: Parents | None = None, logits_to_keep: int = 1
@@ -142,8 +138,8 @@ class OneRow:
         offset = self.cache.offset
         self.cache.keep(lengths[0] - offset, [slot - offset for slot in slots[0]] if slots else ())
 
-    def make_room(self, row: int, unread: int, room: int) -> int:
-        """Make room in a row (`KVCache.make_room`)."""
+    def make_room(self, unread: int, room: int) -> int:
+        """Make room (`KVCache.make_room`)."""
         return self.cache.make_room(self.stack.config.sliding_window, unread, room)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -151,68 +147,91 @@ class OneRow:
 
 
 class ManyRows:
-    """Several rows of different lengths, or one with static shapes.
+    """Several rows that read a prompt and then a token each; or one, of chains and trees, with static shapes.
 
-    Rows are padded to the widest. With static shapes CUDA replays graphs. Inputs past the capacity are harmless, and
-    their outputs undefined.
+    Rows are padded to a common width. With static shapes CUDA replays graphs. Inputs past the capacity are harmless,
+    and their outputs undefined.
     """
 
     def __init__(self, network: Network, rows: int, capacity: int, static: bool):
         self._network, self._stack, self.static = network, network.stack, static
-        # At least one slot more, for inputs past the capacity, which rows padded to a common width have.
+        # At least one slot more, for inputs past the capacity, which padding has.
         slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
         self._cache = RowsCache(self._stack.new_slots(rows, slots), capacity)
         self._slots = torch.arange(slots, device=self._stack.device)
-        # Of each row: filled slots, and the position of the first one (`make_room`).
-        self._filled, self._offsets = [0] * rows, [0] * rows
-        self._chains, self._trees = Graphed(self._read_chains), Graphed(self._read_trees)
+        # Filled slots of each row. The position of the first slot, where a window let go what stood before it.
+        self._filled, self._offset = [0] * rows, 0
+        self._chains, self._tree = Graphed(self._read_chains), Graphed(self._read_tree)
 
     @property
     def lengths(self) -> Sequence[int]:
-        return list(map(add, self._filled, self._offsets))
+        return [filled + self._offset for filled in self._filled]
 
     def reset(self, rows: int) -> None:
-        self._filled, self._offsets = [0] * rows, [0] * rows
+        self._filled, self._offset = [0] * rows, 0
         self._cache.wipe(0, rows)
 
-    def begin(self, row: int) -> None:
-        assert row <= len(self._filled)
-        self._filled[row : row + 1], self._offsets[row : row + 1] = [0], [0]
-        self._cache.wipe(row, row + 1)
+    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read prompts in these rows, in groups of like lengths, whoever had the rows before.
 
-    def prefill(self, rows: Sequence[int], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        for row in rows:
-            self.begin(row)
-        for row, own in zip(rows, inputs[0], strict=True):
-            self._filled[row] = len(own)
-        return _side_by_side(self._prompts(rows, inputs))
+        Returns the logits [R, V] of their last tokens.
+        """
+        counts, device = list(map(len, prompts)), self._stack.device
+        for row, count in zip(rows, counts, strict=True):
+            self._filled[row : row + 1] = [count]
+            self._cache.wipe(row, row + 1)
+        logits: dict[int, Tensor] = {}
+        for group in group_by_length(counts, *GROUPS.get(device.type, GROUPS["cuda"])):
+            if len(group) == 1:
+                logits[group[0]] = self._alone(rows[group[0]], (prompts[group[0]],), 0, None, 1)[0]
+                continue
+            # Padding stands behind its prompt, where neither the prompt nor what follows it looks.
+            ids = to_device(_padded([prompts[i] for i in group], counts[group[0]]), device)
+            last = to_device([[counts[i] - 1] for i in group], device)
+            cache = self._cache.prompts([rows[i] for i in group])
+            with any_shape(device):
+                read, _ = self._network.outputs(self._stack.chain(self._network.inputs(ids), cache), last, None)
+            logits |= dict(zip(group, read, strict=True))
+        return torch.cat([logits[i] for i in range(len(rows))])
 
     def extend(
         self, inputs: Sequence[Any], parents: Parents | None = None, logits_to_keep: int = 1
     ) -> tuple[Tensor, ...]:
-        lengths, tokens = self._filled, inputs[0]
+        tokens, starts = inputs[0], self._filled
         counts = [tokens.shape[1]] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
-        self._filled = list(map(add, lengths, counts))
-        # Prompts are read alone: they would pad the other rows far too much.
-        long = [count > MAX_WIDTH or (count > 0 and not length) for length, count in zip(lengths, counts, strict=True)]
-        if isinstance(tokens, Tensor) or not any(long):
-            return self._together(inputs, lengths, parents, logits_to_keep)
-        outputs: list[Any] = [None] * len(counts)
-        if any(count and not alone for count, alone in zip(counts, long, strict=True)):
-            short = [[own[:0] if alone else own for own, alone in zip(part, long, strict=True)] for part in inputs]
-            above = parents and [[] if alone else own for own, alone in zip(parents, long, strict=True)]
-            # Before the prompts, which overwrite the padding of their rows.
-            outputs = list(zip(*self._together(short, lengths, above, logits_to_keep), strict=True))
-        prompts = [row for row, alone in enumerate(long) if alone and not lengths[row] and logits_to_keep == 1]
-        read = self._prompts(prompts, [[part[row] for row in prompts] for part in inputs])
-        for row, output in zip(prompts, read, strict=True):
-            outputs[row], long[row] = output, False
-        for row, alone in enumerate(long):
-            if alone:
-                above = parents and parents[row : row + 1]
-                outputs[row] = self._alone(row, [part[row] for part in inputs], lengths[row], above, logits_to_keep)
-        some = next(output for output in outputs if output is not None)
-        return _side_by_side([output or [part[:0] for part in some] for output in outputs])
+        assert len(counts) == 1 or (parents is None and max(counts) <= 1), "several rows read a token each"
+        self._filled = list(map(add, starts, counts))
+        # Padding a prompt to a static width would cost too much.
+        if len(counts) == 1 and (counts[0] > MAX_WIDTH or not starts[0]):
+            own = [part[0] for part in inputs]
+            outputs = self._alone(0, own, starts[0], None if parents is None else parents[0], logits_to_keep)
+            return tuple(part[None] for part in outputs)
+        width = max(counts)
+        whole = logits_to_keep >= width
+        width = bucket(width) if self.static else width
+        span = self._span(max(starts) + width)
+
+        # Places of the last logits_to_keep outputs of each row, with any behind them.
+        first = [0 if whole else max(count - logits_to_keep, 0) for count in counts]
+        places = [[min(own + i, width - 1) for i in range(0 if whole else logits_to_keep)] for own in first]
+
+        # Everything that lies on the host goes to the device in one transfer.
+        depths, bias = list[list[int]](), None
+        if parents is not None:
+            # Of a tree's nodes among each other; padding sees itself only.
+            depth, visible = tree_mask([*parents[0], *[-1] * (width - counts[0])], 0, torch.device("cpu"))
+            if (window := self._stack.config.sliding_window) is not None:
+                visible &= depth[:, None] - depth < window
+            depths, bias = [depth.tolist()], to_device(as_bias(visible, self._stack.dtype), self._stack.device)
+        fed = [_padded(part, width) for part in inputs]
+        on_host = [part for part in fed if not isinstance(part, Tensor)]
+        positions = [start + self._offset for start in starts]
+        sent = to_device_together([starts, positions, places, depths, *on_host], self._stack.device)
+        slot, position, keep, below, *ids = sent
+        fed = [part if isinstance(part, Tensor) else ids.pop(0) for part in fed]
+        if bias is None:
+            return self._chains(slot, position, keep, *fed, static=(span, whole))
+        return self._tree(slot, slot, position, below, bias, keep, *fed, static=(span, whole))
 
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         tokens, *others = inputs
@@ -221,139 +240,77 @@ class ManyRows:
 
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
         count, width = seen.shape[1:]
-        starts = [length + count - width for length in self._filled]
-        fresh, self._filled = self._filled, [length + count for length in self._filled]
-        span = self._span(max(self._filled))
-        if self.static:
-            seen = F.pad(seen, (0, -width % SEEN_BUCKET), value=-torch.inf)
-        depths = torch.full((1, 1), depth - 1, device=self._slots.device)
-        positions = list(map(add, starts, self._offsets))
-        first, behind, turned = to_device_together([starts, fresh, positions], self._stack.device)
+        tree, written = self._filled[0] + count - width, self._filled[0]
+        self._filled = [written + count]
+        bias = F.pad(seen[0], (0, -width % SEEN_BUCKET), value=-torch.inf) if self.static else seen[0]
+        host = [[tree], [written], [tree + self._offset]]
+        first, slot, position = to_device_together(host, self._stack.device)
+        below = torch.full((1, 1), depth - 1, device=self._slots.device)
         # All outputs are wanted, so `keep` is not used: any tensor will do.
-        return self._trees(first, behind, turned, depths, seen, first, *inputs, static=(span, True))
+        static = self._span(written + count), True
+        return self._tree(first, slot, position, below, bias, first, *inputs, static=static)
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        moved = []
-        self._filled = list(map(sub, lengths, self._offsets))
-        for row, path in enumerate(slots or ()):
-            first, offset = self._filled[row], self._offsets[row]
-            # A contiguous path lies in its place already.
-            moved += [(row, old - offset, first + i) for i, old in enumerate(path) if old - offset != first + i]
-            self._filled[row] += len(path)
+        self._filled = [length - self._offset for length in lengths]
+        if not slots:
+            return
+        (path,), (first,) = slots, self._filled
+        # A contiguous path lies in its place already.
+        moved = [(0, old - self._offset, new) for new, old in enumerate(path, first) if old - self._offset != new]
+        self._filled = [first + len(path)]
         if moved:
             self._cache.move(*to_device(moved, self._stack.device).unbind(1))
 
     def select(self, rows: Sequence[int]) -> None:
-        self._cache.select_rows(torch.tensor(rows))
-        self._filled, self._offsets = ([part[row] for row in rows] for part in (self._filled, self._offsets))
+        self._cache.select_rows(rows)
+        self._filled = [self._filled[row] for row in rows]
 
-    def make_room(self, row: int, unread: int, room: int) -> int:
-        cache = self._cache.row(row)
-        cache.length, cache.offset = self._filled[row], self._offsets[row]
+    def make_room(self, unread: int, room: int) -> int:
+        cache = self._cache.row(0)
+        cache.length, cache.offset = self._filled[0], self._offset
         skipped = cache.make_room(self._stack.config.sliding_window, unread, room)
-        self._filled[row], self._offsets[row] = cache.length, cache.offset
+        self._filled, self._offset = [cache.length], cache.offset
         return skipped
 
-    def _prompts(self, rows: Sequence[int], inputs: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
-        """Read the prompts of empty rows, in groups of like lengths. Returns the last logits [1, V] and the states of
-        each."""
-        counts, device = [len(own) for own in inputs[0]], self._stack.device
-        outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        groups = group_by_length(counts, *GROUPS.get(device.type, GROUPS["cuda"]))
-        if any(self._offsets[row] for row in rows):
-            # They stand at positions of their own.
-            groups = [[i] for i in range(len(rows))]
-        for group in groups:
-            own = [[part[i] for i in group] for part in inputs]
-            if len(group) == 1:
-                logits, states = self._alone(rows[group[0]], [part[0] for part in own], 0, None, 1)
-                outputs[group[0]] = logits, states
-                continue
-            # Padding stands behind its prompt, where neither the prompt nor what follows it looks.
-            fed = [to_device(_padded(part, counts[group[0]]), device) for part in own]
-            last = to_device([[counts[i] - 1] for i in group], device)
-            cache = self._cache.prompts([rows[i] for i in group])
-            with any_shape(device):
-                x = self._network.inputs(*fed)
-                captured = to_capture(self._network, x)
-                read = self._network.outputs(self._stack.chain(x, cache, captured), last, captured)
-            outputs |= {i: (logits, states[: counts[i]]) for i, logits, states in zip(group, *read, strict=True)}
-        return [outputs[i] for i in range(len(rows))]
-
     def _alone(
-        self, row: int, inputs: Sequence[Any], length: int, parents: Parents | None, logits_to_keep: int
-    ) -> tuple[Tensor, ...]:
-        """Read one row without padding, behind its first `length` slots. inputs, parents: of this row."""
+        self, row: int, inputs: Sequence[Any], length: int, parents: Sequence[int] | None, logits_to_keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """Read one row without padding, behind its first `length` slots. Returns logits [n, V] and states."""
         alone = OneRow(self._network, self._cache.row(row))
-        alone.cache.length, alone.cache.offset = length, self._offsets[row]
+        alone.cache.length, alone.cache.offset = length, self._offset
         with any_shape(self._stack.device):
-            logits, states = alone.extend([[part] for part in inputs], parents, logits_to_keep)
+            above = None if parents is None else [parents]
+            logits, states = alone.extend([[part] for part in inputs], above, logits_to_keep)
         return logits[0], states[0]
 
-    def _together(
-        self, inputs: Sequence[Any], lengths: Sequence[int], parents: Parents | None, logits_to_keep: int
-    ) -> tuple[Tensor, ...]:
-        """Read all rows side by side. lengths: slots of each row before this call."""
-        counts = [len(row) for row in inputs[0]]
-        width = max(counts)
-        whole = logits_to_keep >= width
-        width = bucket(width) if self.static else width
-
-        # Places of the last logits_to_keep outputs of each row; in shorter rows they are followed by any others.
-        first = [0 if whole else max(count - logits_to_keep, 0) for count in counts]
-        places = [[min(i + own, width - 1) for i in range(0 if whole else logits_to_keep)] for own in first]
-
-        # Everything that lies on the host goes to the device in one transfer.
-        fed = [_padded(part, width) for part in inputs]
-        below, seen = list[list[int]](), None
-        if parents is not None:
-            # Depths [B, width], and the bias [B, width, width] among a tree's nodes; padding sees itself only.
-            masks = [tree_mask([*own, *[-1] * (width - len(own))], 0, torch.device("cpu")) for own in parents]
-            depths, visible = (torch.stack(parts) for parts in zip(*masks, strict=True))
-            window = self._stack.config.sliding_window
-            if window is not None:
-                visible &= depths[:, :, None] - depths[:, None] < window
-            below, seen = depths.tolist(), to_device(as_bias(visible, self._stack.dtype), self._stack.device)
-        on_host = [part for part in fed if not isinstance(part, Tensor)]
-        positions = list(map(add, lengths, self._offsets))
-        on_host = [lengths, positions, places, below, *on_host]
-        starts, turned, keep, depths, *ids = to_device_together(on_host, self._stack.device)
-        fed = [part if isinstance(part, Tensor) else ids.pop(0) for part in fed]
-
-        static = (self._span(max(lengths) + width), whole)
-        if seen is None:
-            return self._chains(starts, turned, keep, *fed, static=static)
-        return self._trees(starts, starts, turned, depths, seen, keep, *fed, static=static)
-
-    def _read_chains(self, starts: Tensor, turned: Tensor, keep: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        """Read inputs into the slots from starts [B] on, at positions from turned [B] on, which see all before them."""
+    def _read_chains(self, slot: Tensor, position: Tensor, keep: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Read inputs into the slots from slot [B] on, at positions from position [B] on; each sees all before it."""
         *inputs, span, whole = rest
         x = self._network.inputs(*inputs)
         own = torch.arange(x.shape[1], device=x.device)
-        slots = (starts[:, None] + own).clamp_max(self._cache.capacity)  # [B, n]
+        slots = (slot[:, None] + own).clamp_max(self._cache.capacity)  # [B, n]
         visible = self._slots[:span] <= slots[..., None]  # [B, n, span]
         bias = as_bias(self._near(visible, slots), self._stack.dtype)
-        return self._run(x, turned[:, None] + own, slots, bias, None if whole else keep)
+        return self._run(x, position[:, None] + own, slots, bias, None if whole else keep)
 
-    def _read_trees(
-        self, starts: Tensor, fresh: Tensor, turned: Tensor, depths: Tensor, seen: Tensor, keep: Tensor, *rest: Any
+    def _read_tree(
+        self, tree: Tensor, slot: Tensor, position: Tensor, depths: Tensor, among: Tensor, keep: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        """Read inputs into the slots from fresh [B] on; trees begin at slots starts [B], at positions turned [B].
+        """Read n inputs into the slots from slot [1] on, of a tree that begins at slot `tree` and position [1].
 
-        Inputs see all slots before the tree, and the tree's by the bias seen [B, n, m]. depths: [B or 1, n or 1] of
-        their positions behind starts.
+        Inputs see all slots before the tree, and the tree's m by the bias among [n, m]. depths: [1, n or 1] of their
+        positions.
         """
         *inputs, span, whole = rest
         x = self._network.inputs(*inputs)
-        count, width = seen.shape[1:]
-        below = depths.expand(len(starts), count)
-        slots = (fresh[:, None] + torch.arange(count, device=x.device)).clamp_max(self._cache.capacity)
-        place = (self._slots[:span] - starts[:, None])[:, None]  # [B, 1, span] of the slots in the tree
-        own = seen.gather(2, place.clamp(0, width - 1).expand(-1, count, -1))
-        own = own.masked_fill(place >= width, -torch.inf)
-        kept = as_bias(self._near(place.expand(-1, count, -1) < 0, starts[:, None] + below), seen.dtype)
-        bias = torch.where(place < 0, kept, own)  # [B, n, span]
-        return self._run(x, turned[:, None] + below, slots, bias, None if whole else keep)
+        count, width = among.shape
+        below = depths.expand(1, count)
+        slots = (slot[:, None] + torch.arange(count, device=x.device)).clamp_max(self._cache.capacity)
+        place = self._slots[:span] - tree  # [span] of the slots in the tree
+        own = among.index_select(1, place.clamp(0, width - 1)).masked_fill(place >= width, -torch.inf)  # [n, span]
+        before = self._near((place < 0).expand(1, count, -1), tree[:, None] + below)
+        bias = torch.where(place < 0, as_bias(before, among.dtype), own)  # [1, n, span]
+        return self._run(x, position[:, None] + below, slots, bias, None if whole else keep)
 
     def _run(
         self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor, keep: Tensor | None
@@ -380,19 +337,13 @@ class ManyRows:
         return min(SPAN_BUCKET * bucket(-(-end // SPAN_BUCKET)) if self.static else end, len(self._slots))
 
 
-def _padded(part: Any, width: int) -> Any:
-    """Pad one of the inputs to [B, width, ..]: a tensor, or lists of ids."""
-    if not isinstance(part, Tensor):
-        if not isinstance(part[0], Tensor):
-            return [[*ids, *[0] * (width - len(ids))] for ids in part]
-        part = pad_sequence(list(part), batch_first=True)
-    missing = width - part.shape[1]
-    return F.pad(part, [0, 0] * (part.dim() - 2) + [0, missing]) if missing else part
-
-
-def _side_by_side(outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Stack logits and states of rows, with zeros behind the shorter ones."""
-    return tuple(pad_sequence(list(part), batch_first=True) for part in zip(*outputs, strict=True))
+def _padded(part: Any, width: int) -> Tensor | list[list[int]]:
+    """Pad inputs to [B, width, ..]: lists of ids, a tensor [B, n, ..], or a list of the tensor [n, ..] of one row."""
+    if not isinstance(part, Tensor) and not isinstance(part[0], Tensor):
+        return [[*ids, *[0] * (width - len(ids))] for ids in part]
+    rows = part if isinstance(part, Tensor) else part[0][None]
+    missing = width - rows.shape[1]
+    return F.pad(rows, [0, 0] * (rows.dim() - 2) + [0, missing]) if missing else rows
 
 
 def bucket(count: int) -> int:

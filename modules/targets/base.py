@@ -87,7 +87,9 @@ class Scores:
 
 
 class Session(Protocol):
-    """Rows that are read side by side, each a sequence of its own with `lengths[b]` kept tokens in a cache.
+    """A sequence that is read in chains and trees, or rows that are answered side by side, each a sequence of its own.
+
+    A row has `lengths[b]` kept tokens in a cache.
 
     aux_layers: see `CausalLM.session`. joins: rows may begin while others continue.
     static: shapes recur from call to call (CUDA graphs), so that it is better to feed a row nothing than to drop it; on
@@ -105,28 +107,25 @@ class Session(Protocol):
     def reset(self, rows: int) -> None:
         """Clear everything and start with this many empty rows, at most as many as the session was made for."""
 
-    def begin(self, row: int) -> None:
-        """Clear a row, or append an empty one behind those in use."""
-
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        """Keep the first lengths[b] tokens of each row and the cached tokens at slots[b] (ascending); drop the rest."""
+        """Keep the first lengths[b] tokens of each row, and of a single one the cached tokens at slots[0] (ascending);
+        drop the rest."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order; no row may move backwards."""
 
-    def prefill(self, rows: Sequence[int], tokens: Rows) -> Scores:
-        """Clear these rows and read their tokens, at least one each.
+    def prefill(self, rows: Sequence[int], prompts: Rows) -> Tensor:
+        """Clear these rows, or append them behind those in use, and read their prompts.
 
-        Returns scores of these rows only, with the logits of their last tokens. If rows do not join, these must be all
-        rows that continue.
+        Returns the logits [R, V] of the last tokens. If rows do not join, these must be all rows that continue.
         """
 
     def extend(
         self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, logits_to_keep: int = 1
     ) -> Scores:
-        """Read each row's tokens after its kept ones, as chains, or as trees if `parents` is given.
+        """Read each row's tokens after its kept ones, as a chain, or as a tree if `parents` is given.
 
-        tokens: any number for each row, also none; or int64 [B, n] on the device.
+        tokens: of a single row any number; of several one or none each; or int64 [B, n] on the device.
         parents: parents[b][i] < i is the fed token that token i follows, -1 for the last kept token.
         A token sees the kept tokens, its ancestors and itself; its position is the row's length + its depth.
         """

@@ -160,7 +160,7 @@ class HFSession:
     """A `Session` over an `HFLM`. One row drops tokens: keys are cropped, states of linear layers are rolled back.
 
     transformers' caches do not tell rows' lengths apart. So several rows are padded at the left, begin and continue
-    together, and drop nothing: enough to answer prompts, but not for drafts.
+    together, and drop nothing.
     """
 
     static = joins = False
@@ -175,21 +175,17 @@ class HFSession:
         self._states = LinearStates(lm.model, self._cache, lm.mixers) if lm.mixers.hybrid and rows == 1 else None
         self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=lm.device) if rows > 1 else None
 
-    def begin(self, row: int) -> None:
-        assert row == 0 and self._mask is None
-        self.reset(1)
-
-    def prefill(self, rows: Sequence[int], tokens: Rows) -> Scores:
-        assert list(rows) == list(range(len(tokens)))
-        self.reset(len(tokens))
-        return self.extend(tokens)
+    def prefill(self, rows: Sequence[int], prompts: Rows) -> Tensor:
+        assert list(rows) == list(range(len(prompts)))
+        self.reset(len(prompts))
+        return self.extend(prompts).logits[:, -1]
 
     @torch.inference_mode()
     def extend(
         self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, logits_to_keep: int = 1
     ) -> Scores:
         if self._mask is not None:
-            return self._extend_rows(self._mask, tokens, parents, logits_to_keep)
+            return self._extend_rows(self._mask, tokens)
         lm, (length,) = self._lm, self.lengths
         ids = torch.as_tensor(tokens[0], device=lm.device)
         count = len(ids)
@@ -202,15 +198,11 @@ class HFSession:
             hidden, features = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
         return Scores(lm.lm_head(hidden[:, count - logits_to_keep :]), features)
 
-    def _extend_rows(
-        self, mask: Tensor, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None, logits_to_keep: int
-    ) -> Scores:
-        """Read prompts of any lengths, then equally many tokens of each row. mask [B, length]: slots with tokens."""
+    def _extend_rows(self, mask: Tensor, tokens: Rows | Tensor) -> Scores:
+        """Read prompts of any lengths, then a token of each row. mask [B, length]: slots with tokens."""
         lm, counts = self._lm, [len(own) for own in tokens]
-        width, fewest = max(counts), min(counts)
-        uneven = fewest < width or (lm.mixers.stepwise and width > 1)
-        if parents is not None or (uneven and any(self.lengths)) or logits_to_keep > fewest:
-            raise _no_drafts()
+        width = max(counts)
+        assert width == min(counts) == 1 or not any(self.lengths), "rows read prompts, and then a token each"
         padded = [[0] * (width - len(own)) + [int(token) for token in own] for own in tokens]
         padding = torch.tensor([width - count for count in counts], device=lm.device)
         fed = torch.arange(width, device=lm.device) >= padding[:, None]
@@ -224,10 +216,7 @@ class HFSession:
             **{lm.cache_name: self._cache},
         )
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        # A row's own entries come first.
-        if fewest < width:
-            features = torch.stack([own.roll(count, 0) for own, count in zip(features, counts, strict=True)])
-        return Scores(lm.lm_head(hidden[:, -logits_to_keep:]), features)
+        return Scores(lm.lm_head(hidden[:, -1:]), features)
 
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
         scores = self.extend(tokens)
@@ -253,10 +242,7 @@ class HFSession:
 
     @torch.inference_mode()
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        if self._mask is not None:
-            if list(lengths) != self.lengths or any(slots or ()):
-                raise _no_drafts()
-            return
+        assert self._mask is None, "several rows drop nothing"
         length, path = lengths[0], list(slots[0]) if slots else []
         end = length + len(path)
         if path == list(range(length, end)):
@@ -312,8 +298,3 @@ def new_cache(config: Any) -> DynamicCache:
         elif isinstance(layer, DynamicSlidingWindowLayer):
             cache.layers[number] = DynamicLayer()
     return cache
-
-
-def _no_drafts() -> InputError:
-    found = "a model that only transformers can run"
-    return InputError("model", found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")

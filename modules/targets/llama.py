@@ -141,7 +141,7 @@ class LlamaSession:
         self._lm, self.aux_layers = lm, aux_layers
         self._rows = cached_rows(_Capturing(lm, aux_layers), rows, capacity, static)
         self.static = self._rows.static
-        self.reset, self.begin = self._rows.reset, self._rows.begin
+        self.reset = self._rows.reset
         self.keep, self.select = self._rows.keep, self._rows.select
 
     @property
@@ -149,8 +149,8 @@ class LlamaSession:
         return self._rows.lengths
 
     @torch.inference_mode()
-    def prefill(self, rows: Sequence[int], tokens: Rows) -> Scores:
-        return Scores(*self._rows.prefill(rows, (tokens,)))
+    def prefill(self, rows: Sequence[int], prompts: Rows) -> Tensor:
+        return self._rows.prefill(rows, prompts)
 
     @torch.inference_mode()
     def extend(

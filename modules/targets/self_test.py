@@ -39,7 +39,7 @@ class Refusals:
 def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
     """Compare each way a session reads with one whole forward, and return the reasons against trees and rows.
 
-    mixers: of `lm`; the test sets how those of a hybrid continue and are rolled back. Costs nine forwards of at most 22
+    mixers: of `lm`; the test sets how those of a hybrid continue and are rolled back. Costs eleven forwards of at most 22
     tokens, a hybrid's up to four times as many.
 
     Raises:
@@ -82,12 +82,9 @@ def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
         # The last tokens of the first text without its last one, and of the second text.
         shorter, longer = texts[0][:-1], texts[1]
         session = lm.session(2, len(longer))
-        session.extend([shorter[:-TAIL], longer[:-TAIL]])
-        ends = [shorter[-TAIL:], longer[-TAIL:]]
-        if mixers.stepwise:
-            in_rows = torch.cat([session.extend([[a], [b]]).logits for a, b in zip(*ends, strict=True)], 1)
-        else:
-            in_rows = session.extend(ends, logits_to_keep=TAIL).logits  # [2, TAIL, V]
+        session.prefill([0, 1], [shorter[:-TAIL], longer[:-TAIL]])
+        ends = zip(shorter[-TAIL:], longer[-TAIL:], strict=True)
+        in_rows = torch.cat([session.extend([[a], [b]]).logits for a, b in ends], 1)  # [2, TAIL, V]
         expected = torch.stack([whole[0, -TAIL - 1 : -1], whole[1, -TAIL:]])
         rows = _differs(name, "rows of different lengths", in_rows, expected, lm)
     except Exception as error:

@@ -153,16 +153,12 @@ class TableSession:
         assert rows <= self._most
         self._cached = [[] for _ in range(rows)]
 
-    def begin(self, row: int) -> None:
-        assert row <= len(self._cached) and row < self._most
-        self._cached[row : row + 1] = [[]]
-
-    def prefill(self, rows: Sequence[int], tokens: Any) -> Scores:
+    def prefill(self, rows: Sequence[int], prompts: Any) -> Tensor:
         for row in rows:
-            self.begin(row)
-        fed = dict(zip(rows, tokens, strict=True))
-        scores = self.extend([fed.get(row, ()) for row in range(len(self._cached))])
-        return Scores(scores.logits[list(rows)], scores.features[list(rows)])
+            assert row <= len(self._cached) and row < self._most
+            self._cached[row : row + 1] = [[]]
+        fed = dict(zip(rows, prompts, strict=True))
+        return self.extend([fed.get(row, ()) for row in range(len(self._cached))]).logits[list(rows), 0]
 
     def extend(self, tokens: Any, parents: Any = None, logits_to_keep: int = 1) -> Scores:
         assert len(tokens) == len(self._cached)

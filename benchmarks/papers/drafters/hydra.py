@@ -201,7 +201,7 @@ class HydraNet(MedusaNet):
         self._cache = cached_rows(self._network, 1, most, static)
 
     def begin(self) -> None:
-        self._cache.begin(0)
+        self._cache.reset(1)
 
     def start(self, tokens: Sequence[int], features: Tensor) -> Level:
         states, _ = self._cache.extend(([features],))  # [1, 1, H]

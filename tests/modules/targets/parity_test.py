@@ -238,10 +238,7 @@ def test_batches_of_different_lengths_and_after_rows_have_ended(case_of, name, e
     def check(logits: torch.Tensor) -> None:
         assert_close(logits, torch.stack([case.logits(row)[-1] for row in rows]))
 
-    scores = session.extend(prompts)
-    check(scores.logits[:, 0])
-    for row, features in zip(rows, scores.features, strict=True):
-        assert_close(features[: len(row)], case.engines[engine].features(torch.tensor([row]))[0])
+    check(session.prefill(range(4), prompts))
     for seed in range(4):
         if seed == 2:
             session.select([0, 3])
@@ -250,20 +247,6 @@ def test_batches_of_different_lengths_and_after_rows_have_ended(case_of, name, e
         rows = [row + [token] for row, token in zip(rows, step, strict=True)]
         check(session.step([[token] for token in step])[0])
         assert list(session.lengths) == [len(row) for row in rows]
-
-
-def test_rows_that_only_transformers_runs_take_no_drafts(case_of):
-    case = case_of("llama")
-    session = case.engines["hf"].session(2, 20)
-    session.extend([case.tokens(3), case.tokens(5)])
-    session.keep([3, 5], [(), ()])
-    for draft in (
-        lambda: session.extend([[1, 2], [3, 4]], [[-1, -1]] * 2),
-        lambda: session.extend([[1, 2], [3]]),
-        lambda: session.keep([2, 5]),
-    ):
-        with pytest.raises(InputError, match="--batch-size 1"):
-            draft()
 
 
 def test_trees_of_a_model_whose_layers_have_different_windows(tmp_path):

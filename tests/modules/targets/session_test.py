@@ -58,71 +58,70 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_rows_read_what_each_would_read_alone(pair, static, kernels):
-    """Prompts, then chains and trees of different sizes, of which rows keep different parts; some are fed nothing."""
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chains_and_trees_are_read_as_one_text(pair, static, length, kernels):
+    """Of different sizes, of which different paths are kept."""
     lm, oracle = pair
     rng = random.Random(3)
-    session = lm.session(3, CONTEXT, static=static)
-    kept = [tokens_of(lm, length).tolist() for length in LENGTHS]
-    scores = session.extend(kept)
-    for row, prompt in enumerate(kept):
-        logits, features = alone(oracle, prompt)
-        close(scores.logits[row], logits[-1:])
-        close(scores.features[row, : len(prompt)], features)
-    alike, mixed = [(5, 5, 5), (2, 2, 2), (1, 1, 1)], [(4, 7, 1), (1, 2, 1), (6, 0, 9), (3, 12, 8)]
-    for number, sizes in enumerate([alike[0], *mixed, *alike[1:], (0, 0, 2), (0, 9, 0), (1, 0, 0), (0, 5, 0)]):
-        fed = [tokens_of(lm, size + number)[number:].tolist() for size in sizes]
+    session = lm.session(1, CONTEXT, static=static)
+    kept = tokens_of(lm, length).tolist()
+    scores = session.extend([kept])
+    logits, features = alone(oracle, kept)
+    close(scores.logits[0], logits[-1:])
+    close(scores.features[0, :length], features)
+    for number, size in enumerate((5, 4, 7, 1, 2, 9, 12, 8)):
+        fed = tokens_of(lm, size + number)[number:].tolist()
         trees = number % 2 == 1
-        parents = [random_tree(rng, size) if trees else list(range(-1, size - 1)) for size in sizes]
-        most = max(sizes) if number % 3 else 2
-        scores = session.extend(fed, parents if trees else None, logits_to_keep=most)
-        lengths, slots = [], []
-        for row, size in enumerate(sizes):
-            for node in range(size):
-                text = kept[row] + [fed[row][i] for i in path_to(node, parents[row])]
-                expected_logits, expected_features = alone(oracle, text)
-                place = node - max(size - most, 0)
-                if place >= 0:
-                    close(scores.logits[row, place], expected_logits[-1])
-                close(scores.features[row, node], expected_features[-1])
-            path = path_to(rng.randrange(-1, size), parents[row]) if size else []
-            lengths.append(len(kept[row]))
-            slots.append([len(kept[row]) + node for node in path])
-            kept[row] = kept[row] + [fed[row][node] for node in path]
-        session.keep(lengths, slots)
-        assert list(session.lengths) == list(map(len, kept))
+        parents = random_tree(rng, size) if trees else list(range(-1, size - 1))
+        most = size if number % 3 else min(2, size)
+        scores = session.extend([fed], [parents] if trees else None, logits_to_keep=most)
+        for node in range(size):
+            text = kept + [fed[i] for i in path_to(node, parents)]
+            expected_logits, expected_features = alone(oracle, text)
+            if (place := node - (size - most)) >= 0:
+                close(scores.logits[0, place], expected_logits[-1])
+            close(scores.features[0, node], expected_features[-1])
+        path = path_to(rng.randrange(-1, size), parents)
+        session.keep([len(kept)], [[len(kept) + node for node in path]])
+        kept += [fed[node] for node in path]
+        assert list(session.lengths) == [len(kept)]
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_rows_leave_and_rows_begin_again(pair, static, kernels):
+def test_rows_read_what_each_would_read_alone(pair, static, kernels):
+    """Prompts, then a token each, of which some are fed none; rows that leave, and another group over their memory."""
     lm, oracle = pair
     session = lm.session(3, CONTEXT, static=static)
-    prompts = [tokens_of(lm, length).tolist() for length in LENGTHS]
-    session.extend(prompts)
+    kept = [tokens_of(lm, length).tolist() for length in LENGTHS]
+    for row, logits in enumerate(session.prefill(range(3), kept)):
+        close(logits, alone(oracle, kept[row])[0][-1])
+    for sizes in ((1, 1, 1), (0, 1, 0), (1, 0, 1)):
+        fed = [tokens_of(lm, 3).tolist()[row : row + size] for row, size in enumerate(sizes)]
+        kept = [before + own for before, own in zip(kept, fed, strict=True)]
+        logits = session.extend(fed).logits
+        for row, size in enumerate(sizes):
+            if size:
+                close(logits[row], alone(oracle, kept[row])[0][-1:])
     session.select([1, 2])
-    on_device = tokens_of(lm, 2, 2)  # tokens of the device are read too
-    new = on_device.tolist()
+    on_device = tokens_of(lm, 2, 1)  # tokens of the device are read too
     logits = session.extend(on_device).logits
     for row in (0, 1):
-        close(logits[row], alone(oracle, prompts[row + 1] + new[row])[0][-1:])
-    # The next group: another prompt over the first row's memory, alone.
+        close(logits[row], alone(oracle, kept[row + 1] + on_device[row].tolist())[0][-1:])
     session.reset(1)
-    session.extend(prompts[:1])
-    close(session.extend(new[:1]).logits[0], alone(oracle, prompts[0] + new[0])[0][-1:])
+    session.prefill([0], [kept[0][:4]])
+    close(session.extend([[7]]).logits[0], alone(oracle, [*kept[0][:4], 7])[0][-1:])
 
 
 def test_padding_past_the_capacity_spoils_nothing(pair, kernels):
-    """A row at its end beside a longer chain: its padded inputs have no slots, and its last token sits in the last."""
+    """The padding of the last tokens has no slots, and the last of these sits in the last one."""
     lm, oracle = pair
-    for trees in (False, True):
-        session = lm.session(2, 20)
-        prompts = [tokens_of(lm, 19).tolist(), tokens_of(lm, 4).tolist()]
-        session.extend(prompts)
-        fed = [tokens_of(lm, 1).tolist(), tokens_of(lm, 6).tolist()]
-        parents = [[-1], range(-1, 5)] if trees else None
-        logits = session.extend(fed, parents, logits_to_keep=6).logits
-        close(logits[0, 0], alone(oracle, prompts[0] + fed[0])[0][-1])
-        close(logits[1], alone(oracle, prompts[1] + fed[1])[0][4:])
+    for parents in (None, [[-1, 0, 1, 1, 3]]):
+        session = lm.session(1, 20, static=True)
+        prompt, fed = tokens_of(lm, 15).tolist(), tokens_of(lm, 5).tolist()
+        session.extend([prompt])
+        logits = session.extend([fed], parents, logits_to_keep=5).logits
+        path = [0, 1, 3, 4] if parents else range(5)
+        close(logits[0, 4], alone(oracle, prompt + [fed[i] for i in path])[0][-1])
 
 
 def test_few_shapes_serve_all_sizes(pair):
@@ -130,7 +129,7 @@ def test_few_shapes_serve_all_sizes(pair):
     lm, _ = pair
     session = lm.session(1, 600, static=True)
     shapes = set()
-    for name in ("_chains", "_trees"):
+    for name in ("_chains", "_tree"):
         forward = getattr(session._rows, name)
 
         def seen(*inputs: torch.Tensor, static: tuple, name: str = name, forward: Any = forward) -> Any:
@@ -154,27 +153,24 @@ def test_few_shapes_serve_all_sizes(pair):
 
 @pytest.mark.gpu
 def test_a_session_of_graphs_reads_like_one_without(pair):
-    """Replays with other tokens, lengths and batches than were captured, against the CPU."""
+    """Replays with other tokens and lengths than were captured, against the CPU."""
     lm, _ = pair
     from draftsmith.modules.targets.llama import LlamaLM
 
     graphed = LlamaLM(lm.model.cuda(), lm.info)
-    sessions = [lm.session(3, CONTEXT), graphed.session(3, CONTEXT)]
-    prompts = [tokens_of(lm, length).tolist() for length in LENGTHS]
-    for session in sessions:
-        session.extend(prompts)
     rng = random.Random(1)
-    for number, rows in enumerate([3, 3, 3, 2, 2]):
-        if number == 3:
-            for session in sessions:
-                session.select([0, 2])
-        tokens = tokens_of(lm, 3, 6 + number)[:rows, :6].tolist()
-        parents = [random_tree(rng, 6) for _ in tokens] if number % 2 else None
-        expected, found = (session.extend(tokens, parents, logits_to_keep=6) for session in sessions)
-        close(found.logits[:, :6].cpu(), expected.logits)
-        close(found.features[:, :6].cpu(), expected.features)
+    for length in LENGTHS:
+        sessions = [lm.session(1, CONTEXT), graphed.session(1, CONTEXT)]
         for session in sessions:
-            session.keep([length - 5 for length in session.lengths])
+            session.extend([tokens_of(lm, length).tolist()])
+        for number in range(4):
+            tokens = tokens_of(lm, 6 + number)[:6].tolist()
+            parents = [random_tree(rng, 6)] if number % 2 else None
+            expected, found = (session.extend([tokens], parents, logits_to_keep=6) for session in sessions)
+            close(found.logits[:, :6].cpu(), expected.logits)
+            close(found.features[:, :6].cpu(), expected.features)
+            for session in sessions:
+                session.keep([session.lengths[0] - 5])
 
 
 def test_a_sessions_cache_goes_with_its_last_reference():
