@@ -39,8 +39,8 @@ class Refusals:
 def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
     """Compare each way a session reads with one whole forward, and return the reasons against trees and rows.
 
-    mixers: of `lm`; the test sets how those of a hybrid continue and are rolled back. Costs eleven forwards of at most 22
-    tokens, a hybrid's up to four times as many.
+    mixers: of `lm`; the test sets how those of a hybrid continue and are rolled back. Costs eleven forwards of at most
+    22 tokens, a hybrid's up to four times as many.
 
     Raises:
         InputError: the model cannot be decoded at all: its logits are not those of its output embedding, or reading
