@@ -36,6 +36,7 @@ from draftsmith.data.text.turns import (
     shard_content,
     turns_tokenizer,
 )
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
 
 # Fields of a text with answers, shared by responses and their labels.
