@@ -170,6 +170,11 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
         """Return whether tokens do not count where the target's first choice cannot be drafted."""
         return False
 
+    @classmethod
+    def needs_gathered_weights(cls, settings: SettingsT) -> bool:
+        # Its lm_head.
+        return True
+
     @property
     def output_weight(self) -> Tensor | None:
         """Weight [tokens, H] of the head's own lm_head; None: it has the target's."""

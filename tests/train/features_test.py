@@ -47,7 +47,7 @@ def in_step(artifacts, output: Path, **changes) -> TrainDrafterConfig:
 
 
 def part_of(batch: FeatureBatch) -> MicroBatch:
-    return micro_batch(batch, EagleHead.loss_count(batch, None))
+    return micro_batch(batch, EagleHead.loss_count(batch, EagleHead.Settings()))
 
 
 def test_supervised_prompts_are_texts_with_masks_of_their_own(artifacts, tmp_path):

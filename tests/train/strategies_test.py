@@ -154,7 +154,7 @@ def test_batches_reach_a_device_as_they_were_read(artifacts, device, workers):
         data=Path("."), output=Path("."), batch_size=2, num_workers=workers,
         accelerator="gpu" if device == "cuda" else "cpu",
     )  # fmt: skip
-    count = partial(EagleHead.loss_count, settings=None)
+    count = partial(EagleHead.loss_count, settings=EagleHead.Settings())
     module = HeadDataModule(samples, samples, settings, pack_features, count)
     keys = [(SampleKey(0, i), SampleKey(0, i + 1)) for i in range(5)]
     graphed = Graphed(lambda x: (x * 2,))

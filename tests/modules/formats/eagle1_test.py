@@ -48,7 +48,7 @@ def test_a_head_comes_back_bit_by_bit_and_computes_what_a_plain_implementation_d
         assert all(torch.equal(imported.state[key], tensor.to(dtype)) for key, tensor in state.items())
         embeds, features = rand(2, 9, H)
         plain = PlainEagle(package.tensors, FAMILIES[family]).hidden(embeds, features)
-        ours = head_of(imported).float()(embeds[None], features[None])[0]
+        ours = head_of(imported).float().unroll(embeds[None], features[None], 1)[0][0]
         torch.testing.assert_close(ours.double(), plain, rtol=0, atol=1e-4)  # float32 against float64
 
 
