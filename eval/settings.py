@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from draftsmith.eval.clock import ClockName
 
 # Formats of heads that can be written, and that can be read (modules/formats).
-WrittenFormat = Literal["eagle", "vllm", "sglang", "llamacpp", "speculators", "mtp"]
+WrittenFormat = Literal["eagle", "vllm", "sglang", "speculators", "llamacpp", "mtp"]
 AnyFormat = Literal["auto", WrittenFormat, "deepspec", "specforge", "modelopt", "torchspec", "specdec_pp"]
 SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 LENGTHS = "0,1,3,5"  # of drafts, where the server is started here

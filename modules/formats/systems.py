@@ -687,9 +687,9 @@ TRAINERS = (DeepSpecBlock, SpecForgeBlock, ModelOptBlock, TorchSpecBlock)
 
 FORMATS: tuple[LlamaFormat[EagleConfig] | LlamaFormat[Eagle3Config] | LlamaFormat[BlockConfig], ...] = (
     # Imports take head_dim and llama3 scaling, which SafeAILab's code lacks: heads for vLLM come in the same directory.
-    SglangEagle1(),
     SafeAILabEagle1(),
     VllmEagle1(),
+    SglangEagle1(),
     SglangEagle3(),
     SafeAILabEagle3(),
     VllmEagle3(),

@@ -202,7 +202,7 @@ def write(kind: str, case: Case, directory: Path) -> None:
     ours = {"ids": ids[0]}
     if kind == "eagle":
         features = lm.features(ids)[:, :-1]
-        hidden = head(lm.embed(ids[:, 1:]), features)[0]
+        hidden = head.unroll(lm.embed(ids[:, 1:]), features, 1)[0][0]
         ours |= {"features": features[0].contiguous(), "hidden": hidden, "logits.0": lm.lm_head(hidden)}
     elif kind != "eagle3":
         states = lm.features(ids, aux_layers=head.config.aux_layers)[0]
