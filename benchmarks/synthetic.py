@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, model_from_state
 from draftsmith.modules.targets.shape import llama_config

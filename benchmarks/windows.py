@@ -23,7 +23,8 @@ from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, layer_like
 from draftsmith.modules.drafters.net import ChainDrafter
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM

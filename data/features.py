@@ -34,7 +34,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import drafters
 from draftsmith.modules.attention import Documents, group_by_length
 from draftsmith.modules.finite import NonFinite, broken_row, first_broken, name_nonfinite
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured

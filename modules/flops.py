@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 
 # Passes of a trained product: the forward, and as many FLOPs each for the gradients of weights and of inputs.
 TRAINED = 3

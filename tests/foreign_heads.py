@@ -13,7 +13,7 @@ from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, TargetFacts
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.pretrained.heads import stored_tensors
 
 V, H, CONTEXT = 20, 12, 64

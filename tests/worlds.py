@@ -39,9 +39,11 @@ from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.drafters.settings import EagleSettings, MtpSettings
-from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.rotary import rope_table
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM

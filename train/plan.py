@@ -27,7 +27,8 @@ from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DocumentParts, DraftHead, TrainStep
 from draftsmith.modules.engine.lean import MLP_ROWS
-from draftsmith.modules.layers import LlamaConfig, LlamaModel, layers_of
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.llama_config import LlamaConfig, layers_of
 from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk

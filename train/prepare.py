@@ -19,7 +19,7 @@ from draftsmith.data.store.datasets import ArtifactDataset, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of, shape_of
 from draftsmith.modules.pretrained.heads import starting_head, starting_settings
 from draftsmith.modules.pretrained.identity import captured

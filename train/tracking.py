@@ -27,7 +27,7 @@ from torch import Tensor
 
 from draftsmith.data.store.manifest import resolved
 from draftsmith.modules import flops
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.files import append, copy_file, make_directory, write_text
 from draftsmith.modules.pretrained.reading import metric_rows, read_object
 from draftsmith.modules.targets.base import CausalLM

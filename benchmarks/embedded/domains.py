@@ -13,7 +13,7 @@ from draftsmith.benchmarks.embedded.corpus import SOURCES
 from draftsmith.benchmarks.embedded.language_model import Recipe
 from draftsmith.benchmarks.embedded.prose import PROSE_SOURCES, PROSE_TASKS, prose_turns
 from draftsmith.benchmarks.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS, Turn, edit_turns
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 
 MAX_POSITION = 1024
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.attention import attend_text
-from draftsmith.modules.layers import DecoderLayer, RMSNorm, rope_table
+from draftsmith.modules.layers import DecoderLayer, RMSNorm
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.reading import FETCH
+from draftsmith.modules.rotary import rope_table
 from draftsmith.modules.targets.shape import llama_config
 from draftsmith.modules.types import InputError
 

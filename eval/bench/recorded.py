@@ -22,7 +22,7 @@ from draftsmith.eval.bench.prompts import row_errors
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.drafters.branches import pieces
 from draftsmith.modules.finite import checked
-from draftsmith.modules.layers import MOST_POSITIONS
+from draftsmith.modules.llama_config import MOST_POSITIONS
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.sampling import best_tokens, entropies, probabilities

@@ -36,7 +36,7 @@ from draftsmith.modules.formats.base import Package, Served, TargetFacts
 from draftsmith.modules.formats.foreign import causal_lm, detect, named_format
 from draftsmith.modules.formats.readings import Reading, engine_readings, readings
 from draftsmith.modules.formats.systems import served_kind, vllm_command
-from draftsmith.modules.layers import rope_settings
+from draftsmith.modules.llama_config import rope_settings
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.gguf import is_gguf_model

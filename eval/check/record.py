@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.modules.formats.base import ImportedHead, Problem
 from draftsmith.modules.formats.llama import frequencies
-from draftsmith.modules.layers import RopeScaling, RotarySettings
+from draftsmith.modules.llama_config import RopeScaling, RotarySettings
 from draftsmith.modules.pretrained.provenance import compare_identity
 
 

@@ -17,7 +17,7 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.formats.readings import readings
-from draftsmith.modules.layers import RotarySettings
+from draftsmith.modules.llama_config import RotarySettings
 from draftsmith.modules.pretrained.checkpoint import checkpoint_of, shape_of
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.targets.base import CausalLM

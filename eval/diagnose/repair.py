@@ -29,7 +29,7 @@ from draftsmith.eval.diagnose.drafts import (
 )
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
-from draftsmith.modules.layers import RotarySettings
+from draftsmith.modules.llama_config import RotarySettings
 from draftsmith.modules.targets.base import CausalLM
 
 MOST_MISTAKES = 3

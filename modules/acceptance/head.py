@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.decoding.stop import DraftView, Predictor, sigmoid
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE
+from draftsmith.modules.llama_config import MOST_LAYERS, MOST_SIZE
 from draftsmith.modules.types import check_config
 
 Logit = TypeVar("Logit", float, Tensor)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.drafters.settings import HeadSettings, TrainStep
 from draftsmith.modules.engine.lean import swap_modules
-from draftsmith.modules.layers import MOST_POSITIONS, LlamaConfig
+from draftsmith.modules.llama_config import MOST_POSITIONS, LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 

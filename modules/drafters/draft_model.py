@@ -22,7 +22,8 @@ from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.branches import BranchedText
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.drafters.settings import DraftModelSettings
-from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig, LlamaModel, layers_of
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.llama_config import LlamaConfig, LlamaHeadConfig, layers_of
 from draftsmith.modules.losses import Divergence, distances
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM

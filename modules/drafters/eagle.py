@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.settings import EagleSettings, Rope
 from draftsmith.modules.drafters.unrolled import UnrolledHead
-from draftsmith.modules.layers import (
-    MOST_LAYERS,
-    DecoderLayer,
-    Layer,
-    LlamaConfig,
-    LlamaHeadConfig,
-    RopeScaling,
-    add_rope_table,
-    layers_of,
-)
+from draftsmith.modules.layers import DecoderLayer, Layer
+from draftsmith.modules.llama_config import MOST_LAYERS, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
+from draftsmith.modules.rotary import add_rope_table
 from draftsmith.modules.types import FeatureBatch, check_range
 
 

@@ -14,19 +14,9 @@ from draftsmith.modules.drafters.base import DocumentParts, TargetWeights
 from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.settings import Eagle3Settings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
-from draftsmith.modules.layers import (
-    PLAIN,
-    CaptureConfig,
-    Layer,
-    LlamaConfig,
-    Pair,
-    PairLayer,
-    RMSNorm,
-    RopeScaling,
-    add_rope_table,
-    captured_layers,
-    layers_of,
-)
+from draftsmith.modules.layers import Layer, Pair, PairLayer, RMSNorm
+from draftsmith.modules.llama_config import PLAIN, CaptureConfig, LlamaConfig, RopeScaling, captured_layers, layers_of
+from draftsmith.modules.rotary import add_rope_table
 from draftsmith.modules.types import InputError, check_config, check_range
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from draftsmith.modules.drafters.base import DocumentParts, TargetWeights
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
-from draftsmith.modules.layers import PLAIN, Layer, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
+from draftsmith.modules.layers import Layer
+from draftsmith.modules.llama_config import PLAIN, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
 from draftsmith.modules.targets.native import NativeLayer, layer_settings, native_layer, native_shape
 from draftsmith.modules.targets.shape import TargetShape
 from draftsmith.modules.types import InputError

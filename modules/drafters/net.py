@@ -24,7 +24,7 @@ from draftsmith.modules.decoding.stop import DraftView, StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.layers import MOST_POSITIONS
+from draftsmith.modules.llama_config import MOST_POSITIONS
 from draftsmith.modules.sampling import Sampler
 
 

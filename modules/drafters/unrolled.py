@@ -20,7 +20,8 @@ from draftsmith.modules.attention import Documents, Entry, attend_entries
 from draftsmith.modules.drafters.base import TrainStep, documents_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import Mask, UnrolledSettings
-from draftsmith.modules.layers import LlamaHeadConfig, Pair
+from draftsmith.modules.layers import Pair
+from draftsmith.modules.llama_config import LlamaHeadConfig
 from draftsmith.modules.losses import Divergence, LmHead, along_drafts, distances
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places

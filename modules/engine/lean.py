@@ -26,7 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.engine.cache import CachedAttention, KVCache, LayerCache, as_bias, prepared, tree_mask
-from draftsmith.modules.layers import Attend, DecoderLayer, Layer, LlamaConfig, RMSNorm, rope_table
+from draftsmith.modules.layers import Attend, DecoderLayer, Layer, RMSNorm
+from draftsmith.modules.llama_config import LlamaConfig
+from draftsmith.modules.rotary import rope_table
 
 # States by layer: the caller gives the numbers, the forward fills in the states.
 Captured = dict[int, Tensor]

@@ -30,7 +30,7 @@ from draftsmith.modules.formats.llama import (
     window_fields,
 )
 from draftsmith.modules.formats.llama_format import PLAIN_VALUES, BiasFields, HeadFiles, LlamaFormat, Refusal
-from draftsmith.modules.layers import PARTIAL, LlamaConfig, positive
+from draftsmith.modules.llama_config import PARTIAL, LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
 KINDS = ("dflash", "dflash2", "dspark")

@@ -14,7 +14,7 @@ from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.formats.base import NotReadHere, TargetFacts, same_values
 from draftsmith.modules.formats.llama import Fields, layer_window, llama_fields
 from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, check_layer
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 
 FIRST_NORM = "layers.0.input_layernorm.weight"
 TAKES = "takes the target's, which differs"

@@ -18,7 +18,7 @@ from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_targe
 from draftsmith.modules.formats.base import NotReadHere, Problem, Raw, TargetFacts
 from draftsmith.modules.formats.llama import Fields, flat, inner_object, layer_ids, layer_window, llama_fields
 from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, check_layer
-from draftsmith.modules.layers import LlamaConfig, positive
+from draftsmith.modules.llama_config import LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is

@@ -19,7 +19,8 @@ from torch import Tensor
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.block import OUTPUTS, SELECTOR, SOFTCAP, settings, window
 from draftsmith.modules.formats.llama import IDS, Fields, layer_ids, rope_fields, to_adjacent, to_halves
-from draftsmith.modules.layers import LlamaConfig, RopeScaling, llama_sizes, rope_attention_scale, rope_frequencies
+from draftsmith.modules.llama_config import LlamaConfig, RopeScaling, llama_sizes
+from draftsmith.modules.rotary import rope_attention_scale, rope_frequencies
 from draftsmith.modules.types import InputError
 
 # Modules of a decoder layer in transformers' files -> in GGUF, each with .weight or .bias.

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import NotReadHere, Raw, layer_types
-from draftsmith.modules.layers import (
-    PARTIAL,
-    ROPE_KINDS,
-    LlamaConfig,
-    RopeScaling,
-    RotarySettings,
-    positive,
-    rope_attention_scale,
-    rope_frequencies,
-)
+from draftsmith.modules.llama_config import PARTIAL, ROPE_KINDS, LlamaConfig, RopeScaling, RotarySettings, positive
+from draftsmith.modules.rotary import rope_attention_scale, rope_frequencies
 from draftsmith.modules.types import InputError
 
 Fields = dict[str, object]  # of a `config.json`

@@ -30,7 +30,7 @@ from draftsmith.modules.formats.base import (
     same_values,
 )
 from draftsmith.modules.formats.llama import Fields, architecture
-from draftsmith.modules.layers import PARTIAL, ROPE_KINDS, LlamaConfig, LlamaHeadConfig, llama_sizes
+from draftsmith.modules.llama_config import PARTIAL, ROPE_KINDS, LlamaConfig, LlamaHeadConfig, llama_sizes
 from draftsmith.modules.targets.shape import stated_dtype
 from draftsmith.modules.types import InputError
 

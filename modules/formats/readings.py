@@ -19,7 +19,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, default_layers
 from draftsmith.modules.drafters.settings import Layout
 from draftsmith.modules.formats.llama import frequencies, to_adjacent, to_halves
-from draftsmith.modules.layers import (
+from draftsmith.modules.llama_config import (
     BASE,
     ROPE_KINDS,
     CaptureConfig,

@@ -46,16 +46,16 @@ from draftsmith.modules.formats.eagle1 import Eagle1Format
 from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers
 from draftsmith.modules.formats.llama import IDS, Fields, architecture, layer_ids, llama_fields
 from draftsmith.modules.formats.llama_format import Biases, BiasFields, C, HeadFiles, LlamaFormat, Refusal, Wrong
-from draftsmith.modules.layers import (
+from draftsmith.modules.llama_config import (
     BASE,
     RopeScaling,
     RotarySettings,
     config_object,
     positive,
-    rope_attention_scale,
     rope_number,
     rope_settings,
 )
+from draftsmith.modules.rotary import rope_attention_scale
 from draftsmith.modules.types import InputError
 
 ABSENT = "none (the field is missing)"

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from draftsmith.modules.formats.base import FLOATS, TargetFacts, same_values
-from draftsmith.modules.layers import LlamaConfig, config_object
+from draftsmith.modules.llama_config import LlamaConfig, config_object
 from draftsmith.modules.pretrained.gguf import RECORD, quantization
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import model_identity

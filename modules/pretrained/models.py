@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftsmith.modules.formats.base import same_values
-from draftsmith.modules.layers import layers_of
+from draftsmith.modules.llama_config import layers_of
 from draftsmith.modules.pretrained.checkpoint import SCALE, Checkpoint, opened
 from draftsmith.modules.pretrained.identity import tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean

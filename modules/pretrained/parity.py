@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftsmith.modules import layers
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.files import CannotWrite, cache_folder, make_directory, write_json
 from draftsmith.modules.pretrained.identity import config_hash
 from draftsmith.modules.targets.base import ModelInfo
@@ -120,6 +120,8 @@ def _engine_hash() -> str:
     files = (
         Path(__file__),
         folder / "layers.py",
+        folder / "llama_config.py",
+        folder / "rotary.py",
         folder / "targets" / "llama.py",
         folder / "targets" / "shape.py",
         *sorted((folder / "engine").glob("*.py")),

@@ -14,7 +14,9 @@ from torch import Tensor
 from draftsmith.modules.engine.cache import KVCache, NoCache, any_shape
 from draftsmith.modules.engine.lean import Captured, LeanLinear, LeanNorm, LeanStack
 from draftsmith.modules.engine.rows import OneRow, cached_rows, select_outputs
-from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.llama_config import LlamaConfig
+from draftsmith.modules.rotary import rope_table
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError

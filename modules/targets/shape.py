@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, RopeScaling, llama_sizes
+from draftsmith.modules.llama_config import ROPE_KINDS, LlamaConfig, RopeScaling, llama_sizes
 from draftsmith.modules.targets.hybrid import is_linear
 from draftsmith.modules.types import InputError
 

@@ -38,7 +38,8 @@ from draftsmith.benchmarks.embedded.language_model import (
 )
 from draftsmith.benchmarks.embedded.prose import PROSE_TASKS, Documented, plain, sentences, turns_of
 from draftsmith.benchmarks.embedded.tasks import EDIT_TASKS, FUNCTION_TASKS, HEADLINE_TASKS, sort_imports
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import load_tokenizer
 from draftsmith.modules.pretrained.models import load_lm
 

@@ -53,7 +53,7 @@ from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm

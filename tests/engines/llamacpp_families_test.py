@@ -22,7 +22,7 @@ from draftsmith.eval.check.check import run as check
 from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
-from draftsmith.modules.layers import RopeScaling
+from draftsmith.modules.llama_config import RopeScaling
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm

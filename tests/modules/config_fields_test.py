@@ -15,7 +15,7 @@ from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.types import InputError
 
 LLAMA = LlamaConfig(60, 8, 16, 1, 2, 1, 4, 64, sliding_window=8)

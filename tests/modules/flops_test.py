@@ -18,7 +18,8 @@ from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.types import FeatureBatch
 
 BATCH, LENGTH = 3, 11

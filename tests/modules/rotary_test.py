@@ -13,7 +13,9 @@ from transformers.models.stablelm.modeling_stablelm import apply_rotary_pos_emb
 from draftsmith.modules.attention import attend_text
 from draftsmith.modules.engine.cache import NoCache
 from draftsmith.modules.engine.lean import LeanStack
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, llama_sizes, rope_frequencies, rope_table, rotate
+from draftsmith.modules.layers import DecoderLayer
+from draftsmith.modules.llama_config import LlamaConfig, llama_sizes
+from draftsmith.modules.rotary import rope_frequencies, rope_table, rotate
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 30, "head_dim": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 64}

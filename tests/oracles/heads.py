@@ -21,7 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.llama import flat
-from draftsmith.modules.layers import LlamaConfig, rope_attention_scale, rope_frequencies
+from draftsmith.modules.llama_config import LlamaConfig
+from draftsmith.modules.rotary import rope_attention_scale, rope_frequencies
 
 
 class Plain:

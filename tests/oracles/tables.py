@@ -33,7 +33,7 @@ from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.targets.base import ModelInfo, Scores
 from draftsmith.modules.types import SamplingParams
 

@@ -21,7 +21,9 @@ from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.engine.lean import Captured, LeanStack
 from draftsmith.modules.engine.rows import cached_rows, select_outputs
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, LlamaHeadConfig, RMSNorm, add_rope_table
+from draftsmith.modules.layers import DecoderLayer, RMSNorm
+from draftsmith.modules.llama_config import LlamaConfig, LlamaHeadConfig
+from draftsmith.modules.rotary import add_rope_table
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, check_config
 

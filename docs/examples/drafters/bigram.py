@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import HeadSettings
-from draftsmith.modules.layers import LlamaConfig, LlamaHeadConfig
+from draftsmith.modules.llama_config import LlamaConfig, LlamaHeadConfig
 from draftsmith.modules.losses import distances
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput

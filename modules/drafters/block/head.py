@@ -26,7 +26,7 @@ from draftsmith.modules.drafters.block.net import (
     seen_from,
 )
 from draftsmith.modules.drafters.settings import BlockSettings, DFlash2Settings, DFlashSettings, DSparkSettings
-from draftsmith.modules.layers import LlamaConfig, captured_layers
+from draftsmith.modules.llama_config import LlamaConfig, captured_layers
 from draftsmith.modules.losses import (
     LmHead,
     Selection,

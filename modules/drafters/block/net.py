@@ -27,18 +27,9 @@ from torch import Tensor, nn
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.settings import Layout, MarkovType
 from draftsmith.modules.engine.cache import takes_shared
-from draftsmith.modules.layers import (
-    MOST_LAYERS,
-    MOST_SIZE,
-    PLAIN,
-    Attend,
-    CaptureConfig,
-    DecoderLayer,
-    LlamaConfig,
-    RMSNorm,
-    add_rope_table,
-    layers_of,
-)
+from draftsmith.modules.layers import Attend, DecoderLayer, RMSNorm
+from draftsmith.modules.llama_config import MOST_LAYERS, MOST_SIZE, PLAIN, CaptureConfig, LlamaConfig, layers_of
+from draftsmith.modules.rotary import add_rope_table
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import InputError, check_config, check_range
 

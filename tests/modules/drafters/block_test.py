@@ -27,7 +27,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, de
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.formats import formats
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.losses import sampled_columns
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import Sampler, TorchSource

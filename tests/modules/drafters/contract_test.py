@@ -34,7 +34,7 @@ from draftsmith.modules.drafters.methods import DynamicTreeMethod, methods_of
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.drafters.settings import MtpSettings
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.sampling import Sampler, TorchSource, pick

@@ -21,7 +21,8 @@ from draftsmith.modules.drafters.eagle3 import (
     draft_vocabulary,
     layer_like,
 )
-from draftsmith.modules.layers import LlamaConfig, RopeScaling, captured_layers, rotate
+from draftsmith.modules.llama_config import LlamaConfig, RopeScaling, captured_layers
+from draftsmith.modules.rotary import rotate
 from draftsmith.modules.types import FeatureBatch, InputError
 
 H, V, PASSES = 12, 17, 3

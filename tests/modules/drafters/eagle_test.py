@@ -22,7 +22,7 @@ from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.drafters.settings import EagleSettings
 from draftsmith.modules.drafters.unrolled import paired
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
 

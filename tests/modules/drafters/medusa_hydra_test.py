@@ -22,7 +22,7 @@ from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 

@@ -15,8 +15,8 @@ from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ImportedHead, NotReadHere, Package
 from draftsmith.modules.formats.foreign import detect, head_kind, named_format
 from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf
-from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
+from draftsmith.modules.rotary import rope_frequencies
 from draftsmith.modules.types import InputError
 
 SERVERS = ("vllm", "sglang", "speculators")

@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.formats.base import ImportedHead, Package, TargetFacts
-from draftsmith.modules.layers import RopeScaling, rope_frequencies
+from draftsmith.modules.llama_config import RopeScaling
+from draftsmith.modules.rotary import rope_frequencies
 from draftsmith.modules.types import InputError
 
 TARGET = facts()

@@ -9,7 +9,7 @@ from foreign_heads import CONTEXT, D2T, PART, TARGET, YARN, facts, llama, random
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf
 from draftsmith.modules.formats.llama import to_adjacent, to_halves
-from draftsmith.modules.layers import RopeScaling
+from draftsmith.modules.llama_config import RopeScaling
 from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.types import InputError
 

@@ -11,8 +11,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from draftsmith.modules.formats.foreign import detect
 from draftsmith.modules.formats.llama import frequencies
-from draftsmith.modules.layers import rope_attention_scale
 from draftsmith.modules.pretrained.directory import read_package
+from draftsmith.modules.rotary import rope_attention_scale
 from draftsmith.modules.types import InputError
 
 HEADS = heads()

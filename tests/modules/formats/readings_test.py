@@ -9,7 +9,7 @@ import torch
 from foreign_heads import LAYERS, H, llama, random_eagle3, random_head, state_of
 
 from draftsmith.modules.formats.readings import engine_readings, readings
-from draftsmith.modules.layers import BASE, RopeScaling, RotarySettings
+from draftsmith.modules.llama_config import BASE, RopeScaling, RotarySettings
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.card import measured_of, model_card, write_measured
 from draftsmith.modules.pretrained.heads import head_fields, save_head
 

@@ -12,7 +12,7 @@ from draftsmith.modules.drafters.eagle3 import default_layers
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.formats.families import VLLM
-from draftsmith.modules.layers import captured_layers
+from draftsmith.modules.llama_config import captured_layers
 from draftsmith.modules.targets.shape import plain_shape
 
 # huggingface.co/deepseek-ai/DeepSeek-V3, openai/gpt-oss-20b, Qwen/Qwen3.5-27B, google/gemma-3-270m: config.json
