@@ -36,7 +36,7 @@ TRAINED: dict[str, Any] = {
     "git_commit": "1234",
 }
 MEASURED = {
-    "settings": {"target": "t", "top_k": 0, "top_p": 1.0, "max_new_tokens": 64, "dtype": "float32", "batch_size": 1},
+    "settings": {"target": "t", "top_k": 0, "top_p": 1.0, "max_new_tokens": 64, "dtype": "float32"},
     "methods": [{"method": "eagle:k=5", "temperature": 0.0, "tau": 2.5, "prompts": 4, "tokens": 100, "speedup": 1.5,
                  "by_task": {"edit": {"tau": 3.25, "prompts": 4, "tokens": 100, "speedup": 1.5}}}],
     "prompts": {"source": "FILE", "count": 4, "sha256": "9999"},
@@ -144,4 +144,4 @@ def test_a_card_is_written_anew_with_what_was_measured(tmp_path):
     assert "| context | 256+ | eagle:k=5, temperature 0.7 | 1,234 | 2.500 | 2.25-2.75 | 0.40 |" in text
     assert "| context | below 256 | eagle:k=5, temperature 0.7 | 1,234 | 2.500 |  | 0.40 |" in text
     assert "| turn |" not in text, "one class alone"
-    assert "4 prompts of `FILE`, 1 at a time, in float32 on a CPU" in text
+    assert "4 prompts of `FILE`, in float32 on a CPU" in text
