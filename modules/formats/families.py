@@ -1,9 +1,9 @@
 """Families of targets that systems give a head states of: by transformers' `model_type` of the text, without `_text`.
 
-llama.cpp: src/models/*.cpp, `t_layer_inp`, of the architectures that conversion/ writes. SGLang 0.5.23: classes with
-set_eagle3_layers_to_capture and set_dflash_layers_to_capture. vLLM 0.33.0: classes with SupportsEagle3; it reads any
-other model of attention layers with `--model-impl transformers`. SafeAILab/EAGLE: modeling_llama_kv.py and
-modeling_qwen3_kv.py.
+Read on 2026-11-28. llama.cpp of llama-cpp-python 0.3.36: src/models/*.cpp, `t_layer_inp`, of the architectures that
+conversion/ writes. SGLang 0.5.23: classes with set_eagle3_layers_to_capture and set_dflash_layers_to_capture. vLLM
+0.33.0: classes with SupportsEagle3; it reads any other model of attention layers with `--model-impl transformers`.
+SafeAILab/EAGLE at cb7e084: modeling_llama_kv.py and modeling_qwen3_kv.py.
 """
 
 from __future__ import annotations
