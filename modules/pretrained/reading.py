@@ -176,15 +176,10 @@ def unreadable(path: Path, found: str, expected: str, remedy: str) -> InputError
     return InputError(str(path), found, expected, remedy)
 
 
-def read_tensors(path: Path, remedy: str = REMEDY, mapped: bool = False) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file.
-
-    mapped: share the file's pages, for models of many gigabytes. Cutting such a file later ends the process, and
-    writing to it changes the weights.
-    """
+def read_tensors(path: Path, remedy: str = REMEDY) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file."""
     with open_tensors(path, remedy) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-        return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no mapping)
 
 
 def check_shape(path: Path, content: Any, shape: Shape, remedy: str = REMEDY, place: str = "") -> None:
