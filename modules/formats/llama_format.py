@@ -237,6 +237,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
         prefix: it also reads names that begin with `model.`.
         zero_bias: it fills attention biases with zeros before it loads.
         whole_heads: its layers rotate all dimensions of a head. windowless: it ignores a sliding window.
+        whole_context: it raises for a head of a shorter context than its target.
         loads: settings of `refused` that it computes in others' directories; vLLM, which serves those, does not.
     """
 
@@ -251,6 +252,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
     zero_bias = False
     whole_heads = False
     windowless = False
+    whole_context = False
     loads: tuple[str, ...] = ()
 
     # -- of a kind of head
@@ -350,8 +352,8 @@ class LlamaFormat(HeadFormat, Generic[C]):
             for name, tensor in self.disk_tensors(config, state).items()
         }
         tensors |= self.extra_tensors(config, dtype, target)
-        if target is not None and target.max_position > config.max_position:
-            # LongRoPE's targets: SGLang raises for a head of a shorter context, and vLLM takes the target's.
+        if self.whole_context and target is not None and target.max_position > config.max_position:
+            # As LongRoPE's targets have here.
             llama = dataclasses.replace(config.llama, max_position=target.max_position)
             config = dataclasses.replace(config, llama=llama)
         fields = self.fields(config, dtype, target)

@@ -120,6 +120,8 @@ def sglang_counts_outputs(ids: Sequence[int], target: TargetFacts | None) -> boo
 class ServedEagle3(Eagle3Format):
     """An EAGLE-3 directory for vLLM and SGLang: vLLM reads the layers at the top first, SGLang in `eagle_config`."""
 
+    whole_context = True
+
     def fields(self, config: Eagle3Config, dtype: torch.dtype, target: TargetFacts | None) -> Fields:
         fields = super().fields(config, dtype, target)
         if (layers := layers_to_name(config, target)) is None:
@@ -328,6 +330,7 @@ def rope_object(raw: Raw) -> Raw:
 
 class Sglang(LlamaFormat[C]):
     name, system = "sglang", "SGLang"
+    whole_context = True
     lacking = "raises: its {} class does not capture the states of its layers"
 
     def problems(self, files: HeadFiles) -> Wrong:
