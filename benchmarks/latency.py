@@ -206,7 +206,7 @@ def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Stopwatch) -> list
 
     # An untrained head's trees are hardly ever accepted: nearly every token is a round.
     new_tokens = TREE_ROUNDS if isinstance(runner.drafter, TreeDrafter) else pair.new_tokens
-    steps = replace(runner, on_round=mark)([pair.prompts[0]], new_tokens, [0])[0].trace.steps
+    steps = replace(runner, on_round=mark)(pair.prompts[0], new_tokens, 0).trace.steps
     rounds = [
         RoundTime(end[0] - start[0], end[1] - start[1], step, before)
         for start, end, step, before in zip(marks[1:], marks[2:], steps[1:], steps, strict=False)

@@ -169,7 +169,7 @@ class BareLoop:
         self.work, self.config = work, config
         self.head = copy.deepcopy(work.head)
         if compiled:
-            self.head.unroll = torch.compile(self.head.unroll, dynamic=True)
+            self.head.unroll = torch.compile(self.head.unroll, dynamic=True)  # type: ignore[method-assign]
         groups = [
             {"params": [p for p in self.head.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in self.head.parameters() if p.ndim < 2], "weight_decay": 0.0},

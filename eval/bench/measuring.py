@@ -75,7 +75,8 @@ def measure_prompt(
                 raise PromptFailed(f"{label}: {type(error).__name__}: {' '.join(str(error).split())}") from error
             answers.setdefault(label, answer)
     return [
-        row_of(prompt, label, temperature, answers[label], *zip(*runs, strict=True)) for label, runs in seconds.items()
+        row_of(prompt, label, temperature, answers[label], [wall for wall, _ in runs], [cpu for _, cpu in runs])
+        for label, runs in seconds.items()
     ]
 
 

@@ -228,10 +228,10 @@ class ManyRows:
         positions = [start + self._offset for start in starts]
         sent = to_device_together([starts, positions, places, depths, *on_host], self._stack.device)
         slot, position, keep, below, *ids = sent
-        fed = [part if isinstance(part, Tensor) else ids.pop(0) for part in fed]
+        read = [part if isinstance(part, Tensor) else ids.pop(0) for part in fed]
         if bias is None:
-            return self._chains(slot, position, keep, *fed, static=(span, whole))
-        return self._tree(slot, slot, position, below, bias, keep, *fed, static=(span, whole))
+            return self._chains(slot, position, keep, *read, static=(span, whole))
+        return self._tree(slot, slot, position, below, bias, keep, *read, static=(span, whole))
 
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         tokens, *others = inputs
