@@ -44,6 +44,7 @@ from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
+from draftsmith.modules.engine.cache import CachedAttention
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.models import check_device
@@ -294,10 +295,12 @@ def timed_layer(
     cache = stack.new_cache(rows, config.prompt + 1)
     cache.length = config.prompt
     cos, sin = (table[config.prompt : config.prompt + 1] for table in (stack.cos, stack.sin))
+    groups = target.config.num_heads // target.config.num_kv_heads
+    attention = CachedAttention(cache, rows, groups, None, False)
     x = torch.randn(rows, target.config.hidden_size, device=target.device, dtype=target.dtype)
 
     def step(x: Tensor) -> tuple[Tensor]:
-        return (layer(x, rows, cos, sin, cache, 0, None, False),)
+        return (layer(x, cos, sin, attention),)
 
     compiled: Any = torch.compile(step, backend=config.compiler)
     (plain,), (other,) = step(x), compiled(x)
