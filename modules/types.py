@@ -38,6 +38,11 @@ class InputError(ValueError):
         return InputError(f"{place}, {self.field}", self.found, self.expected, remedy)
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an exception of a library as one line, for an error of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def without_controls(text: str) -> str:
     """Write the control characters of a text as escapes, all but tabs and line breaks: a terminal would obey them."""
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)

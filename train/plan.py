@@ -33,8 +33,7 @@ from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.models import weight_type
-from draftsmith.modules.pretrained.tokenizers import describe_error
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, describe_error
 from draftsmith.train.config import MOST, NO_DATA, TrainDrafterConfig
 from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU

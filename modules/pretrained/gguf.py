@@ -27,7 +27,7 @@ from draftsmith.modules.pretrained.files import cache_folder, make_directory, wh
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.llama import empty_model
 from draftsmith.modules.targets.shape import llama_config
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, describe_error
 
 logger = logging.getLogger("draftsmith")
 
@@ -160,7 +160,7 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:
         # The reader trusts the file's numbers: damage shows as an index, a value or a type.
-        found = f"{file} ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+        found = f"{file} ({describe_error(error)})"
         raise InputError("model", found, "a whole GGUF file", "Fetch it again.") from error
     if (parts := fields.get("split.count", 1)) > 1:
         found = f"{file}, part {fields.get('split.no', 0) + 1} of {parts} of a split file"
@@ -350,7 +350,7 @@ def _write_tokenizer(file: Path, directory: Path, fields: Mapping[str, Any]) -> 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
     except Exception as error:
-        found = f"{file} ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+        found = f"{file} ({describe_error(error)})"
         raise InputError("tokenizer", found, "one that transformers reads from GGUF", REMEDY) from error
     tokens = fields["tokenizer.ggml.tokens"]
     wrong = [number for number, text in enumerate(tokens) if tokenizer.convert_tokens_to_ids(text) != number]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from draftsmith.modules.pretrained.gguf import dequantized_directory
 from draftsmith.modules.pretrained.reading import regular
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, describe_error
 
 EMBEDDED = "embedded:"
 # A real target in a package of the Python index, installed without what that requires.
@@ -144,7 +144,7 @@ def upload(directory: Path, name: str) -> str:
         return str(address)
     except Exception as error:
         # As in `download`.
-        found = f"{name}, which was not uploaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        found = f"{name}, which was not uploaded ({describe_error(error)})"
         remedy = f"{directory} is complete. Check the name and your rights, then: hf upload {name} {directory}"
         raise InputError("push", found, "a repository of yours", remedy) from error
 
@@ -168,6 +168,6 @@ def download(name: str, revision: str | None, more: tuple[str, ...]) -> Path:
     except Exception as error:
         # The client, its connection and its disk each have a family of errors.
         offline = isinstance(error, errors.LocalEntryNotFoundError)
-        reason = "no connection" if offline else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = "no connection" if offline else describe_error(error)
         remedy = "Check path, revision, network and HF_HUB_OFFLINE."
         raise InputError("model", f"no {label} here, nor on the hub ({reason})", KINDS, remedy) from error

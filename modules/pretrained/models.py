@@ -18,7 +18,7 @@ from draftsmith.modules.pretrained.checkpoint import SCALE, Checkpoint, opened
 from draftsmith.modules.pretrained.identity import tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean
 from draftsmith.modules.pretrained.reading import FETCH
-from draftsmith.modules.pretrained.tokenizers import TRUST, describe_error
+from draftsmith.modules.pretrained.tokenizers import TRUST
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM, model_from_state
 from draftsmith.modules.targets.outer import OuterLM, OuterWeights
@@ -26,7 +26,7 @@ from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.targets.self_test import REMEDY as OTHER_MODEL
 from draftsmith.modules.targets.self_test import self_test
 from draftsmith.modules.targets.shape import ON_HF, SUPPORTED, TargetShape, llama_config
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, describe_error
 
 if TYPE_CHECKING:
     from draftsmith.modules.targets.hf import HFLM

@@ -24,7 +24,7 @@ from draftsmith.modules.pretrained.identity import config_hash
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, model_from_state
 from draftsmith.modules.targets.shape import ON_HF, llama_config
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, describe_error
 
 NUM_TOKENS, VOCAB = 192, 64
 # Token numbers of a config.json are beyond the tiny vocabulary.
@@ -98,8 +98,7 @@ def _compare(shape: LlamaConfig, small: dict[str, Any]) -> str:
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
             theirs = model(input_ids=ids, use_cache=False).logits[0]
     except Exception as error:  # each architecture refuses in its own way
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return f"of a config.json that transformers refuses ({reason})"
+        return f"of a config.json that transformers refuses ({describe_error(error)})"
     info = ModelInfo(shape.hidden_size, VOCAB, shape.num_layers, NUM_TOKENS, (), {})
     try:
         lean = LlamaLM(model_from_state(shape, model.state_dict(), torch.float32), info)

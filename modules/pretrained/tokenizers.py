@@ -13,7 +13,7 @@ from typing import Any
 
 from draftsmith.modules.pretrained.identity import encoding_hash, template_hash
 from draftsmith.modules.pretrained.reading import read_model_json
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, describe_error
 
 logger = logging.getLogger("draftsmith")
 TRUST = "Pass --trust-remote-code if you trust it."
@@ -129,8 +129,3 @@ def listed_ends(directory: Path, config: Mapping[str, Any]) -> tuple[list[int], 
             expected = "token ids" if vocab_size is None else f"token ids below {vocab_size}, the vocabulary's size"
             raise InputError(f"eos_token_id of {file}", repr(token)[:80], expected, "Correct the file.")
     return tokens, file
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an exception of a library as one line, for an error of ours."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.hybrid import Mixers
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, describe_error
 
 PREFIX, TAIL = 5, 3
 # Eight children of the last prefix token, and two paths that continue the first two of them. The paths' nodes are far
@@ -72,7 +72,7 @@ def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
     except (InputError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each architecture fails in its own way
-        reason = f"{name}, which fails when its cache is extended ({_describe(error)})"
+        reason = f"{name}, which fails when its cache is extended ({describe_error(error)})"
     if reason:
         raise InputError("model", reason, "an architecture that decodes from a cache", REMEDY)
     trees = f"{name}, which keeps one state for all branches of a tree"
@@ -88,7 +88,7 @@ def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
         expected = torch.stack([whole[0, -TAIL - 1 : -1], whole[1, -TAIL:]])
         rows = _differs(name, "rows of different lengths", in_rows, expected, lm)
     except Exception as error:
-        rows = f"{name}, which cannot read rows of different lengths ({_describe(error)})"
+        rows = f"{name}, which cannot read rows of different lengths ({describe_error(error)})"
     return _long_texts(name, model.config.get_text_config()) | Refusals(trees, rows)
 
 
@@ -130,7 +130,7 @@ def _trees_differ(name: str, session: Session, nodes: list[int], tail: list[int]
         after = session.extend([tail], logits_to_keep=TAIL).logits[0]
         return reason or _differs(name, "what follows a kept branch", after, whole[1, -TAIL:], lm)
     except Exception as error:
-        return f"{name}, which cannot read a tree ({_describe(error)})"
+        return f"{name}, which cannot read a tree ({describe_error(error)})"
 
 
 def _differs(name: str, way: str, found: Tensor, expected: Tensor, lm: CausalLM) -> str:
@@ -150,8 +150,3 @@ def _differs(name: str, way: str, found: Tensor, expected: Tensor, lm: CausalLM)
     if difference <= eps**0.5:  # NaN differs
         return ""
     return f"{name}, which gives other logits for {way} than for one whole forward ({difference:.2g} of their spread)"
-
-
-def _describe(error: Exception) -> str:
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first_line[:160]}"
