@@ -275,7 +275,7 @@ class PredictionRule(Protocol):
         """Return True if one more token is not worth drafting, or if survival is NaN.
 
         survival: probability that all predicted tokens of the draft are accepted. unseen: drafted tokens without a
-        prediction yet, 1 for a late predictor.
+        prediction yet, 1 for a late predictor, -1 where the one more token has its prediction already.
         """
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -376,16 +376,16 @@ class SlotConfidenceStop(StopPolicy):
 
     The head does not see that token, which is never drawn, so that nothing is biased. llama.cpp cuts where a token's
     own probability falls below `--spec-draft-p-min` (src/models/dflash.cpp). The product over the draft is the
-    probability that all of it is accepted; with a cost it is what one more token adds, and has to be worth its time.
+    probability that all of it is accepted, and what one more token adds, which has to be worth its time by `CostRule`.
 
     confidence_logits: of this round's slots, set by the drafter. confidence: of a slot behind a token. probs: this
     round's confidences, of the first token on.
     """
 
-    def __init__(self, threshold: float | CostRule, product: bool, max_drafted: int):
-        """threshold: least confidence; or a rule with the cost of a token, which wants `product`."""
-        self.threshold, self.product, self.max_drafted = threshold, product, max_drafted
-        self.learners = threshold.learners if isinstance(threshold, CostRule) else ()
+    def __init__(self, rule: PredictionRule, product: bool, max_drafted: int):
+        """product: the rule gets the product over the draft, as `CostRule` wants it; else the token's confidence."""
+        self.rule, self.product, self.max_drafted = rule, product, max_drafted
+        self.learners = rule.learners
         self.confidence_logits: Sequence[float] = ()
         self.confidence: Callable[[float, int], float] = lambda logit, previous: 1.0
         self.probs: list[float] = []
@@ -400,8 +400,7 @@ class SlotConfidenceStop(StopPolicy):
         return view.num_drafted >= self.max_drafted or not self._continues(view.num_drafted, view.token)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        if isinstance(self.threshold, CostRule):
-            self.threshold.observe(num_drafted, num_accepted)
+        self.rule.observe(num_drafted, num_accepted)
 
     def _continues(self, slot: int, previous: int) -> bool:
         if slot >= len(self.confidence_logits):
@@ -411,6 +410,4 @@ class SlotConfidenceStop(StopPolicy):
             raise NonFinite("confidences")
         self.probs.append(prob)
         self._survival *= prob
-        rule = self.threshold
-        least = rule.c * rule.pace if isinstance(rule, CostRule) else rule
-        return (self._survival if self.product else prob) >= least
+        return not self.rule.enough(self._survival if self.product else prob, -1)

@@ -30,7 +30,6 @@ from draftsmith.modules.decoding.stop import (
 from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, num_candidates
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.drafters import MODEL, hierarchical, prompt_lookup
-from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.types import InputError, Range, check_range
@@ -233,42 +232,30 @@ class SelfVerifyMethod(ChainMethod):
 
 @dataclass(frozen=True)
 class SlotConfidenceMethod(ChainMethod):
-    """A block drafter's chain of at most k tokens, cut before the first one whose confidence is below t, as servers do.
+    """A block drafter's chain of at most k tokens, cut by its confidences before the first one that the rule refuses.
 
-    rule: token, its own confidence, as in llama.cpp; draft, the product of the confidences so far.
+    rule: token, one whose own confidence is below t, as in llama.cpp and other servers; draft, one with which the
+    product of the confidences so far is; cost, one that is worth less than its time (`stop.CostRule`, c: see `COST`).
     """
 
     k: int = 7
     t: float = 0.5
-    rule: Literal["token", "draft"] = "token"
-    ranges: ClassVar = {"k": 1, "t": (0.0, 1.0, "()")}
-
-    def policy(self, models: Models) -> StopPolicy:
-        check_slots(models.heads[self.drafter], self.k)
-        return SlotConfidenceStop(self.t, self.rule == "draft", self.k)
-
-
-@dataclass(frozen=True)
-class SlotCostMethod(ChainMethod):
-    """A block drafter's chain of at most k tokens, cut where one more is worth less than its time, by its confidences.
-
-    c: see `COST`.
-    """
-
-    k: int = 7
+    rule: Literal["token", "draft", "cost"] = "token"
     c: float | Literal["auto"] = "auto"
-    ranges: ClassVar = COST | {"k": 1}
+    ranges: ClassVar = COST | {"k": 1, "t": (0.0, 1.0, "()")}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.c != "auto" and self.rule != "cost":
+            raise InputError("c", f"{self.c} with rule={self.rule}", "rule=cost with it", "Add rule=cost.")
 
     def policy(self, models: Models) -> StopPolicy:
-        check_slots(models.heads[self.drafter], self.k)
-        return SlotConfidenceStop(cost_rule(self.c, models, self.drafter), True, self.k)
-
-
-def check_slots(head: DraftHead, k: int) -> None:
-    """Raise InputError if a block drafter has no confidence head, or drafts fewer than k tokens."""
-    check_range("k", k, high=head.longest_draft)
-    if not head.config.confidence:
-        raise InputError("methods", "a DSpark head without confidences", "one with", "Train it with --confidence.")
+        head = models.heads[self.drafter]
+        check_range("k", self.k, high=head.longest_draft)
+        if not head.config.confidence:
+            raise InputError("methods", "a DSpark head without confidences", "one with", "Train it with --confidence.")
+        rule = cost_rule(self.c, models, self.drafter) if self.rule == "cost" else ThresholdRule(1 - self.t)
+        return SlotConfidenceStop(rule, self.rule != "token", self.k)
 
 
 # -- trees of a trained drafter
@@ -360,7 +347,6 @@ OF_HEADS: dict[str, tuple[str, type[DraftingMethod]]] = {
     "tree": ("-tree", DynamicTreeMethod),
     "static": ("-static", StaticTreeMethod),
     "confidence": ("-confidence", SlotConfidenceMethod),
-    "cost": ("-cost", SlotCostMethod),
 }
 
 

@@ -71,7 +71,7 @@ BROKEN = {
     "dspark-tree:nodes=6:depth=2:topk=3": ("dspark",),
     "dspark-static": ("dspark",),
     "dspark-confidence:k=3:t=0.01": ("dspark",),
-    "dspark-cost:k=3:c=0.01": ("dspark",),
+    "dspark-confidence:k=3:rule=cost:c=0.01": ("dspark",),
     "medusa-static": ("medusa",),
     "medusa:k=3": ("medusa",),
     "hydra-static": ("hydra",),

@@ -377,5 +377,5 @@ class DSparkHead(BlockHead):
     confidence head says how likely each is accepted. The target's embedding and lm_head are not in this directory."""
 
     kind = "dspark"
-    drafts = ("chain", "tree", "static", "confidence", "cost")
+    drafts = ("chain", "tree", "static", "confidence")
     Settings: ClassVar[type] = DSparkSettings

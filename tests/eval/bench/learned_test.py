@@ -30,7 +30,7 @@ PARAMS, COUNT = SamplingParams(1.0), 24
 MODES = [SamplingParams(), PARAMS]
 PROMPTS = [BenchPrompt(str(n), [7 + n, 30, 9 * n + 1]) for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
-LEARNING = ["online:c=0.1:max=5", "cost:c=0.02:max=5", "dspark-cost:k=4:c=0.02",
+LEARNING = ["online:c=0.1:max=5", "cost:c=0.02:max=5", "dspark-confidence:k=4:rule=cost:c=0.02",
             "eagle-tree:nodes=auto:topk=2", "eagle-tree:nodes=auto:depth=auto:topk=2"]  # fmt: skip
 OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
           "eagle-static", "eagle-tree:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3",

@@ -28,7 +28,7 @@ METHODS = (
     "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-static,"
     "eagle-tree:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa-static,medusa:k=2,hydra-static,hydra:k=2,"
     "dflash:k=3,dflash-tree:nodes=6:depth=2:topk=3,dflash-static,dspark:k=3,dspark-tree:nodes=6:depth=2:topk=3,"
-    "dspark-static,dspark-confidence:k=4:t=0.2,dspark-cost:k=4:c=0.1,"
+    "dspark-static,dspark-confidence:k=4:t=0.2,dspark-confidence:k=4:rule=cost:c=0.1,"
     "dflash2:k=3,dflash2-tree:nodes=6:depth=2:topk=3,dflash2-static,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
     "mtp:k=2,mtp-tree:nodes=6:depth=2:topk=3,mtp-static,"

@@ -17,7 +17,7 @@ from worlds import in_rows, quick_block_head, run_models, tiny_llama_dir
 
 from draftsmith.eval.check.states import answered_prompts
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
-from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop
+from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop, ThresholdRule
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
@@ -302,7 +302,9 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
             values = sure.cumprod(0) if product else sure
             below = [i for i, value in enumerate(values.tolist()) if value < threshold]
             wanted = tokens[: below[0]] if below else tokens
-            drafter = ChainDrafter(head.net(target), SlotConfidenceStop(threshold, product, SLOTS), 64)
+            drafter = ChainDrafter(
+                head.net(target), SlotConfidenceStop(ThresholdRule(1 - threshold), product, SLOTS), 64
+            )
             drafter.start(prompt, states, first)
             tree = drafter.propose(SLOTS, Sampler(SamplingParams(), TorchSource(0)))
             assert list(tree.tokens) == wanted
@@ -337,7 +339,7 @@ def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypat
 
     def difference() -> float:
         def drafter() -> ChainDrafter:
-            return ChainDrafter(head.net(target), SlotConfidenceStop(threshold, False, 3), 32)
+            return ChainDrafter(head.net(target), SlotConfidenceStop(ThresholdRule(1 - threshold), False, 3), 32)
 
         found = decoded_distribution(target, drafter, SAMPLING, 3, 5)
         return total_variation(found, target_distribution(target, SAMPLING, 3))
