@@ -45,7 +45,7 @@ def verify(tree: DraftTree, logits: Tensor, sampler: Sampler, ahead: bool | None
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
     child x if there is one (the distribution of accepting with p(x) and renormalizing). Sampling, a chain drawn from q:
     accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1). Sampling, a tree drawn
-    without replacement: the same for one child after the other (`_descend_drawn`).
+    without replacement: the same for one child after the other. (`_descend_drawn` does both.)
 
     Raises:
         NonFinite: the target's numbers at a node that the walk visits; the position is the node's depth.
@@ -54,7 +54,7 @@ def verify(tree: DraftTree, logits: Tensor, sampler: Sampler, ahead: bool | None
     numbers = _AheadNumbers(tree, logits, sampler) if ahead else _LazyNumbers(logits, sampler)
     if sampler.greedy or (tree.draft_prob is None and tree.drawn is None):
         return _walk(tree, numbers)
-    path, distribution = _accept_drawn(tree, numbers) if tree.drawn is None else _descend_drawn(tree, numbers)
+    path, distribution = _descend_drawn(tree, numbers)
     token = sampler.source.draw(distribution)
     if token == NO_TOKEN:
         raise NonFinite("probabilities", position=len(path))
@@ -80,54 +80,38 @@ def _walk(tree: DraftTree, numbers: _LazyNumbers) -> Verdict:
         node = child
 
 
-def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers) -> tuple[tuple[int, ...], Tensor]:
-    """Return which tokens of a drawn chain are accepted, and the distribution of the target's own next token."""
-    assert tree.draft_prob is not None
-    for place, token in enumerate(tree.tokens):
-        target_prob, draft_prob = numbers.distribution(place), tree.draft_prob[place]  # [V]
-        ratio = numbers.odds(place, token, target_prob, draft_prob)
-        # Checked first, because min(1, NaN) is 1.
-        if ratio != ratio:
-            raise NonFinite("probabilities", position=place)
-        if not numbers.source.accept(min(1.0, ratio)):
-            return tuple(range(place)), residual(target_prob, draft_prob)
-    return tuple(range(len(tree.tokens))), numbers.distribution(len(tree.tokens))
-
-
 def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers) -> tuple[tuple[int, ...], Tensor]:
-    """Descend a tree that was drawn without replacement; return the path, and the target's own distribution behind it.
+    """Descend drawn nodes; return the accepted path, and the distribution of the target's own token behind it.
 
-    Recursive rejection (SpecInfer, Miao et al. 2024; Sequoia, Chen et al. 2024): child y_i, drawn from q_i, is accepted
-    with min(1, p_i(y_i) / q_i(y_i)). If it is rejected, p_{i+1} = norm((p_i - q_i)+), and q_{i+1} is q_i without y_i,
-    renormalized. So the token that is emitted at a node has the distribution p_1 of the target for any number of
-    children.
+    A node of a chain has one child, accepted with min(1, p/q), else the next token is drawn from norm((p - q)+). The
+    children of a tree's node are drawn without replacement, and verified by recursive rejection (SpecInfer, Miao et al.
+    2024; Sequoia, Chen et al. 2024): child y_i, drawn from q_i, is accepted with min(1, p_i(y_i) / q_i(y_i)). If it is
+    rejected, p_{i+1} = norm((p_i - q_i)+), and q_{i+1} is q_i without y_i, renormalized. So the token that is emitted
+    at a node has the distribution p_1 of the target for any number of children.
     """
-    assert tree.drawn is not None
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents):
         children.setdefault(parent, []).append(node)
     path: list[int] = []
     while True:
         parent = path[-1] if path else -1
-        target_prob, draft_prob = numbers.distribution(parent + 1), tree.drawn.get(parent)  # [V]
-        token = NO_TOKEN
+        target_prob, draft_prob, rejected = numbers.distribution(parent + 1), tree.drawn_from(parent), NO_TOKEN  # [V]
         for child in children.get(parent, ()):
             assert draft_prob is not None
-            if token != NO_TOKEN:
-                target_prob = residual(target_prob, draft_prob)
-                draft_prob = without(draft_prob, token)
+            if rejected != NO_TOKEN:
+                draft_prob = without(draft_prob, rejected)
             token = tree.tokens[child]
-            chance = (target_prob[token] / draft_prob[token]).item()
+            ratio = numbers.odds(child, token, target_prob, draft_prob)
             # Checked first, because min(1, NaN) is 1.
-            if chance != chance:
+            if ratio != ratio:
                 raise NonFinite("probabilities", position=len(path))
-            if numbers.source.accept(min(1.0, chance)):
+            if numbers.source.accept(min(1.0, ratio)):
                 path.append(child)
                 break
+            target_prob, rejected = residual(target_prob, draft_prob), token
         else:
             # All children are rejected, or there are none.
-            last = target_prob if token == NO_TOKEN or draft_prob is None else residual(target_prob, draft_prob)
-            return tuple(path), last
+            return tuple(path), target_prob
 
 
 class _LazyNumbers:
@@ -148,7 +132,7 @@ class _LazyNumbers:
         return probabilities(self._logits[node], self._params)
 
     def odds(self, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
-        """Return p / q of the token drafted behind a node."""
+        """Return p / q of a drafted node's token, by these distributions [V]."""
         return target_prob[token].item() / draft_prob[token].item()
 
 
@@ -157,7 +141,7 @@ class _AheadNumbers(_LazyNumbers):
 
     def __init__(self, tree: DraftTree, logits: Tensor, sampler: Sampler):
         super().__init__(logits, sampler)
-        self._choices: list[int] | None = None
+        self._choices, self._odds = list[int](), list[float]()
         if sampler.greedy:
             self._choices = best_tokens(logits).tolist()
             return
@@ -187,7 +171,7 @@ class _AheadNumbers(_LazyNumbers):
         return draw_rows(self._distributions, to_device(uniforms, self._distributions.device)).tolist()
 
     def choice(self, node: int) -> int:
-        if self._choices is None:
+        if not self._choices:
             return super().choice(node)
         if isinstance(self.source, TorchSource) and not self._params.greedy:
             # Consume what `_draws` has peeked at.
@@ -198,4 +182,4 @@ class _AheadNumbers(_LazyNumbers):
         return self._distributions[node]
 
     def odds(self, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
-        return self._odds[node]
+        return self._odds[node] if self._odds else super().odds(node, token, target_prob, draft_prob)
