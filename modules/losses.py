@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftsmith.modules.sampling import wide
 from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 
@@ -114,11 +115,6 @@ def _in_autocast_dtype(weight: Tensor) -> Tensor:
     if weight.requires_grad or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return weight
     return weight.to(torch.get_autocast_dtype(kind))
-
-
-def wide(logits: Tensor) -> Tensor:
-    """Return logits in float32, or in their own type if that is wider."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def softmax_(logits: Tensor) -> Tensor:

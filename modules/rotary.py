@@ -73,6 +73,13 @@ def add_rope_table(module: nn.Module, config: LlamaConfig, num_positions: int) -
         module.register_buffer(name, table, persistent=False)
 
 
+def rope_at(cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [.., 1, rotary_dim] of a table at positions [..]; beyond its end, where no loss has a token,
+    those of its last one."""
+    at = positions.clamp_max(len(cos) - 1)
+    return cos[at][..., None, :].to(dtype), sin[at][..., None, :].to(dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to x [..., T, D]; cos and sin broadcast as [..., T, rotary_dim]."""
     if (size := cos.shape[-1]) < x.shape[-1]:

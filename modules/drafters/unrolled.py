@@ -23,6 +23,7 @@ from draftsmith.modules.drafters.settings import Mask, UnrolledSettings
 from draftsmith.modules.layers import Pair
 from draftsmith.modules.llama_config import LlamaHeadConfig
 from draftsmith.modules.losses import Divergence, LmHead, along_drafts, distances
+from draftsmith.modules.rotary import rope_at
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import FeatureBatch, LossOutput
@@ -220,7 +221,7 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
         embeds = self.read_embeds(embeds)
         for j in range(num_passes):
             x = cast(Tensor, self.pair(embeds[:, j : j + rows], hidden))  # [B, T, H'], or a `Pair`
-            cos, sin = self._rotary(position_ids + j, embeds.dtype)
+            cos, sin = rope_at(self.cos, self.sin, position_ids + j, embeds.dtype)
             for layer, own in zip(layers, entries, strict=True):
                 attend = partial(attend_entries, entries=own, documents=documents, window=window, earlier=earlier)
                 x = layer(x, cos, sin, attend)
@@ -235,13 +236,7 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
         """
         (layer,) = self.decoder_layers
         x = cast(Tensor, self.pair(self.read_embeds(embeds), self.read(states)))
-        return layer.keys_values(x, *self._rotary(position_ids, embeds.dtype))
-
-    def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [B, T, 1, rotary_dim] at positions [B, T]."""
-        # The loss has no token where a draft would leave the context.
-        at = position_ids.clamp_max(len(self.cos) - 1)
-        return self.cos[at][:, :, None].to(dtype), self.sin[at][:, :, None].to(dtype)
+        return layer.keys_values(x, *rope_at(self.cos, self.sin, position_ids, embeds.dtype))
 
     # -- loss
 

@@ -17,7 +17,7 @@ from draftsmith.modules.formats.base import Package
 from draftsmith.modules.pretrained.gguf import read_gguf_head
 from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.reading import open_tensors, read_model_json, read_object, unreadable, weight_map
+from draftsmith.modules.pretrained.reading import read_model_json, read_object, read_tensors, unreadable, weight_map
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.
@@ -61,11 +61,7 @@ def read_package(path: str) -> Package:
     tensors: dict[str, Tensor] = {}
     files, other = weight_files(directory), directory / TORCH_FILE
     for file in files:
-        if file.suffix == ".safetensors":
-            with open_tensors(file, FETCH) as opened:
-                tensors |= {name: opened.get_tensor(name).clone() for name in list(opened.keys())}
-        else:
-            tensors |= read_torch(file)
+        tensors |= read_tensors(file, FETCH) if file.suffix == ".safetensors" else read_torch(file)
     # SafeAILab's code reads this one, others the safetensors beside it, which hold no tensor twice.
     if other not in files and other.exists() and _differ(read_torch(other), tensors):
         found, expected = f"other tensors in {TORCH_FILE} than in {files[0].name}", "the same"

@@ -18,7 +18,8 @@ from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.drafters.settings import HeadSettings
 from draftsmith.modules.llama_config import MOST_POSITIONS, MOST_SIZE, LlamaConfig
-from draftsmith.modules.losses import LmHead, chunked, compare, softmax_, wide
+from draftsmith.modules.losses import LmHead, chunked, compare, softmax_
+from draftsmith.modules.sampling import wide
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check_config, check_ranges
 

@@ -29,7 +29,7 @@ from draftsmith.modules.drafters.settings import Layout, MarkovType
 from draftsmith.modules.engine.cache import takes_shared
 from draftsmith.modules.layers import Attend, DecoderLayer, RMSNorm
 from draftsmith.modules.llama_config import MOST_LAYERS, MOST_SIZE, PLAIN, CaptureConfig, LlamaConfig, layers_of
-from draftsmith.modules.rotary import add_rope_table
+from draftsmith.modules.rotary import add_rope_table, rope_at
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import InputError, check_config, check_range
 
@@ -345,19 +345,15 @@ class BlockNet(DraftHead):
         context = self.read(torch.cat([states[own.rows] for own in documents]))  # [C, H], documents end to end
         before = torch.cat([torch.arange(own.first, own.length) for own in documents])  # [C]
         anchors = torch.cat([own.anchors for own in documents])
-        of_context = self._rotary(to_device(before, device), embeds.dtype)  # [C, 1, D] each
-        of_slots = self._rotary(to_device(anchors[:, None] + torch.arange(slots), device), embeds.dtype)  # [M, S, 1, D]
+        rotary = partial(rope_at, self.cos, self.sin, dtype=embeds.dtype)
+        of_context = rotary(to_device(before, device))  # [C, 1, D] each
+        of_slots = rotary(to_device(anchors[:, None] + torch.arange(slots), device))  # [M, S, 1, D] each
         groups = [list(own.groups(device)) for own in documents]
         x = embeds
         for layer in self.layers:
             seen = layer.self_attn.keys_values(context, *of_context)
             x = layer(x, *of_slots, partial(attend_blocks, context=seen, groups=groups))
         return self.norm(x)
-
-    def _rotary(self, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [.., 1, D] at these places [..]."""
-        at = places.clamp_max(len(self.cos) - 1)
-        return self.cos[at][..., None, :].to(dtype), self.sin[at][..., None, :].to(dtype)
 
 
 def attend_blocks(
