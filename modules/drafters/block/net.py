@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.settings import Layout, MarkovType
-from draftsmith.modules.engine.cache import takes_shared
+from draftsmith.modules.engine.cache import attend
 from draftsmith.modules.layers import Attend, DecoderLayer, RMSNorm
 from draftsmith.modules.llama_config import MOST_LAYERS, MOST_SIZE, PLAIN, CaptureConfig, LlamaConfig, layers_of
 from draftsmith.modules.rotary import add_rope_table, rope_at
@@ -373,6 +373,7 @@ def attend_blocks(
     # Under autocast rotated queries and keys are wider than values.
     queries, keys, values = (part.flatten(0, 1).to(value.dtype) for part in (query, key, value))  # [Q, .., D]
     context_keys, context_values = (part.to(value.dtype) for part in context)
+    shared = query.shape[-2] // key.shape[-2]  # heads that share a key
     mixed, rows, slots = [], 0, 0
     # Blocks of a document that stand near each other are attended to together: they see much the same.
     for document in groups:
@@ -381,21 +382,11 @@ def attend_blocks(
             of_rows = slice(rows + read.start, rows + read.stop)
             seen_keys = torch.cat([context_keys[of_rows], keys[of_slots]])  # [T + q, kv_heads, D]
             seen_values = torch.cat([context_values[of_rows], values[of_slots]])
-            mixed.append(attend(queries[of_slots], seen_keys, seen_values, visible))
+            seen = (part.transpose(0, 1)[None] for part in (seen_keys, seen_values))
+            mixed.append(attend(queries[of_slots][None], *seen, shared, visible)[0])
         rows += document[-1][1].stop
         slots += document[-1][0].stop
     return torch.cat(mixed).view(query.shape)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Attend with queries [q, heads, D] to keys and values [S, kv_heads, D] by the mask [q, S]: [q, heads, D]."""
-    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
-    repeats = query.shape[1] // key.shape[1]
-    shared = repeats > 1 and takes_shared(key)
-    if repeats > 1 and not shared:  # asked for both, CUDA stores all scores
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=shared)
-    return attended[0].transpose(0, 1)
 
 
 def default_layers(num_layers: int, count: int) -> tuple[int, ...]:

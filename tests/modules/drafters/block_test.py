@@ -26,6 +26,7 @@ from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, default_layers, layers_like
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
+from draftsmith.modules.engine import cache
 from draftsmith.modules.formats import formats
 from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.losses import sampled_columns
@@ -101,7 +102,7 @@ def batch_of(head: Any, target: Any, packed: bool = False) -> FeatureBatch:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target, shared, monkeypatch):
     """shared: heads share keys in the kernel, as on a CPU, or each gets a copy, as on a GPU."""
-    monkeypatch.setattr(net, "takes_shared", lambda tensor: shared)
+    monkeypatch.setattr(cache, "takes_shared", lambda tensor: shared)
     monkeypatch.setattr(net, "GROUP_SLOTS", 2 * SLOTS)
     settings, config = head.Settings(anchors=100), head.config
     for packed in (False, True):
