@@ -23,7 +23,7 @@ from draftsmith.modules.decoding.growth import grow_dynamic, grow_static
 from draftsmith.modules.decoding.stop import DraftView, StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule
-from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.finite import located
 from draftsmith.modules.llama_config import MOST_POSITIONS
 from draftsmith.modules.sampling import Sampler
 
@@ -142,11 +142,8 @@ class NetDrafter(Drafter, ABC):
         limit = min(max_drafted, net.longest_draft, net.longest_text - len(self.tokens))
         if limit > 0:
             unread, self._features = self._features, self._features[:0]
-            try:
+            with located(net.name):
                 tree = self._draft(net.start(self.tokens, unread), limit, sampler)
-            except NonFinite as error:
-                error.model = error.model or net.name
-                raise
             self._tree = replace(tree, draft_calls=1) if net.one_pass and tree.tokens else tree
         return self._tree
 

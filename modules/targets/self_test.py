@@ -32,9 +32,6 @@ class Refusals:
     trees: str = ""
     rows: str = ""
 
-    def __or__(self, others: Refusals) -> Refusals:
-        return Refusals(self.trees or others.trees, self.rows or others.rows)
-
 
 def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
     """Compare each way a session reads with one whole forward, and return the reasons against trees and rows.
@@ -89,7 +86,8 @@ def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
         rows = _differs(name, "rows of different lengths", in_rows, expected, lm)
     except Exception as error:
         rows = f"{name}, which cannot read rows of different lengths ({describe_error(error)})"
-    return _long_texts(name, model.config.get_text_config()) | Refusals(trees, rows)
+    untested = _long_texts(name, model.config.get_text_config())
+    return Refusals(untested.trees or trees, untested.rows or rows)
 
 
 def _long_texts(name: str, config: Any) -> Refusals:
