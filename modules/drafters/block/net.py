@@ -380,10 +380,9 @@ def attend_blocks(
         for own, read, visible in document:
             of_slots = slice(slots + own.start, slots + own.stop)
             of_rows = slice(rows + read.start, rows + read.stop)
-            seen_keys = torch.cat([context_keys[of_rows], keys[of_slots]])  # [T + q, kv_heads, D]
-            seen_values = torch.cat([context_values[of_rows], values[of_slots]])
-            seen = (part.transpose(0, 1)[None] for part in (seen_keys, seen_values))
-            mixed.append(attend(queries[of_slots][None], *seen, shared, visible)[0])
+            seen_keys = torch.cat([context_keys[of_rows], keys[of_slots]]).transpose(0, 1)  # [kv_heads, T + q, D]
+            seen_values = torch.cat([context_values[of_rows], values[of_slots]]).transpose(0, 1)
+            mixed.append(attend(queries[of_slots][None], seen_keys[None], seen_values[None], shared, visible)[0])
         rows += document[-1][1].stop
         slots += document[-1][0].stop
     return torch.cat(mixed).view(query.shape)
