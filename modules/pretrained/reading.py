@@ -161,10 +161,12 @@ def tensor_headers(path: Path, remedy: str = REMEDY) -> dict[str, StoredTensor]:
             if name != "__metadata__"
             for first, last in [own["data_offsets"]]
         }
-        if end != (named := max((one.place[1] for one in stored.values()), default=end)):
+        if end != (named := max((one.place[1] for one in stored.values()), default=start)):
             raise ValueError(f"{end:,} bytes, and tensors up to byte {named:,}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise unreadable(path, f"damaged ({error})", "a whole safetensors file", remedy) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise unreadable(path, "damaged (no table of tensors)", "a whole safetensors file", remedy) from error
     return stored
 
 

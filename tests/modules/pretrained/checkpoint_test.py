@@ -15,6 +15,8 @@ from draftsmith.modules.formats import formats
 from draftsmith.modules.pretrained import checkpoint
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.reading import tensor_headers
+from draftsmith.modules.types import InputError
 
 # huggingface.co: ai21labs/Jamba-v0.1, ibm-ai-platform/Bamba-9B, mistralai/Mamba-Codestral-7B-v0.1,
 # meta-llama/Llama-3.2-11B-Vision, mistralai/Mistral-7B-v0.1, Qwen/Qwen2.5-7B-Instruct, openai/gpt-oss-20b,
@@ -95,3 +97,21 @@ def test_a_load_opens_each_file_once(tmp_path, monkeypatch):
         count(module, name)
     load_lm(directory)
     assert calls == {"model_directory": 1, "safe_open": 1, "tensor_headers": 1}
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ({}, "tensors up to byte"),  # values without a name
+        ([], "no table of tensors"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, "no table of tensors"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "4"]}}, "no table of tensors"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 3]}}, "tensors up to byte"),
+    ],
+)
+def test_a_header_that_names_other_bytes_is_damage(tmp_path, header, found):
+    text = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(InputError, match=f"damaged.*{found}"):
+        tensor_headers(file)
