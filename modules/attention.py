@@ -181,7 +181,7 @@ class _Diagonal(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, attended, norm, *rest = ctx.saved_tensors
         state, (sinks, weights, *own) = rest[: ctx.num_state], rest[ctx.num_state :]
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]

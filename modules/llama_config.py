@@ -231,7 +231,7 @@ DEFAULTS = {
 }
 
 
-def llama_sizes(raw: Mapping[str, Any]) -> LlamaConfig:
+def llama_sizes(raw: Mapping[str, object]) -> LlamaConfig:
     """Read the sizes and rotary settings of a `config.json`, without switches.
 
     Raises:
@@ -257,7 +257,7 @@ def llama_sizes(raw: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
-def positive(raw: Mapping[str, Any], key: str, default: int) -> int:
+def positive(raw: Mapping[str, object], key: str, default: int) -> int:
     """Return a positive integer of a `config.json`, or the default if the field is absent."""
     value = raw.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -265,7 +265,7 @@ def positive(raw: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
-def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
+def rope_settings(raw: Mapping[str, object]) -> RotarySettings:
     """Read rotary settings of a `config.json` as transformers 5, vLLM 0.33.0 and SGLang 0.5.23 do.
 
     `rope_scaling` counts before `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py).
@@ -283,13 +283,15 @@ def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
     if missing := [key for key in REQUIRED.get(kind, ()) if rope.get(key) is None]:
         raise InputError("rope_scaling", f"no {', '.join(missing)}", "all that its kind needs", "Complete config.json.")
     inside, outside = rope.get("rope_theta"), raw.get("rope_theta")
-    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    trained = "original_max_position_embeddings"
+    own = next((part for part in (raw, rope) if part.get(trained)), None)
+    original = positive(raw, "max_position_embeddings", 2048) if own is None else positive(own, trained, 0)
     scaling = RopeScaling(
         kind=kind,
         factor=rope_number("factor", rope.get("factor"), 1.0),
         low_freq_factor=rope_number("low_freq_factor", rope.get("low_freq_factor"), 1.0),
         high_freq_factor=rope_number("high_freq_factor", rope.get("high_freq_factor"), 4.0),
-        original_max_position=original or raw.get("max_position_embeddings", 2048),
+        original_max_position=original,
         partial_rotary_factor=rope_number(PARTIAL, rope.get(PARTIAL) or raw.get(PARTIAL), 1.0),
         beta_fast=rope_number("beta_fast", rope.get("beta_fast") or None, 32.0),
         beta_slow=rope_number("beta_slow", rope.get("beta_slow") or None, 1.0),
@@ -299,7 +301,7 @@ def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
     return RotarySettings(rope_number("rope_theta", outside if inside is None else inside, BASE), scaling)
 
 
-def config_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def config_object(raw: Mapping[str, object], key: str) -> Mapping[str, object]:
     """Return an object of a `config.json`, {} for none."""
     block = raw.get(key) or {}
     if not isinstance(block, Mapping):
@@ -307,7 +309,7 @@ def config_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return block
 
 
-def rope_number(name: str, value: Any, default: float) -> float:
+def rope_number(name: str, value: object, default: float) -> float:
     """Return a number of the rotary settings, or the default if there is none."""
     if value is None:
         return default

@@ -62,7 +62,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, loss: Callable[..., Iterator[Tensor]], vocab_size: int, num_rows: int, *tensors: Tensor
-    ) -> Tensor:
+    ) -> Tensor | float:
         needs, rows = ctx.needs_input_grad[3:], tensors[:num_rows]
         # Leaves: autograd adds up their gradients over terms and chunks.
         weights = [
@@ -70,7 +70,7 @@ class _Chunked(torch.autograd.Function):
             for weight, need in zip(tensors[num_rows:], needs[num_rows:], strict=True)
         ]
         grads = [torch.zeros_like(row) if need else None for row, need in zip(rows, needs, strict=False)]
-        total: Any = 0.0
+        total: Tensor | float = 0.0
         # The gradient of a whole weight is added up over chunks: few large ones.
         fewest = any(needs[num_rows:])
         for part in row_chunks(len(rows[0]), vocab_size, rows[0].device, fewest):
@@ -89,7 +89,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> Any:
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         # In place: the gradient of an lm_head is as large as a model.
         return None, None, None, *(grad if grad is None else grad.mul_(outer) for grad in ctx.saved_tensors)
 
@@ -146,7 +146,7 @@ class _Compare(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, p: Any, labels: Tensor | None, l1: bool) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, p: Tensor, labels: Tensor | None, l1: bool) -> tuple[Tensor, ...]:
         q = logits.detach()
         q -= q.amax(-1, keepdim=True)
         expected = torch.linalg.vecdot(p, q) if labels is None else q.gather(1, labels[:, None])[:, 0]
@@ -160,7 +160,7 @@ class _Compare(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_entropy: Tensor, by_l1: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, by_entropy: Tensor, by_l1: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, p, labels, excess = ctx.saved_tensors
         factor = by_entropy = by_entropy[:, None]
         if excess is not None:

@@ -173,8 +173,8 @@ def begin(plan: StagePlan) -> None:
             something else.
     """
     directory = make_directory(plan.directory)
-    state = {"config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
-    state = flatten({"rows": plan.num_rows, "kind": plan.kind, **state})
+    settings = {"config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
+    state = flatten({"rows": plan.num_rows, "kind": plan.kind, **settings})
     path = directory / STARTED
     record = {"command": plan.command, "state": state}
     if not path.exists():

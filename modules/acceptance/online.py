@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from operator import mul
-from typing import Any
 
 from draftsmith.modules.acceptance.repeats import RepeatIndex
-from draftsmith.modules.decoding.stop import DraftView, Learner, Predictor, sigmoid
+from draftsmith.modules.decoding.stop import DraftView, LearnedState, Learner, Predictor, sigmoid
 
 # Beyond these log-odds a softmax in float32 has no precision left.
 MAX_LOGIT = 12.0
@@ -73,10 +72,10 @@ class OnlineLogistic(Learner):
                 return
             self.update(x, float(number < num_accepted))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LearnedState:
         return {"weights": list(self.weights), "inverse": [list(row) for row in self._inverse]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LearnedState) -> None:
         self.weights, self._inverse = list(state["weights"]), [list(row) for row in state["inverse"]]
 
 

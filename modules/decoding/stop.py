@@ -18,6 +18,8 @@ from draftsmith.modules.sampling import entropies, wide
 
 # -- what is learned while decoding
 
+LearnedState = dict[str, Any]  # JSON values
+
 
 class Learner(ABC):
     """Part of a drafter, a policy or a rule that learns from the verdicts of the target.
@@ -28,11 +30,11 @@ class Learner(ABC):
     """
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LearnedState:
         """Return a copy of what was learned, as JSON values."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LearnedState) -> None:
         """Replace what was learned by a `state_dict`."""
 
 
@@ -41,12 +43,12 @@ def learners_of(owner: object) -> Sequence[Learner]:
     return getattr(owner, "learners", ())
 
 
-def learned_state(owner: object) -> list[dict[str, Any]]:
+def learned_state(owner: object) -> list[LearnedState]:
     """Return what a drafter, a policy or a rule has learned, as JSON values; empty where it does not learn."""
     return [learner.state_dict() for learner in learners_of(owner)]
 
 
-def load_learned_state(owner: object, states: Sequence[dict[str, Any]]) -> None:
+def load_learned_state(owner: object, states: Sequence[LearnedState]) -> None:
     """Replace what was learned by the `learned_state` of this owner, or of another one that was built alike."""
     for learner, state in zip(learners_of(owner), states, strict=True):
         learner.load_state_dict(state)
@@ -80,10 +82,10 @@ class RecentRatio(Learner):
         kept = 1 - 1 / self.MEMORY
         self._above, self._below = kept * self._above + above, kept * self._below + below
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LearnedState:
         return {"above": self._above, "below": self._below}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LearnedState) -> None:
         self._above, self._below = state["above"], state["below"]
 
 

@@ -16,12 +16,12 @@ import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.net import DraftNet
-from draftsmith.modules.drafters.settings import HeadSettings, TrainStep
+from draftsmith.modules.drafters.settings import HeadSettings, Options, TrainStep
 from draftsmith.modules.engine.lean import swap_modules
 from draftsmith.modules.llama_config import MOST_POSITIONS, LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
@@ -144,7 +144,7 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
         """Return the `Config` of a new head for this target."""
 
     @classmethod
-    def shape(cls, config: ConfigT) -> dict[str, Any]:
+    def shape(cls, config: ConfigT) -> Options:
         """Return the options that shape a head, with the values that this head has: those that `Settings` and `Config`
         have in common."""
         names = (field.name for field in dataclasses.fields(cls.Settings))

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.drafters.branches import BranchedText
 from draftsmith.modules.drafters.net import DraftNet
-from draftsmith.modules.drafters.settings import DraftModelSettings
+from draftsmith.modules.drafters.settings import DraftModelSettings, Options
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.llama_config import LlamaConfig, LlamaHeadConfig, layers_of
 from draftsmith.modules.losses import Divergence, distances
@@ -156,7 +156,7 @@ class DraftModelHead(DraftHead[DraftConfig, DraftModelSettings]):
         return DraftConfig(layers_of(target, num_layers=len(kept)), kept)
 
     @classmethod
-    def shape(cls, config: DraftConfig) -> dict[str, Any]:
+    def shape(cls, config: DraftConfig) -> Options:
         return {"keep_layers": config.kept}
 
     def start(self, weights: TargetWeights) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.settings import EagleSettings, Rope
+from draftsmith.modules.drafters.settings import EagleSettings, Options, Rope
 from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import DecoderLayer, Layer
 from draftsmith.modules.llama_config import MOST_LAYERS, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
@@ -107,7 +107,7 @@ class EagleHead(UnrolledHead[EagleConfig, EagleSettings]):
         return EagleConfig.for_target(target, settings.num_layers or 1, rope=settings.rope or "target")
 
     @classmethod
-    def shape(cls, config: EagleConfig) -> dict[str, Any]:
+    def shape(cls, config: EagleConfig) -> Options:
         return {"num_layers": config.llama.num_layers, "rope": rope_of(config.llama)}
 
     # -- loss

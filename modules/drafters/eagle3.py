@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import DocumentParts, TargetWeights
 from draftsmith.modules.drafters.eagle import rope_of
-from draftsmith.modules.drafters.settings import Eagle3Settings
+from draftsmith.modules.drafters.settings import Eagle3Settings, Options
 from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import Layer, Pair, PairLayer, RMSNorm
 from draftsmith.modules.llama_config import PLAIN, CaptureConfig, LlamaConfig, RopeScaling, captured_layers, layers_of
@@ -196,7 +196,7 @@ class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
         return Eagle3Config(layer, aux_layers, vocabulary, *norms)
 
     @classmethod
-    def shape(cls, config: Eagle3Config) -> dict[str, Any]:
+    def shape(cls, config: Eagle3Config) -> Options:
         norms = config.fc_norm, config.norm_before_fc, config.norm_output
         return {
             "layers": config.aux_layers,

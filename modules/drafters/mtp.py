@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from draftsmith.modules.types import InputError
 # Families whose modules servers draft with, by the type of their text model: the layer of the module among the kinds of
 # layers that the family has. Sources: vLLM 0.33 (qwen3_next_mtp.py, qwen3_5_mtp.py, glm4_moe_mtp.py, deepseek_mtp.py,
 # mimo_v2_mtp.py) and SGLang 0.5.23, which agree.
-LAYERS: Mapping[str, Mapping[str, Any]] = {
+LAYERS: Mapping[str, Mapping[str, object]] = {
     "qwen3_next": {"layer_types": ["full_attention"], "decoder_sparse_step": 1, "mlp_only_layers": []},
     "qwen3_5_text": {"layer_types": ["full_attention"]},
     "qwen3_5_moe_text": {"layer_types": ["full_attention"]},

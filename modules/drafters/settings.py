@@ -17,6 +17,7 @@ Mask = Literal["input", "previous", "next"]
 Normalizer = Literal["sequence", "tokens", "padded"]
 Layout = Literal["anchor-first", "fill-in"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
+Options = dict[str, Any]  # of a settings class, by name
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class HeadSettings:
     defaults: values of the common options in place of their own. help_rarely: fields that only --help-all lists.
     """
 
-    defaults: ClassVar[dict[str, object]] = {}
+    defaults: ClassVar[Options] = {}
     help_rarely: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -283,7 +284,7 @@ class BlockSettings(HeadSettings):
     )
 
     # Shape of a new head.
-    new: ClassVar[dict[str, Any]] = {"num_layers": 2, "block": 7, "layout": "anchor-first", "markov_rank": 64}
+    new: ClassVar[Options] = {"num_layers": 2, "block": 7, "layout": "anchor-first", "markov_rank": 64}
     new |= {"markov_type": "vanilla", "confidence": True}
 
     layers: tuple[int, ...] = ()

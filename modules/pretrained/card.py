@@ -168,7 +168,7 @@ def _title(kind: str) -> str:
     return "Acceptance head" if kind == AcceptanceHead.kind else head_class(kind).title or f"{kind} head"
 
 
-def _tag_and_method(kind: str, head: Mapping[str, Any], drafter: str | None) -> tuple[str, str]:
+def _tag_and_method(kind: str, head: Mapping[str, object], drafter: str | None) -> tuple[str, str]:
     """Return a head's tag on the model hub, and the method of `decode` that tries it."""
     if kind in learned():
         return ("assisted-generation", "spec:k=5") if kind == MODEL else (kind, kind)
@@ -181,7 +181,7 @@ def _meaning(metric: str) -> str:
     return METRICS.get(metric) or METRICS.get(f"{name}_N", "").format(number)
 
 
-def _code(value: Any) -> str:
+def _code(value: object) -> str:
     """Format a value as Markdown code on one line; empty for None."""
     if value is None:
         return ""
@@ -217,7 +217,7 @@ def save(head: DraftHead, directory: str | Path, target: CausalLM, metrics: Mapp
     target: the model it drafts for, whose identity is recorded. metrics: measured numbers for the card. The card says
     that data and settings are unknown.
     """
-    manifest: dict[str, Any] = {
+    manifest: dict[str, object] = {
         "target": target.info.identity,
         "tied_to_target": list(head.tied_to_target),
         "metrics": dict(metrics or {}),

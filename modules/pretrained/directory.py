@@ -172,7 +172,7 @@ def read_torch(file: Path) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in content.items()}
 
 
-def _is_plain(name: Any, value: Any) -> bool:
+def _is_plain(name: object, value: object) -> bool:
     """Return whether an entry is a named dense tensor with values."""
     if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_quantized:
         return False

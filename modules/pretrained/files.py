@@ -16,13 +16,16 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 RETRY = "Free some space or choose another place, then give the command again."
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
@@ -153,7 +156,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         temporary.chmod(mode)
 
 
-def write_table(path: Path, table: Any, **options: Any) -> None:
+def write_table(path: Path, table: pa.Table, **options: object) -> None:
     """Write an Arrow table to a Parquet file. options: of pyarrow's writer."""
     import pyarrow.parquet as pq
 

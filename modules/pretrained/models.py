@@ -185,7 +185,7 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
         raise InputError("model", what, f"{lm.info.num_layers}, as its config.json counts them", OTHER_MODEL)
 
 
-def placement() -> dict[str, Any]:
+def placement() -> dict[str, str]:
     """Return the arguments of `from_pretrained` that spread a model over the GPUs that this process sees."""
     if find_spec("accelerate") is None:
         remedy = 'Install it: pip install "draftsmith[large]"'
@@ -203,7 +203,7 @@ def check_placed(model: Any) -> None:
         raise InputError("device_map", found, "all of them on GPUs", "Use more GPUs, or --dtype bfloat16.")
 
 
-def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread: Any) -> Any:
+def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread: str) -> Any:
     """Load a causal model with transformers, on the CPU unless `spread` (of `placement`) says otherwise.
 
     dtype: `auto` is the checkpoint's own.

@@ -8,7 +8,6 @@ import importlib.metadata
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.pretrained.reading import regular
@@ -21,7 +20,7 @@ OPTIONAL_HASHES = ("weights", "tokenizer", "encoding", "code")
 PACKAGES = ("draftsmith", "torch", "transformers", "tokenizers", "datasets", "safetensors", "pyarrow", "numpy")
 
 
-def compare_identity(current: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def compare_identity(current: Mapping[str, object], recorded: Mapping[str, object]) -> list[tuple[str, object, object]]:
     """Return (key, current, recorded) of each difference between nested hashes of models.
 
     Recorded models beyond the current ones do not count. A single hash that was not recorded was unknown (the weights
@@ -39,21 +38,21 @@ def compare_identity(current: Mapping[str, Any], recorded: Mapping[str, Any]) ->
     return differences(ours, {key: theirs.get(key) for key in ours})
 
 
-def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+def changes(now: Mapping[str, object], before: Mapping[str, object]) -> str:
     """Describe what differs in nested settings, `seed: 0, now 1; ...`; empty if nothing does."""
     differing = differences(flatten(now), flatten(before))
     return "; ".join(f"{key}: {was}, now {is_now}" for key, is_now, was in differing)
 
 
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Flatten {"target": {"config": 1}} to {"target.config": 1}."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in nested.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return flat
 
 
-def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def differences(left: Mapping[str, object], right: Mapping[str, object]) -> list[tuple[str, object, object]]:
     """Return (key, left, right) for keys whose values differ or that one side lacks."""
     keys = left.keys() | right.keys()
     return [(k, left.get(k), right.get(k)) for k in sorted(keys) if left.get(k) != right.get(k)]

@@ -89,7 +89,7 @@ def closing_tokens(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def end_tokens(directory: Path, text: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:
+def end_tokens(directory: Path, text: Mapping[str, object], tokenizer: Any | None) -> tuple[int, ...]:
     """Return the tokens that end an answer: those that the model's files list, and, as in vLLM and SGLang, the
     tokenizer's own; and the first one with which the chat template closes an answer, if all of these lack it.
 
@@ -110,7 +110,7 @@ def end_tokens(directory: Path, text: Mapping[str, Any], tokenizer: Any | None) 
     return tuple(ends)
 
 
-def listed_ends(directory: Path, config: Mapping[str, Any]) -> tuple[list[int], Path]:
+def listed_ends(directory: Path, config: Mapping[str, object]) -> tuple[list[int], Path]:
     """Return the end tokens in generation_config.json or else config.json, in their order, and the file that has them.
 
     config: config.json, or its part about text.
@@ -121,11 +121,10 @@ def listed_ends(directory: Path, config: Mapping[str, Any]) -> tuple[list[int], 
         settings = read_model_json(generation)
         if "eos_token_id" in settings:
             ids, file = settings["eos_token_id"], generation
-    tokens = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    vocab_size = config.get("vocab_size")
-    for token in tokens:
-        valid = isinstance(token, int) and not isinstance(token, bool) and token >= 0
-        if not valid or (isinstance(vocab_size, int) and token >= vocab_size):
+    tokens, vocab_size = list[int](), config.get("vocab_size")
+    for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if type(token) is not int or token < 0 or (isinstance(vocab_size, int) and token >= vocab_size):
             expected = "token ids" if vocab_size is None else f"token ids below {vocab_size}, the vocabulary's size"
             raise InputError(f"eos_token_id of {file}", repr(token)[:80], expected, "Correct the file.")
+        tokens.append(token)
     return tokens, file

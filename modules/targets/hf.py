@@ -87,7 +87,7 @@ class HFLM:
                     features[row, start : start + part] = own[0]
             return features
 
-    def read(self, aux_layers: tuple[int, ...] = (), **inputs: Any) -> tuple[Tensor, Tensor]:
+    def read(self, aux_layers: tuple[int, ...] = (), **inputs: object) -> tuple[Tensor, Tensor]:
         """Return hidden states after the final norm, and features (`base.CausalLM.session`).
 
         With layers on several devices they come from the last one; the caller's tensors are on the first.
@@ -226,7 +226,7 @@ class HFSession:
     def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         return self._read(tokens, positions, attention_mask=self._lm.tree_attention(visible, positions))[1][0]
 
-    def _read(self, ids: Tensor, positions: Tensor, **masked: Any) -> tuple[Tensor, Tensor]:
+    def _read(self, ids: Tensor, positions: Tensor, **masked: object) -> tuple[Tensor, Tensor]:
         """Return hidden states and features [1, T, ..] of ids [T]; positions of all slots, those of `ids` last."""
         with self._states.reading(ids) if self._states else nullcontext():
             output = self._lm.read(

@@ -83,7 +83,7 @@ def caller_attention(
     attend: Attend,
     scaling: float,
     s_aux: Tensor | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Attend as the caller of the layer says (transformers' attention interface)."""
     # Kernels and caches have one width, and the factor of it.
@@ -94,7 +94,7 @@ def caller_attention(
     return attend(query, key, wide_value, s_aux)[..., : value.shape[-1]], None
 
 
-def layer_settings(text: Mapping[str, Any], kind: Mapping[str, Any]) -> dict[str, Any]:
+def layer_settings(text: Mapping[str, object], kind: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a model with one layer of a target's and no vocabulary, as JSON values.
 
     text: settings of the target's text model, with its `model_type`. kind: settings by which its layers differ.
@@ -117,7 +117,7 @@ def layer_settings(text: Mapping[str, Any], kind: Mapping[str, Any]) -> dict[str
     return {**own, "model_type": text["model_type"], **NO_VOCABULARY, "num_hidden_layers": 1, **kind}
 
 
-def native_layer(settings: Mapping[str, Any], num_positions: int) -> Native:
+def native_layer(settings: Mapping[str, object], num_positions: int) -> Native:
     """Build a decoder layer, and a norm of its width, with random weights.
 
     settings: of a model of this layer alone, as transformers' config classes take them. num_positions: of its tables.
@@ -145,7 +145,7 @@ def native_layer(settings: Mapping[str, Any], num_positions: int) -> Native:
     return Native(NativeLayer(layer), norm, cos[0].detach(), sin[0].detach())
 
 
-def native_shape(settings: Mapping[str, Any]) -> NativeShape:
+def native_shape(settings: Mapping[str, object]) -> NativeShape:
     """Return the sizes of a layer's attention, as it calls it; arguments and errors as of `native_layer`."""
     with torch.device("meta"):
         layer, norm, cos, sin = native_layer(settings, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -57,10 +57,10 @@ class OuterLM:
     def lm_head_weight(self) -> Tensor:
         return self.weights.output
 
-    def session(self, *_: Any, **__: Any) -> NoReturn:
+    def session(self, *_: object, **__: object) -> NoReturn:
         found = "a target of which only the embeddings are loaded"
         raise InputError("target", found, "the whole model", "Load the whole model.")
 
-    features: Any = session
-    logits: Any = session
-    fit_vocabulary: Any = session
+    features: Callable[..., Tensor] = session
+    logits: Callable[..., Tensor] = session
+    fit_vocabulary: Callable[..., None] = session

@@ -88,7 +88,7 @@ class Proof:
     tokens: int
     distance: Distance
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return it as recorded in manifests and model cards."""
         return {"source": self.source, "tokens": self.tokens, **asdict(self.readout), **asdict(self.distance)}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +66,7 @@ class Readout:
         return f"norm {self.norm}{scaled}" + ("" if self.softcap is None else f", softcap {self.softcap:g}")
 
 
-def candidates(config: Mapping[str, Any], norms: tuple[Norm, ...] = NORMS) -> Iterator[Readout]:
+def candidates(config: Mapping[str, object], norms: tuple[Norm, ...] = NORMS) -> Iterator[Readout]:
     """Yield every readout that a `config.json` (its text part) allows, the likeliest first.
 
     norms: ("none",) for states from behind the final norm.
@@ -77,8 +77,8 @@ def candidates(config: Mapping[str, Any], norms: tuple[Norm, ...] = NORMS) -> It
     # Granite divides by its `logits_scaling`; the others multiply.
     scales = [scale for key, value in given for scale in (value, 1 / value)[:: -1 if key.endswith("scaling") else 1]]
     # MiniCPM divides the state by its width over that of a small model.
-    if config.get("dim_model_base") and config.get("hidden_size"):
-        scales.append(config["dim_model_base"] / config["hidden_size"])
+    if (base := numbers.get("dim_model_base")) and (width := numbers.get("hidden_size")):
+        scales.append(base / width)
     softcaps = [value for key, value in numbers.items() if SOFTCAP.match(key) and value > 0]
     for softcap in (*softcaps, None):
         for scale in (*dict.fromkeys(scales), 1.0):
@@ -91,5 +91,5 @@ def behind_norm(readout: Readout) -> Readout:
     return replace(readout, norm="none")
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from draftsmith.modules.drafters.block.net import (
     layers_like,
     seen_from,
 )
-from draftsmith.modules.drafters.settings import BlockSettings, DFlash2Settings, DFlashSettings, DSparkSettings
+from draftsmith.modules.drafters.settings import BlockSettings, DFlash2Settings, DFlashSettings, DSparkSettings, Options
 from draftsmith.modules.llama_config import LlamaConfig, captured_layers
 from draftsmith.modules.losses import (
     LmHead,
@@ -173,7 +173,7 @@ class BlockHead(BlockNet):
         return cls.Config(layers, aux_layers, block + (shape["layout"] == "fill-in"), mask, **shape)
 
     @classmethod
-    def shape(cls, config: BlockConfig) -> dict[str, Any]:
+    def shape(cls, config: BlockConfig) -> Options:
         layers = {"layers": config.aux_layers, "num_layers": config.llama.num_layers}
         sizes = {"block": config.drafts, "window": config.llama.sliding_window or 0}
         return super().shape(config) | layers | sizes
