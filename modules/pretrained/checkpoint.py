@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -32,6 +32,9 @@ from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.targets.shape import TargetShape, family_of, own_shape, plain_shape, stated_dtype, text_config
 from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 INDEX = "model.safetensors.index.json"
 UNQUANTIZED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
@@ -236,7 +239,7 @@ class Checkpoint:
         return has_tokenizer(self.directory)
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Who changes its chat template takes a copy."""
         return read_tokenizer(self.directory, self.config, self.path)
 
@@ -296,7 +299,7 @@ def opened(model: str | Path | Checkpoint) -> Checkpoint:
     return model if isinstance(model, Checkpoint) else Checkpoint(model)
 
 
-def load_tokenizer(model: str | Path | Checkpoint) -> Any:
+def load_tokenizer(model: str | Path | Checkpoint) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model."""
     return opened(model).tokenizer
 

@@ -13,7 +13,8 @@ import logging
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.llama import empty_model
 from draftsmith.modules.targets.shape import llama_config
 from draftsmith.modules.types import InputError, describe_error
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+    from numpy.typing import DTypeLike
 
 logger = logging.getLogger("draftsmith")
 
@@ -65,7 +70,7 @@ MOST_ITEMS = 2**22  # of an array: ten times the merges of a large vocabulary
 REMEDY = "Use a GGUF file of Llama, Mistral, Qwen2 or Qwen3, or the model's transformers directory."
 
 
-def gguf_package() -> Any:
+def gguf_package() -> ModuleType:
     """Import the package `gguf`; raise InputError naming the extra that installs it."""
     try:
         import gguf
@@ -152,7 +157,7 @@ def quantization(directory: Path) -> str | None:
     return f"{record['sha256'][:16]}: {', '.join(f'{count} {name}' for name, count in record['types'].items())}"
 
 
-def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     """Return the metadata of a GGUF file, and its tensors as the package `gguf` maps them, by name."""
     gguf_package()
     try:
@@ -173,7 +178,7 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def bounded_reader(file: Path) -> Any:
+def bounded_reader(file: Path) -> GGUFReader:
     """Return the reader of the package `gguf`, which raises EOFError where a count leads beyond the file's end.
 
     Its own class goes on behind the end: an array of 2^62 numbers would take as many rounds, and memory for each.
@@ -182,7 +187,7 @@ def bounded_reader(file: Path) -> Any:
     types = gguf_package().GGUFValueType
 
     class BoundedReader(gguf_package().GGUFReader):  # type: ignore[misc]
-        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
+        def _get(self, offset: int, dtype: DTypeLike, count: int = 1, *order: object, **named: object) -> np.ndarray:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             numbers = super()._get(offset, dtype, min(int(count), len(self.data)), *order, **named)
             if (offset, end) == (8, 24):  # the numbers of tensors and of settings
@@ -191,7 +196,7 @@ def bounded_reader(file: Path) -> Any:
                 raise EOFError(f"entries of {end:,} bytes in {len(self.data):,}")
             return numbers
 
-        def _get_field_parts(self, offset: int, kind: int) -> Any:
+        def _get_field_parts(self, offset: int, kind: int) -> tuple[object, ...]:
             if kind == types.ARRAY:
                 (item,), (count,) = self._get(offset, np.uint32), self._get(offset + 4, np.uint64)
                 number = self.gguf_scalar_to_np.get(types(item))
@@ -203,7 +208,7 @@ def bounded_reader(file: Path) -> Any:
     return BoundedReader(file)
 
 
-def read_tensor(tensor: Any) -> Tensor:
+def read_tensor(tensor: ReaderTensor) -> Tensor:
     """Return a tensor of a GGUF file, as `open_gguf` maps it, in float32, or its integers."""
     if tensor.tensor_type.name in INTEGERS:
         return torch.from_numpy(tensor.data.copy())
@@ -236,7 +241,7 @@ def copied_tokenizer(file: Path) -> dict[str, Any]:
     return {name: value for name, value in copied_metadata(file).items() if name.startswith("tokenizer.")}
 
 
-def copied_metadata(file: Path) -> dict[str, tuple[Any, ...]]:
+def copied_metadata(file: Path) -> dict[str, tuple[object, ...]]:
     """Return all metadata of a GGUF file as `write_gguf` takes them, with their types."""
     fields = bounded_reader(file).fields
     return {
@@ -271,7 +276,7 @@ def _write_shard(directory: Path, number: int, shard: Mapping[str, Tensor]) -> d
     return dict.fromkeys(shard, name)
 
 
-def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     """Return transformers' `config.json` of a GGUF model."""
     kind = str(fields.get("general.architecture"))
     check_architecture(file, kind)
@@ -311,7 +316,7 @@ def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, An
     return config
 
 
-def _check_metadata(file: Path, kind: str, fields: Mapping[str, Any]) -> None:
+def _check_metadata(file: Path, kind: str, fields: Mapping[str, object]) -> None:
     """Raise InputError for a setting of the architecture that we do not compute with."""
     for name, value in fields.items():
         setting = name.removeprefix(f"{kind}.")
@@ -320,7 +325,9 @@ def _check_metadata(file: Path, kind: str, fields: Mapping[str, Any]) -> None:
         raise InputError("model", f"{file} with {name} {str(value)[:80]}", "settings of plain Llama layers", REMEDY)
 
 
-def _read_weights(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _read_weights(
+    file: Path, config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Dequantize one tensor after the other, under transformers' names."""
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     for name, tensor in tensors.items():

@@ -9,11 +9,14 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from draftsmith.modules.pretrained.identity import encoding_hash, template_hash
 from draftsmith.modules.pretrained.reading import read_model_json
 from draftsmith.modules.types import InputError, describe_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("draftsmith")
 TRUST = "Pass --trust-remote-code if you trust it."
@@ -34,7 +37,7 @@ def trust_code() -> None:
     _trusted = True
 
 
-def read_tokenizer(directory: Path, config: Mapping[str, object], name: str) -> Any:
+def read_tokenizer(directory: Path, config: Mapping[str, object], name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from its files. config: config.json of its model. name: of the model, for errors."""
     from transformers import AutoTokenizer, PreTrainedConfig
 
@@ -60,7 +63,7 @@ def read_tokenizer(directory: Path, config: Mapping[str, object], name: str) -> 
     return tokenizer
 
 
-def tokenizer_identity(directory: Path, tokenizer: Any) -> dict[str, str]:
+def tokenizer_identity(directory: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return content hashes: `tokenizer` (vocabulary with special tokens), `encoding` (everything that turns text into
     ids) and `chat_template`."""
     # Two models must share this map of texts to ids, special tokens included, to compare token ids.
@@ -72,7 +75,7 @@ def tokenizer_identity(directory: Path, tokenizer: Any) -> dict[str, str]:
     }
 
 
-def closing_tokens(tokenizer: Any) -> tuple[int, ...]:
+def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the special tokens that the chat template writes directly behind an answer, if it writes any there."""
     said = {"content": "draftsmith answer", "reasoning_content": "draftsmith thought", "thinking": "draftsmith thought"}
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -89,7 +92,9 @@ def closing_tokens(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def end_tokens(directory: Path, text: Mapping[str, object], tokenizer: Any | None) -> tuple[int, ...]:
+def end_tokens(
+    directory: Path, text: Mapping[str, object], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[int, ...]:
     """Return the tokens that end an answer: those that the model's files list, and, as in vLLM and SGLang, the
     tokenizer's own; and the first one with which the chat template closes an answer, if all of these lack it.
 
