@@ -47,21 +47,27 @@ from draftsmith.train.strategies import local_device, model_dtype
 
 
 def with_shape(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
-    """Fill in the shape of the head given as --init.
+    """Fill in the shape of the head, that of --init if there is one, and the share of the target's tokens in labels of
+    mixed text.
 
     Raises:
-        InputError: no drafter, no head at --init, or another shape asked for.
+        InputError: no drafter, no head at --init, another shape asked for, or a share for drafts of a head.
     """
     # Check the drafter first: its error is the one to read.
     _ = read_model(config)
+    if kind_at(config.draft) is None:
+        config = dataclasses.replace(config, mix=0.15 if config.mix is None else config.mix)
+    elif config.mix is not None:
+        raise InputError("mix", config.mix, "labels of mixed text: a head's drafts are not mixed", "Leave it out.")
+    num_blocks = 3 if config.num_blocks is None else config.num_blocks
+    own: dict[str, Any] = {"num_blocks": num_blocks, "tied": bool(config.tied)}
     if config.init is None:
-        return config
+        return dataclasses.replace(config, **own)
     settings = starting_settings(config.init, "acceptance")
-    own = {name: getattr(settings, name) for name in ("num_blocks", "tied")}
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    own = {name: getattr(settings, name) for name in own}
     for name, value in own.items():
         asked = getattr(config, name)
-        if asked not in (defaults[name], value):
+        if asked not in (None, value):
             found, expected = f"{name} {asked} asked of {config.init}", f"{name} {value}, as that head has"
             raise InputError("init", found, expected, "Leave the setting out, or train without --init.")
     return dataclasses.replace(config, **own)
@@ -101,7 +107,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
     def open_labels(path: Path) -> ArtifactDataset:
         identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size
         kind = "rollouts" if rollouts else "acceptance"
-        return open_dataset(path, kind, identity, vocab_size=vocab_size, mix=config.mix, seed=config.seed)
+        return open_dataset(path, kind, identity, vocab_size=vocab_size, mix=config.mix or 0.0, seed=config.seed)
 
     train = open_labels(config.data)
     val = open_labels(config.val) if config.val is not None else None
@@ -132,7 +138,7 @@ def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead
         InputError: --init is no acceptance head, or an option contradicts its shape.
     """
     config = with_shape(config)
-    settings = AcceptanceHeadConfig(hidden_size, config.num_blocks, config.w_acc, config.w_rej, config.tied)
+    settings = AcceptanceHeadConfig(hidden_size, config.num_blocks or 0, config.w_acc, config.w_rej, bool(config.tied))
     if config.init is not None:
         head = cast(AcceptanceHead, starting_head(config.init, "acceptance", hidden_size))
         head.config = settings

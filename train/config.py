@@ -375,18 +375,18 @@ class TrainAcceptanceConfig(TrainConfig):
         target: The target model, if the draft is a head: it makes what the head reads.
         init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks; the loss
             weights are those given here.
-        num_blocks: Residual blocks of the head.
-        tied: Apply one block num_blocks times, as the paper's published code does.
+        num_blocks: Residual blocks of the head. Default: 3, or those of init.
+        tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens.
-        mix: Probability that a draft model reads the target's token instead of its own.
+        mix: Probability that a draft model reads the target's token instead of its own. Default: 0.15.
     """
 
     draft: str
     target: str | None = None
     init: Path | None = volatile(None)
-    num_blocks: int = 3
-    tied: bool = False
+    num_blocks: int | None = None
+    tied: bool | None = None
     w_acc: float = 1.0
     w_rej: float = 6.0
-    mix: float = 0.15
+    mix: float | None = None

@@ -7,13 +7,52 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+from collections.abc import Mapping
 from importlib.machinery import FileFinder
+from types import ModuleType
 
 from draftsmith.modules import drafters
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.method import Method
 from draftsmith.modules.drafters.method_names import known_methods
-from draftsmith.modules.drafters.methods import methods_of
+from draftsmith.modules.drafters.methods import OF_HEADS, methods_of
 from draftsmith.modules.drafters.settings import Kind
 from draftsmith.modules.types import InputError
+
+NAME = re.compile(r"[\w+-]+")  # what a method's name can be where users write it
+
+
+def listed_heads(module: ModuleType) -> list[type[DraftHead]]:
+    """Return what a file lists in HEADS; raise InputError for anything but classes of heads."""
+    heads, where = getattr(module, "HEADS", ()), f"HEADS of {module.__file__}"
+    if not isinstance(heads, tuple | list):
+        raise InputError(where, repr(heads), "a tuple of classes", "Write HEADS = (MyHead,).")
+    for head in heads:
+        if not (isinstance(head, type) and issubclass(head, DraftHead)):
+            raise InputError(where, repr(head), "a class that derives from DraftHead", "Correct it.")
+        if absent := [name for name in ("kind", "Config", "Settings") if not hasattr(head, name)]:
+            raise InputError(where, f"{head.__name__} without {', '.join(absent)}", "a whole DraftHead", "Define it.")
+        if not isinstance(head.kind, str) or not NAME.fullmatch(head.kind):
+            raise InputError(where, repr(head.kind), "a kind of letters, digits, +, - and _", "Rename it.")
+        if not isinstance(head.drafts, tuple) or not set(head.drafts) <= OF_HEADS.keys():
+            found, expected = f"drafts {head.drafts!r} of {head.__name__}", f"some of {tuple(OF_HEADS)}"
+            raise InputError(where, found, expected, "Correct it.")
+    return list(heads)
+
+
+def listed_methods(module: ModuleType) -> dict[str, Method]:
+    """Return what a file lists in METHODS; raise InputError for anything but methods by their names."""
+    methods, where = getattr(module, "METHODS", {}), f"METHODS of {module.__file__}"
+    if not isinstance(methods, Mapping):
+        raise InputError(where, repr(methods), "methods by their names", 'Write METHODS = {"mine": MyMethod()}.')
+    for name, method in methods.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise InputError(where, repr(name), "a name of letters, digits, +, - and _", "Rename it.")
+        if not isinstance(method, Method):
+            expected = "an object of a class that derives from Method"
+            raise InputError(where, f"{name}: {method!r}", expected, f'Write "{name}": MyMethod().')
+    return dict(methods)
 
 
 def add_folder(folder: str) -> None:
@@ -22,8 +61,8 @@ def add_folder(folder: str) -> None:
     A file NAME.py is imported as `draftsmith.modules.drafters.NAME`; files of the folder import each other relatively.
 
     Raises:
-        InputError: the folder holds no Python files or none that lists anything, or a file, head or method with a name
-            that is taken.
+        InputError: the folder holds no Python files or none that lists anything, a file lists something else than heads
+            and methods, or a name is taken.
     """
     modules = list(pkgutil.iter_modules([folder]))
     if not modules:
@@ -43,12 +82,12 @@ def add_folder(folder: str) -> None:
         module = importlib.import_module(f"{drafters.__name__}.{name}")
         kinds = {
             head.kind: Kind(f"{name}:{head.__name__}", head.Settings, (module.__doc__ or name).splitlines()[0])
-            for head in getattr(module, "HEADS", ())
+            for head in listed_heads(module)
         }
         if clash := sorted(kind for kind in kinds if drafters.HEADS.get(kind, kinds[kind]) != kinds[kind]):
             raise InputError("HEADS", f"{', '.join(clash)} in {name}.py", "kinds that are not taken", "Rename it.")
         drafters.HEADS |= kinds
-        methods = dict(getattr(module, "METHODS", {}))
+        methods = listed_methods(module)
         for kind in kinds:
             methods |= methods_of(kind)
         if clash := sorted(key for key in methods if known_methods().get(key, methods[key]) != methods[key]):

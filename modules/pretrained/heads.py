@@ -81,8 +81,18 @@ def kind_at(path: str | Path) -> str | None:
             found = f"{directory}, the directory of a training"
             raise InputError("head", found, "the head in it", f"Pass {directory / 'best'}.")
         return None
-    kind = read_object(directory / "config.json", {}).get("kind")
-    return kind if kind in head_kinds() else None
+    config = read_object(directory / "config.json", {})
+    if "head" not in config:
+        return None  # a draft model that was trained
+    check_known(directory, kind := config.get("kind"))
+    return str(kind)
+
+
+def check_known(directory: Path, kind: object) -> None:
+    """Raise InputError for a kind of head that is not registered."""
+    if kind not in head_kinds():
+        remedy = f"{directory} is a plug-in's head: name its folder in DRAFTSMITH_DRAFTERS. Or train it again."
+        raise InputError("kind", kind, " or ".join(head_kinds()), remedy)
 
 
 def _is_head(directory: Path) -> bool:
@@ -171,8 +181,7 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
             raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", REMEDY)
     shape = {"kind": object, "head": dict, "target?": (dict, None), "sampling?": (dict, None)}
     config = read_object(directory / "config.json", shape, REMEDY)
-    if config["kind"] not in head_kinds():
-        raise InputError("kind", config["kind"], " or ".join(head_kinds()), f"{directory} is no head of this version.")
+    check_known(directory, config["kind"])
     if kind not in (None, config["kind"]):
         found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(str(kind))} head"
         raise InputError("head", found, expected, "Pass it with its own flag.")

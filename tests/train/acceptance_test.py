@@ -130,6 +130,7 @@ def test_training_starts_from_a_given_head(artifacts, tmp_path):
     ("settings", "changes", "found"),
     [
         ({}, {"num_blocks": 2}, "num_blocks 2 asked of .*expected num_blocks 3, as that head has"),
+        ({"num_blocks": 1}, {"num_blocks": 3}, "num_blocks 3 asked of .*expected num_blocks 1"),  # the default, given
         ({}, {"tied": True}, "tied True asked of .*expected tied False"),
         ({"width": 16}, {}, "of width 16, expected width 32"),
     ],
@@ -240,5 +241,7 @@ def test_a_head_of_another_drafter_is_refused(artifacts, eagle, rollouts, tmp_pa
         chain = EagleHead(EagleConfig.for_target(load_lm(str(artifacts.target)).config))
         other = save_head(tmp_path / "other-eagle", chain, {}, "card")
         run(dataclasses.replace(settings, draft=str(other)))
+    with pytest.raises(InputError, match=r"^mix: found 0\.5"):
+        run(dataclasses.replace(settings, mix=0.5))
     with pytest.raises(InputError, match=r"max_length: found 20.*label shorter responses"):
         run(dataclasses.replace(settings, max_length=20))

@@ -20,7 +20,7 @@ from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import known_methods, parse_method
 from draftsmith.modules.drafters.plug_ins import add_folder
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.heads import drafter_identity, load_draft_head, load_head
+from draftsmith.modules.pretrained.heads import drafter_identity, kind_at, load_draft_head, load_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
@@ -131,3 +131,34 @@ def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artifa
     batch = collate_features([text_dataset(artifacts.responses, Checkpoint(artifacts.target))[3]])
     online = FeatureSource(target, (0, 1)).compute(batch.input_ids, [])[0]
     torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16
+
+
+GOOD = "class Mine(DraftHead):\n    kind = 'mine'\n    Config = Settings = int\n"
+HEAD = f"from draftsmith.modules.drafters.base import DraftHead\n{GOOD}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"{HEAD}HEADS = Mine", "a tuple of classes"),
+        ("HEADS = ('mine',)", "derives from DraftHead"),
+        (f"{HEAD.replace('    kind', '    sort')}HEADS = (Mine,)", "Mine without kind"),
+        (f"{HEAD.replace('mine', 'my:ne')}HEADS = (Mine,)", "a kind of letters"),
+        (f"{HEAD}    drafts = ('chains',)\nHEADS = (Mine,)", "some of .'chain'"),
+        (f"{HEAD}    drafts = 'chain'\nHEADS = (Mine,)", "some of .'chain'"),
+        ("METHODS = [1]", "methods by their names"),
+        ("METHODS = {'mine': int}", "Write .mine.: MyMethod"),
+        ("from draftsmith.modules.drafters.methods import METHODS as OWN\nMETHODS = {'st:re': OWN['ar']}", "a name of"),
+    ],
+)
+def test_a_folder_that_lists_something_else_is_refused_by_its_file(tmp_path, drafters_registry, text, found):
+    name = f"plug_{abs(hash(text))}"  # Python imports a name once
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(InputError, match=f"^(HEADS|METHODS) of .*{name}.*{found}"):
+        add_folder(str(tmp_path))
+
+
+def test_a_head_whose_folder_is_not_registered_is_said_to_be_one(trained, monkeypatch):
+    monkeypatch.delitem(drafters.HEADS, "bigram")
+    with pytest.raises(InputError, match=r"^kind: found bigram, .*DRAFTSMITH_DRAFTERS"):
+        kind_at(trained)
