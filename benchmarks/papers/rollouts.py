@@ -285,7 +285,7 @@ class ChainRecorder:
         # One token more than is kept: the state after a token exists once the next forward has read it.
         self._drafter = build_chains(models, drafter, FixedLengthStop(how.depth + 1))
         self._views = list[DraftView]()
-        self._drafter.on_token = self._views.append
+        self._drafter.on_token = lambda view: self._views.append(view)  # a new list each round
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:

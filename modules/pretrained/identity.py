@@ -1,10 +1,11 @@
 """Content hashes that identify a model and its tokenizer.
 
-Of the weights, every tensor's name, shape and kind is hashed, and of its values four runs of 512 spread over it, in
+Of the weights, every tensor's name, shape and kind is hashed, and of its values sixteen runs of 128 spread over it, in
 bfloat16: the same weights have the same hash in other shards, under other file names and in other floating-point types.
-A model of 140 GB is identified in seconds, because about 4 KB of each tensor are read. So a change outside of these
-runs, of a tensor that keeps its shape, is not noticed: some rows of an embedding that were trained for new tokens, or
-values that somebody edits to deceive. Training, merging and rounding change every value.
+A model of 140 GB is identified in seconds, because about 4 KB of each tensor are read. So a change between these runs,
+of a tensor that keeps its shape, is not noticed: rows of an embedding that were trained for new tokens, or values that
+somebody edits to deceive, up to a fifteenth of each tensor in one piece. Training, merging and rounding change every
+value.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from draftsmith.modules.pretrained.reading import StoredTensor, read_model_json
 from draftsmith.modules.targets.shape import text_config
 
-RUN, NUM_RUNS = 512, 4  # values of a run, runs of a tensor
+RUN, NUM_RUNS = 128, 16  # values of a run, runs of a tensor
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Ends of the names of output embeddings.
 OUTPUT_NAMES = ("lm_head.weight", "embed_out.weight")

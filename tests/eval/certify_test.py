@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from states_server import StatesServer
-from worlds import captured_head
+from worlds import captured_head, run_models
 
+from draftsmith.data.engines import own
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.prompts import PromptsConfig
@@ -21,7 +22,9 @@ from draftsmith.data.responses import run as answer
 from draftsmith.eval.bets import DraftedPlace, Evidence, decided_tokens, ends_as_asked
 from draftsmith.eval.certify import Answered, CertifyConfig, ServerAnswers, greedy_test, run, sampling_test
 from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.plain import PromptAnswer
+from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -68,15 +71,40 @@ def prompts(models, tmp_path_factory) -> Path:
     )
 
 
+def drafted_rows(draft: str):
+    """`generate_rows` as a server drafts: with a draft model, each answer by itself."""
+
+    def rows(lm, prompts, params, max_new_tokens, batch_size, sources, eos_ids):
+        drafter = parse_method("spec:k=5").build(run_models(lm, load_lm(draft), capacity=400))
+        for number, prompt in enumerate(prompts):
+            yield number, generate_one(lm, drafter, prompt, params, max_new_tokens, sources(number), eos_ids).tokens
+
+    return rows
+
+
 def answers(models, prompts: Path, output: Path, draft: bool = True, **changes: Any) -> Path:
     options: dict[str, Any] = {"max_new_tokens": 64, "ignore_eos": True, "batch_size": 32, "seed": 1, **changes}
-    options |= {"draft": models["draft"]} if draft else {}
-    return answer(ResponsesConfig(prompts=prompts, target=models["target"], output=output, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        if draft:
+            patch.setattr(own, "generate_rows", drafted_rows(models["draft"]))
+        return answer(ResponsesConfig(prompts=prompts, target=models["target"], output=output, **options))
 
 
 @pytest.fixture(scope="module")
 def control(models, prompts, tmp_path_factory) -> Path:
     return answers(models, prompts, tmp_path_factory.mktemp("control") / "plain", draft=False, seed=2)
+
+
+@pytest.fixture(scope="module")
+def honest(models, prompts, tmp_path_factory) -> Path:
+    return answers(models, prompts, tmp_path_factory.mktemp("honest") / "answers")
+
+
+@pytest.fixture(scope="module")
+def mistaken(models, prompts, tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchSource, "accept", accepts_too_often)
+        return answers(models, prompts, tmp_path_factory.mktemp("mistaken") / "answers")
 
 
 def accepts_too_often(source: TorchSource, prob: float) -> bool:
@@ -90,10 +118,7 @@ def certified(models, tmp_path, served: Path, control: Path | None, **changes: A
     return run(config), json.loads((tmp_path / "certificate" / "results.json").read_text())["answers"]
 
 
-def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, prompts, control, tmp_path, monkeypatch):
-    honest = answers(models, prompts, tmp_path / "honest")
-    monkeypatch.setattr(TorchSource, "accept", accepts_too_often)
-    mistaken = answers(models, prompts, tmp_path / "mistaken")
+def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, honest, mistaken, control, tmp_path):
     for served, ttt_steps in ((honest, True), (mistaken, False)):
         code, (plain, server) = certified(models, tmp_path, served, control, draft=models["draft"])
         plain_test, test = plain["sampling"], server["sampling"]
@@ -104,11 +129,8 @@ def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, pr
 
 
 def test_a_server_that_scores_answers_by_its_log_probabilities_finds_the_mistake_too(
-    models, prompts, control, tmp_path, monkeypatch
+    models, honest, mistaken, control, tmp_path
 ):
-    honest = answers(models, prompts, tmp_path / "honest")
-    monkeypatch.setattr(TorchSource, "accept", accepts_too_often)
-    mistaken = answers(models, prompts, tmp_path / "mistaken")
     lm = load_lm(models["target"])
     with StatesServer(lm, (), tmp_path / "states", connector=False) as server:
         for served, passes in ((honest, True), (mistaken, False)):

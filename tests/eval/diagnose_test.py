@@ -28,6 +28,7 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.launch.training import run as train_and_explain
 from draftsmith.modules.formats.readings import other_weights, reversed_states
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
@@ -390,13 +391,13 @@ def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
     data = Manifest.read(world.responses)
     rows = list(Rows(world.responses, data).iterate())
     moved = [{**row, "loss_mask": torch.tensor(row["loss_mask"]).roll(by).tolist()} for row in rows]
-    finding = template(str(world.target), moved, data)
+    finding = template(Checkpoint(world.target), moved, data)
     assert finding.lost == 1 and "<|assistant|>" in finding.advice
     other = dataclasses.replace(data, identity={**data.identity, "chat_template": "0123"})
-    assert "another template" in template(str(world.target), rows, other).advice
+    assert "another template" in template(Checkpoint(world.target), rows, other).advice
     own = data.identity["chat_template"]
-    assert not template(str(world.target), rows, data, own).lost
-    assert "trained on another template" in template(str(world.target), rows, data, "0123").advice
+    assert not template(Checkpoint(world.target), rows, data, own).lost
+    assert "trained on another template" in template(Checkpoint(world.target), rows, data, "0123").advice
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("eagle3", 20), ("medusa", 19)])
