@@ -29,14 +29,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def drafters_registry(monkeypatch):
-    """Restore the registry of drafters after a test that adds a folder to it."""
+    """Restore the registries of drafters, methods and commands after a test that adds a folder to them."""
+    from draftsmith.launch.commands import COMMANDS, SECTIONS
     from draftsmith.modules import drafters
     from draftsmith.modules.drafters.method_names import known_methods
 
     monkeypatch.setenv("DRAFTSMITH_DRAFTERS", "")
     monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
     monkeypatch.setattr(drafters, "HEADS", dict(drafters.HEADS))
-    methods = dict(known_methods())
+    registries = known_methods(), COMMANDS, SECTIONS["Train heads"]
+    before = [dict(registry) for registry in registries]
     yield
-    known_methods().clear()
-    known_methods().update(methods)
+    for registry, own in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(own)

@@ -105,6 +105,7 @@ def test_a_policy_on_the_command_line(drafters_registry, capsys, monkeypatch):
     assert "streak:low=2: drafted and accepted" in capsys.readouterr().err
 
 
+OWN_METHODS = "from draftsmith.modules.drafters.methods import METHODS as OWN\n"
 BIGRAM = (EXAMPLES / "drafters" / "bigram.py").read_text()
 
 
@@ -117,7 +118,7 @@ BIGRAM = (EXAMPLES / "drafters" / "bigram.py").read_text()
             "drafters: found prompt_lookup in .*, expected names that",
         ),
         ({"eagle3.py": "", "mine.py": ""}, "drafters: found eagle3 in"),
-        ({"stops.py": "METHODS = {'pld': None}"}, "METHODS: found pld in stops.py"),
+        ({"stops.py": f"{OWN_METHODS}METHODS = {{'pld': OWN['spec']}}"}, "METHODS: found pld in stops.py"),
         (
             {"mine.py": BIGRAM.replace('kind = "bigram"', 'kind = "eagle"')},
             "HEADS: found eagle in mine.py, expected kinds",

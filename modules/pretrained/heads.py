@@ -82,10 +82,12 @@ def kind_at(path: str | Path) -> str | None:
             raise InputError("head", found, "the head in it", f"Pass {directory / 'best'}.")
         return None
     config = read_object(directory / "config.json", {})
-    if "head" not in config:
-        return None  # a draft model that was trained
-    check_known(directory, kind := config.get("kind"))
-    return str(kind)
+    kind = config.get("kind")
+    # A draft model that was trained has neither.
+    if kind in head_kinds() or "head" in config:
+        check_known(directory, kind)
+        return str(kind)
+    return None
 
 
 def check_known(directory: Path, kind: object) -> None:
