@@ -169,6 +169,7 @@ class BareLoop:
         self.work, self.config = work, config
         self.head = copy.deepcopy(work.head)
         if compiled:
+            # The compiled function takes the method's place on this head alone, which mypy allows of no method.
             self.head.unroll = torch.compile(self.head.unroll, dynamic=True)  # type: ignore[method-assign]
         groups = [
             {"params": [p for p in self.head.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},

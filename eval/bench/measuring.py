@@ -149,7 +149,7 @@ class PromptRunner:
     def run_all(self, prompts: Sequence[BenchPrompt], journal: Journal) -> list[Row]:
         """Measure all prompts at all temperatures, but for those that the journal holds. Return the rows of all.
 
-        Methods first load what they had learned when the journal ended.
+        Methods that learn first load the state that the journal ends with.
 
         Raises:
             InputError: no prompt could be measured.

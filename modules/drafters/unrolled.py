@@ -160,7 +160,7 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
     @property
     @abstractmethod
     def fusion(self) -> nn.Linear:
-        """The matrix that joins what it reads to its own width."""
+        """Linear layer that maps the joined embeddings and states to the head's width."""
 
     @property
     def tokens(self) -> Tensor | None:

@@ -172,7 +172,7 @@ class ManyRows:
         self._cache.wipe(0, rows)
 
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts in these rows, in groups of like lengths, whoever had the rows before.
+        """Read prompts in these rows, in groups of similar length; the rows may hold earlier sequences.
 
         Returns the logits [R, V] of their last tokens.
         """

@@ -77,7 +77,7 @@ class TargetFacts:
 
     @cached_property
     def kinds(self) -> list[LayerKind]:
-        """What each layer caches."""
+        """Kind of each layer's cache."""
         return layer_kinds(self.text)
 
     @property

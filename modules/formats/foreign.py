@@ -65,7 +65,7 @@ def head_kind(package: Package) -> str:
     """Return the kind of our heads that a directory holds.
 
     Raises:
-        InputError: names what it is instead: another public head, a whole model, one of our heads, or unknown.
+        InputError: another public head, a whole model, one of our heads, or an unknown directory; it says which.
     """
     names = Names(package)
     named = f", {names.architecture}" if names.architecture else ""

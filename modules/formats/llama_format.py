@@ -146,7 +146,7 @@ class HeadFiles:
             names = [name for name in self.tensors if re.fullmatch(pattern, name)]
             zero = not any(bool(self.tensors[name].any()) for name in names)
             if created[part] and not names and not (part == "o" and self.format.zero_bias):
-                # To whoever trains heads, `bias` is that of fc. SGLang's fc has one whatever config.json says.
+                # Trainers write `bias` for fc alone. SGLang's fc has a bias whatever config.json says.
                 if part != "fc" or self.raw.get("bias") is not False:
                     found = f"no {part} bias in the file, where config.json makes {self.format.system} create one"
                     raise InputError("weights", found, "its values, which would be random", NO_BIAS)
@@ -232,7 +232,8 @@ class LlamaFormat(HeadFormat, Generic[C]):
         model_type: of the layers in `config.json`. vocabularies: fields that must be the target's whole vocabulary.
         plain_values: fields that change the forward, and the values under which our heads compute the same.
         marks: fields of `config.json`, or values of `architectures`, that no other system's directories have.
-        families, lacking: of targets whose layers' states it gives the head, None for all; what it does with others.
+        families: model types of targets whose layers' states the system gives the head; None for all.
+        lacking: what the system does with other targets, for the error.
         bias_fields: of `config.json`, any of which lets the system create a bias.
         prefix: it also reads names that begin with `model.`.
         zero_bias: it fills attention biases with zeros before it loads.

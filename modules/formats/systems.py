@@ -83,7 +83,7 @@ def shown(value: object) -> str:
 
 
 def built_by_class(files: HeadFiles, classes: Sequence[str], raw: Raw) -> Wrong:
-    """Return what is wrong with the names by which a server builds the head. raw: what it reads of `config.json`."""
+    """Return wrong class names and model types. raw: the fields of `config.json` that the server reads."""
     name, model_type, wanted = architecture(raw), raw.get("model_type"), files.format.model_type
     # transformers fills missing fields by the type: those that Llama's layers read are then not Llama's.
     alike = wanted == "llama" and model_type in LIKE_LLAMA and all(name in raw for name in FILLED)

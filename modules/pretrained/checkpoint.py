@@ -110,7 +110,7 @@ class Checkpoint:
 
     @cached_property
     def facts(self) -> TargetFacts:
-        """What formats need to know of the model, without its tables."""
+        """Facts of the model that formats need, without its tensors."""
         return TargetFacts(self.config)
 
     # -- weights

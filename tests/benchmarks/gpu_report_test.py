@@ -81,7 +81,7 @@ def test_a_section_that_fails_or_is_late_leaves_the_others(tmp_path, monkeypatch
 
 
 def test_ideal_times_by_hand():
-    """Of one row, five drafted tokens a round: bytes over bandwidth, or products where these take longer."""
+    """Compute times of rounds of five drafted tokens: bytes over bandwidth, or products where these take longer."""
     config = GpuReportConfig(output=Path("."), **SMALL)
     subjects = Subjects.of(config)
     weights = subjects.models.target.model
