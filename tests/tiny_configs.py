@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB, CONTEXT, WINDOW, LAYERS = 97, 96, 24, 4
@@ -168,8 +168,8 @@ def random_model(config: Any, seed: int = 5) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         # Checkpoints of a family that sees are of the whole model.
-        sees = type(config) in AutoModelForImageTextToText._model_mapping
-        auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        sees = type(config) in AutoModelForMultimodalLM._model_mapping
+        auto = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
         model = auto.from_config(config, dtype=torch.float32).eval()
         for name, weight in model.named_parameters():
             noise = torch.randn_like(weight)

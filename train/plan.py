@@ -30,6 +30,7 @@ from draftsmith.modules.engine.lean import MLP_ROWS
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.llama_config import LlamaConfig, layers_of
 from draftsmith.modules.losses import row_chunks
+from draftsmith.modules.pretrained.auto import auto_class, drop_towers
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.models import weight_type
@@ -138,15 +139,15 @@ def meta_target(checkpoint: Checkpoint, outer: bool) -> nn.Module:
     with torch.device("meta"):
         if outer or not shape.reasons:
             return LlamaModel(layers_of(shape, num_layers=0) if outer else shape)
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         try:
-            config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            config = checkpoint.known
+            model: nn.Module = auto_class(config).from_config(config, trust_remote_code=checkpoint.trust_remote_code)
         except Exception as error:  # each family refuses in its own way
             remedy = "Plan with --features vllm, which counts no layer of it."
             found = f"{checkpoint.path} ({describe_error(error)})"
             raise InputError("target", found, "a causal model that transformers builds", remedy) from error
+        drop_towers(model)
+        return model
 
 
 def meta_head(config: TrainDrafterConfig, target: LlamaConfig) -> DraftHead:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftsmith.modules.formats.base import FLOATS, TargetFacts, same_values
 from draftsmith.modules.llama_config import LlamaConfig, config_object
+from draftsmith.modules.pretrained.auto import read_config
 from draftsmith.modules.pretrained.gguf import RECORD, quantization
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import model_identity
@@ -34,7 +35,7 @@ from draftsmith.modules.targets.shape import TargetShape, family_of, own_shape, 
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 INDEX = "model.safetensors.index.json"
 UNQUANTIZED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
@@ -72,17 +73,19 @@ class Checkpoint:
         return read_model_json(self.directory / "config.json", CONFIG)
 
     @cached_property
+    def known(self) -> PreTrainedConfig:
+        """config.json as transformers reads it (`auto.read_config`)."""
+        return read_config(self.directory, self.config, self.trust_remote_code)
+
+    @cached_property
     def text(self) -> dict[str, Any]:
         """The settings of the text part, with the defaults of its family, which files leave out (Gemma 3).
 
         Of a family that transformers does not know they are those of config.json.
         """
-        from transformers import AutoConfig
-
         config = text_config(self.config)
         try:
-            # Without an answer of ours transformers asks whether to run code of the model's.
-            known = AutoConfig.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code)
+            known = self.known
         except Exception:  # each family refuses in its own way
             return config
         return {**config, **known.get_text_config().to_dict()}

@@ -14,6 +14,7 @@ import torch
 
 from draftsmith.modules.formats.base import same_values
 from draftsmith.modules.llama_config import layers_of
+from draftsmith.modules.pretrained.auto import auto_class, drop_towers
 from draftsmith.modules.pretrained.checkpoint import SCALE, Checkpoint, opened
 from draftsmith.modules.pretrained.identity import tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean
@@ -204,19 +205,18 @@ def check_placed(model: Any) -> None:
 
 
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread: str) -> Any:
-    """Load a causal model with transformers, on the CPU unless `spread` (of `placement`) says otherwise.
+    """Load a model that reads text with transformers, on the CPU unless `spread` (of `placement`) says otherwise.
 
     dtype: `auto` is the checkpoint's own.
     """
-    from transformers import AutoModelForCausalLM
-
     # Raises for a directory with pickles only, which transformers would load, for a file that is damaged, and for a
     # pointer of git-lfs.
     directory, trusted = checkpoint.directory, checkpoint.trust_remote_code
     checkpoint.check_unquantized(by_transformers=True)
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=trusted, output_loading_info=True, **spread
+        config = checkpoint.known
+        model, loading = auto_class(config).from_pretrained(
+            directory, config=config, dtype=dtype, trust_remote_code=trusted, output_loading_info=True, **spread
         )
     except torch.OutOfMemoryError:
         # Memory says nothing about the checkpoint.
@@ -236,4 +236,5 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
     if scales := sorted(filter(SCALE.search, loading["unexpected_keys"])):
         raise checkpoint.quantized(f"{len(scales)} scales that transformers does not read, {scales[0]}")
+    drop_towers(model)
     return model

@@ -19,6 +19,7 @@ import torch
 
 from draftsmith.modules import layers
 from draftsmith.modules.llama_config import LlamaConfig
+from draftsmith.modules.pretrained.auto import auto_class, read_config
 from draftsmith.modules.pretrained.files import CannotWrite, cache_folder, make_directory, write_json
 from draftsmith.modules.pretrained.identity import config_hash
 from draftsmith.modules.targets.base import ModelInfo
@@ -82,16 +83,14 @@ def _cut(config: Mapping[str, Any], shape: LlamaConfig) -> tuple[LlamaConfig, di
 
 def _compare(shape: LlamaConfig, small: dict[str, Any]) -> str:
     """Return the difference between both engines' logits, empty if there is none."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (1, NUM_TOKENS), generator=generator)
     try:
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), torch.no_grad():
             # From a file, as for the model itself: transformers takes some files for those of another family.
             write_json(Path(folder, "config.json"), small)
-            settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False).eval()
+            settings = read_config(Path(folder), small, trusted=False)
+            model = auto_class(settings).from_config(settings, dtype=torch.float32, trust_remote_code=False).eval()
             for name, weight in model.named_parameters():
                 # Small embeddings, so that the norms' epsilon counts.
                 scale = 0.02 if "embed" in name else weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1

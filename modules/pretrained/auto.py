@@ -1,0 +1,50 @@
+"""transformers' classes for a config.json: of causal models, and of multimodal ones, which read text alone here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MODALITIES = ("image", "video", "audio")
+
+
+def read_config(directory: Path, raw: Mapping[str, Any], trusted: bool) -> PreTrainedConfig:
+    """Read config.json by the class of its family. trusted: that class may come with the model.
+
+    A family that transformers lacks is read as that of its class in `architectures`, as servers do: Kimi-K2
+    (`kimi_k2`) is a DeepseekV3ForCausalLM. Raises what transformers raises if it has neither.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if not trusted and raw.get("model_type") not in CONFIG_MAPPING:
+        classes = {name: family for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+        for name in raw.get("architectures") or ():
+            if family := classes.get(name):
+                return CONFIG_MAPPING[family].from_dict(dict(raw))
+    # Without an answer of ours transformers asks whether to run the model's code.
+    return AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' Auto class that has models of this config: of multimodal ones if there is no causal one."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    kinds = (AutoModelForCausalLM, AutoModelForMultimodalLM)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
+
+
+def drop_towers(model: Any) -> None:
+    """Drop the parts of a multimodal model that read images and sound: text never reaches them."""
+    from torch import nn
+
+    for modality in MODALITIES:
+        tower = model.get_encoder(modality)
+        for parent in model.modules():
+            for name, child in parent.named_children():
+                if child is tower:
+                    setattr(parent, name, nn.Identity())
