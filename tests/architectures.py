@@ -39,6 +39,7 @@ from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.proof import Proof, Reference, prove, prove_states
 from draftsmith.modules.targets.readout import Readout, candidates
+from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 from draftsmith.train.optimizers import make_optimizer
 
@@ -360,7 +361,8 @@ def exported(head: DraftHead, system: str, lm: CausalLM) -> bool | None:
     raw, config = facts.raw, head.config
     if system == "sglang" and head.kind == "eagle3" and facts.family in SGLANG_DEEPSEEK:
         # It cannot be given layers from 1 of these, as of a target with few layers; heads of real ones read from 2.
-        raw = {**raw, "num_hidden_layers": raw["num_hidden_layers"] + 1}
+        raw = {**text_config(raw), "model_type": raw["model_type"], "text_config": None}
+        raw["num_hidden_layers"] += 1
         config = replace(config, aux_layers=tuple(number + 1 for number in config.aux_layers))
     facts = TargetFacts(raw, lm.embed(list(range(lm.info.vocab_size))), lm.lm_head_weight())
     try:

@@ -30,7 +30,7 @@ from draftsmith.modules.engine.lean import MLP_ROWS
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.llama_config import LlamaConfig, layers_of
 from draftsmith.modules.losses import row_chunks
-from draftsmith.modules.pretrained.auto import auto_class, drop_towers
+from draftsmith.modules.pretrained.auto import auto_class, text_part
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.models import weight_type
@@ -141,13 +141,13 @@ def meta_target(checkpoint: Checkpoint, outer: bool) -> nn.Module:
             return LlamaModel(layers_of(shape, num_layers=0) if outer else shape)
         try:
             config = checkpoint.known
-            model: nn.Module = auto_class(config).from_config(config, trust_remote_code=checkpoint.trust_remote_code)
+            model = auto_class(config).from_config(config, trust_remote_code=checkpoint.trust_remote_code)
+            target: nn.Module = text_part(model)
         except Exception as error:  # each family refuses in its own way
             remedy = "Plan with --features vllm, which counts no layer of it."
             found = f"{checkpoint.path} ({describe_error(error)})"
             raise InputError("target", found, "a causal model that transformers builds", remedy) from error
-        drop_towers(model)
-        return model
+        return target
 
 
 def meta_head(config: TrainDrafterConfig, target: LlamaConfig) -> DraftHead:

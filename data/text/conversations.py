@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -57,6 +58,9 @@ FETCH = (
     "(NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench), and pass the file that it writes."
 )
 SHOWN_CHARS = 200  # of a row, in errors
+# Columns of rows, keys of turns and types of their parts that hold images, videos and sound.
+MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")
+TEXT_ONLY = "Heads learn from text alone. Pass --invalid drop to leave such rows out."
 
 
 # Columns beside a chat that are read if they hold this; else they are counted as ignored.
@@ -186,6 +190,7 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
         RowError: no known shape, an empty row, or values of another type than the shape's.
     """
     shape, column = chat_shape(row, mapping)
+    _check_text_only(row)
     beside = _beside(row, mapping)
     readable = {name: beside.pop(name) for name, fits in READABLE.items() if name in beside and fits(beside[name])}
     system, inputs = readable.get("system"), _template_inputs(readable)
@@ -392,8 +397,11 @@ def _role(turn: Any) -> str:
 def _with_text(turn: Mapping[str, Any], between: str) -> Mapping[str, Any]:
     """Return a turn whose content, if it is OpenAI's list of text parts, is one text."""
     role, content = _role(turn), turn.get("content")
+    _check_text_only(turn)
     if not isinstance(content, list):
         return turn
+    for part in content:
+        _check_text_only({part["type"]: part} if isinstance(part, Mapping) and "type" in part else {})
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         raise RowError("a turn holds something other than text")
     texts = [part.get("text") for part in content]
@@ -401,6 +409,13 @@ def _with_text(turn: Mapping[str, Any], between: str) -> Mapping[str, Any]:
         raise RowError("a part of a turn says it is text and has none")
     # Servers write a tool's parts one below the other with any template.
     return {**turn, "content": ("\n" if role == "tool" else between).join(texts)}
+
+
+def _check_text_only(fields: Mapping[str, Any]) -> None:
+    """Raise RowError for images, videos or sound among these fields."""
+    for name, value in fields.items():
+        if MEDIA.fullmatch(str(name)) and value not in EMPTY:
+            raise RowError(f"text with {name}, expected text alone", TEXT_ONLY, "media")
 
 
 def _filled(value: Any, what: str) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-MODALITIES = ("image", "video", "audio")
+# Names of these parts, as transformers' `get_encoder` has them.
+TOWER = re.compile(r"(^|\.)(visual|(vision|image|audio|speech)_(tower|model|encoder))$")
 
 
 def read_config(directory: Path, raw: Mapping[str, Any], trusted: bool) -> PreTrainedConfig:
@@ -38,13 +42,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
 
 
-def drop_towers(model: Any) -> None:
-    """Drop the parts of a multimodal model that read images and sound: text never reaches them."""
-    from torch import nn
-
-    for modality in MODALITIES:
-        tower = model.get_encoder(modality)
-        for parent in model.modules():
-            for name, child in parent.named_children():
-                if child is tower:
-                    setattr(parent, name, nn.Identity())
+def text_part(model: Any) -> Any:
+    """Return what reads text of a model, without the layers that read images and sound, which text never reaches."""
+    # Nemotron Omni has a whole causal model as a part, and no output embedding of its own.
+    if model.get_output_embeddings() is None and model.get_decoder().get_output_embeddings() is not None:
+        return model.get_decoder()
+    towers = [part for name, part in model.named_modules() if TOWER.search(name)]
+    for stacks in (vars(part)["_modules"] for tower in towers for part in tower.modules()):
+        # Only these: some models ask for the device of a tower, whose other weights are few.
+        stacks.update({name: nn.ModuleList() for name, own in stacks.items() if isinstance(own, nn.ModuleList)})
+    return model

@@ -106,10 +106,11 @@ class Checkpoint:
         shape = dataclasses.replace(shape, dtype=stated_dtype(self.config))
         if not shape.tie_embeddings:
             return shape
-        own = self.read_tensors(("lm_head.weight",)).values()
-        tied = self.read_tensors(("embed_tokens.weight",)).values() if own else ()
-        differs = any(not same_values(*pair) for pair in zip(own, tied, strict=False))
-        return dataclasses.replace(shape, tie_embeddings=False) if differs else shape
+        names = self._outer_names(shape.hidden_size)
+        if not names.keys() >= {"embeddings", "output"}:
+            return shape
+        embeddings, output = (self.read_float(names[field]) for field in ("embeddings", "output"))
+        return shape if same_values(embeddings, output) else dataclasses.replace(shape, tie_embeddings=False)
 
     @cached_property
     def facts(self) -> TargetFacts:
@@ -192,10 +193,13 @@ class Checkpoint:
     def outer_names(self) -> dict[str, str]:
         """Names in the files of the weights around the layers, by field of `OuterWeights`."""
         size = self.shape.hidden_size
-        names = outer_names({name: stored.shape for name, stored in self.tensors.items()}, size)
+        names = self._outer_names(size)
         if "embeddings" not in names:
             raise InputError("model", f"{self.directory} without an embedding of width {size}", "one", FETCH)
         return names
+
+    def _outer_names(self, hidden_size: int) -> dict[str, str]:
+        return outer_names({name: stored.shape for name, stored in self.tensors.items()}, hidden_size)
 
     def read_outer(self, fields: Sequence[str]) -> dict[str, Tensor]:
         """Read the weights of these fields of `OuterWeights` that there are; raise InputError if one is quantized."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 
 from draftsmith.modules.formats.base import same_values
 from draftsmith.modules.llama_config import layers_of
-from draftsmith.modules.pretrained.auto import auto_class, drop_towers
+from draftsmith.modules.pretrained.auto import auto_class, text_part
 from draftsmith.modules.pretrained.checkpoint import SCALE, Checkpoint, opened
 from draftsmith.modules.pretrained.identity import tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean
@@ -150,13 +151,29 @@ def _load_hf(checkpoint: Checkpoint, dtype: torch.dtype, device: str, device_map
         check_placed(model)
     else:
         model = model.to(device)
-    lm = HFLM(model, checkpoint.info)
+    with _reading_text(model):
+        lm = HFLM(model, checkpoint.info)
     # The files store the output embedding under another name than is known.
     if "lm_head" not in lm.info.identity:
         lm.info.identity["lm_head"] = tensor_hash(model.get_output_embeddings().weight)
     fit_readout(lm, candidates(checkpoint.text, ("none",)))
     lm.refusals = self_test(model, lm, lm.mixers)
     return lm
+
+
+@contextlib.contextmanager
+def _reading_text(model: Any) -> Iterator[None]:
+    """Raise InputError for a model that cannot read a text: some multimodal ones need an image."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, InputError):
+        raise
+    except Exception as error:  # each architecture fails in its own way
+        what = f"{type(model).__name__}, which fails when it reads a text ({describe_error(error)})"
+        # On a CPU transformers turns FP8 into bfloat16, whatever type was asked for.
+        mixed = len({weight.dtype for weight in model.parameters()}) > 1
+        remedy = IN_BFLOAT16 if mixed else OTHER_MODEL
+        raise InputError("model", what, "logits and hidden states of a text", remedy) from error
 
 
 @torch.inference_mode()
@@ -167,17 +184,9 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
         InputError: the model cannot read a text, or gives states of another number of layers than config.json says.
     """
     ids = torch.arange(1, NUM_FITTED, device=lm.device)[None] * (lm.info.vocab_size // NUM_FITTED)
-    try:
+    with _reading_text(lm.model):
         output = lm.model(input_ids=ids, use_cache=False, output_hidden_states=True)
         own, states, found = output.logits.to(lm.device), lm.features(ids), dict[float, Readout]()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # each architecture fails in its own way
-        what = f"{type(lm.model).__name__}, which fails when it reads a text ({describe_error(error)})"
-        # On a CPU transformers turns FP8 into bfloat16, whatever type was asked for.
-        mixed = len({weight.dtype for weight in lm.model.parameters()}) > 1
-        remedy = IN_BFLOAT16 if mixed else OTHER_MODEL
-        raise InputError("model", what, "logits and hidden states of a text", remedy) from error
     for lm.readout in readouts:
         found.setdefault((lm.lm_head(states) - own).float().norm().nan_to_num(math.inf).item(), lm.readout)
     lm.readout = found[min(found)]
@@ -236,5 +245,4 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
     if scales := sorted(filter(SCALE.search, loading["unexpected_keys"])):
         raise checkpoint.quantized(f"{len(scales)} scales that transformers does not read, {scales[0]}")
-    drop_towers(model)
-    return model
+    return text_part(model)

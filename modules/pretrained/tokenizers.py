@@ -57,6 +57,9 @@ def read_tokenizer(directory: Path, config: Mapping[str, object], name: str) -> 
             raise InputError("tokenizer", f"{name}, which runs its own code", "leave to run it", TRUST) from error
         found = f"{name}, which transformers cannot load ({describe_error(error)})"
         raise InputError("tokenizer", found, "a tokenizer's files", "Fetch or save it again.") from error
+    # Processors of multimodal models have a file of their own.
+    if not tokenizer.chat_template and (file := directory / "chat_template.json").exists():
+        tokenizer.chat_template = read_model_json(file, {"chat_template": str})["chat_template"]
     # An editor's byte-order mark in the template's file would be the first token of every prompt.
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")

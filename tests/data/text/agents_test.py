@@ -421,7 +421,7 @@ def test_what_a_block_says_beside_its_text_is_counted_and_a_picture_is_refused()
     ]  # fmt: skip
     assert chat.ignored == {"is_error", "cache_control", "redacted_thinking"}
     result["content"] += [{"type": "image", "source": {}}]
-    with pytest.raises(RowError, match="something other than text"):
+    with pytest.raises(RowError, match="text with image, expected text alone"):
         read_chat(row, {})
     with pytest.raises(RowError, match="a turn of calls is 'sky', expected JSON"):
         read_chat({"messages": [CALLED[0], {"role": "tool_call", "content": "sky"}]}, {})

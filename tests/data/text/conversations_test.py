@@ -13,6 +13,7 @@ from draftsmith.data.engines.openai import chat_body
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.text.conversations import parse_columns, read_chat
+from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import InputError
 
@@ -129,6 +130,28 @@ COLUMNS = [
 def test_columns_beside_a_chat_become_its_messages(row, messages):
     found = read_chat(row, {})
     assert found.messages == messages and not found.ignored
+
+
+MEDIA = [
+    {"messages": [{"role": USER, "content": [{"type": "text", "text": "Q"}, {"type": kind, kind: "a"}]}, *ANSWER[1:]]}
+    for kind in ("image", "image_url", "input_image", "video", "input_audio")
+]
+MEDIA += [  # LLaVA, TRL, Ollama
+    {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\nQ"}, {"from": "gpt", "value": "A"}]},
+    {"images": ["a.jpg"], "messages": ANSWER},
+    {"messages": [{"role": USER, "content": "Q", "images": ["a.jpg"]}, *ANSWER[1:]]},
+]
+
+
+def test_rows_with_images_and_sound_are_named_and_counted(make):
+    for row in MEDIA:
+        with pytest.raises(RowError, match="expected text alone"):
+            read_chat(row, {})
+    text = {"image": None, "images": [], "messages": ANSWER}
+    with pytest.raises(InputError, match=r"text with image_url, expected text alone.*--invalid drop"):
+        make([MEDIA[1], text])
+    kept, counts = make([*MEDIA, text], invalid="drop")
+    assert len(kept) == 1 and counts["media_dropped"] == len(MEDIA)
 
 
 def test_columns_beside_a_chat_can_be_mapped():
