@@ -190,7 +190,7 @@ def plan_of(config: TrainDrafterConfig, opened: Checkpoint | None = None) -> Tra
     drafter, world = config.drafter, config.plan_ranks or world_size(config)
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
     files, served = opened or Checkpoint(config.target), config.features == "vllm"
-    shape, width = files.shape, weight_type(model_dtype(config), files.shape).itemsize
+    shape, width = files.shape, weight_type(model_dtype(config), files).itemsize
     stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
     is_outer = served or (stored and not config.tau_prompts and not config.device_map)
     target = meta_target(files, is_outer)

@@ -219,7 +219,7 @@ def vllm_client(
     check_room(config, chain, prompts, target.info.max_position)
     directory = package_directory(str(config.directory)).absolute()
     opened = checkpoint_of(target)
-    served = Served(str(opened.directory), str(directory), chain.length, family=opened.shape.family)
+    served = Served(str(opened.directory), str(directory), chain.length, family=opened.facts.served_family)
     printed = vllm_command("draft_model" if ours.kind == MODEL else ours.kind, served)
     longest = min(max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length, target.info.max_position)
     words = server_words(engine_python(config.engine_path), printed, config.loading["dtype"], longest)

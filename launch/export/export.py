@@ -147,7 +147,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     count = config.num_drafted or num_drafted(measured, format.kind, drafts, tau)
     window = getattr(getattr(settings, "llama", None), "sliding_window", None)
     confidence = bool(getattr(settings, "confidence", False))
-    command = format.serve(Served(model, written, count, source.facts.family, window, confidence))
+    command = format.serve(Served(model, written, count, source.facts.served_family, window, confidence))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.checkpoint, directory)):
         notes.append(note)

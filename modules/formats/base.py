@@ -75,6 +75,11 @@ class TargetFacts:
         """The model type of the text (`family_of`)."""
         return family_of(self.raw)
 
+    @property
+    def served_family(self) -> str:
+        """The model type of the whole, by which vLLM and SGLang choose a class: a multimodal model's own."""
+        return str(self.raw.get("model_type") or self.family).removesuffix("_text")
+
     @cached_property
     def kinds(self) -> list[LayerKind]:
         """Kind of each layer's cache."""
@@ -135,7 +140,7 @@ class Served:
     """Paths and numbers in the command that serves a head.
 
     model: whose hidden states the head reads.
-    family: of the model, as of `TargetFacts`; empty if it is unknown.
+    family: `TargetFacts.served_family` of the model; empty if it is unknown.
     window: most tokens that the head attends to, itself included.
     confidence: the head predicts what is accepted, and the server is to verify no more.
     """

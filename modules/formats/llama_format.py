@@ -297,8 +297,8 @@ class LlamaFormat(HeadFormat, Generic[C]):
 
     def without_states(self, target: TargetFacts) -> str:
         """Return why the system gives the head no states of a target's layers, or an empty string."""
-        known = self.families is None or target.family in self.families
-        return "" if known else self.lacking.format(target.family)
+        known = self.families is None or target.served_family in self.families
+        return "" if known else self.lacking.format(target.served_family)
 
     def wrote(self, package: Package) -> bool:
         raw = self.top_level(package.config)

@@ -111,7 +111,7 @@ def in_order(ids: Sequence[int] | None) -> tuple[int, ...] | None:
 
 def sglang_counts_outputs(ids: Sequence[int], target: TargetFacts | None) -> bool:
     """Return whether SGLang takes layer ids for those of outputs. Two classes of targets go by the numbers."""
-    family = "" if target is None else target.family
+    family = "" if target is None else target.served_family
     if family in families.SGLANG_DEEPSEEK:
         return ids[0] == 1
     return family != "gpt_oss" or ids[-1] != getattr(target, "num_layers", 0)
@@ -244,9 +244,9 @@ class ServedByVllm(LlamaFormat[C]):
     whose = ""
 
     def without_states(self, target: TargetFacts) -> str:
-        if target.family in families.VLLM or not target.hybrid:
+        if target.served_family in families.VLLM or not target.hybrid:
             return ""
-        return f"{self.whose} {target.family} class gives none, and its transformers backend reads no hybrid"
+        return f"{self.whose} {target.served_family} class gives none, and its transformers backend reads no hybrid"
 
     def serving_notes(self, config: C, target: TargetFacts | None) -> list[str]:
         if target is None or not target.window or config.llama.sliding_window:
@@ -416,7 +416,7 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
         if config.aux_layers[0] == 0:
             expected = f"layers from 1: {self.system} counts outputs of layers, and the embedding is none"
             yield "layers", list(config.aux_layers), expected, remedy
-        if config.aux_layers[0] == 1 and target is not None and target.family in families.SGLANG_DEEPSEEK:
+        if config.aux_layers[0] == 1 and target is not None and target.served_family in families.SGLANG_DEEPSEEK:
             expected = f"layers from 2: {self.system} reads numbers from 1 as those of a layer later for this target"
             yield "layers", list(config.aux_layers), expected, remedy
 
@@ -435,7 +435,7 @@ class SglangBlock(Sglang[BlockConfig], BlockFormat):
     neox_fields = ("is_neox_style", "rope_is_neox_style")
 
     def without_states(self, target: TargetFacts) -> str:
-        if target.family in families.SGLANG_SCALES:
+        if target.served_family in families.SGLANG_SCALES:
             return "multiplies embeddings of Gemma by the root of their width, which the head reads as they are"
         return super().without_states(target)
 
@@ -580,7 +580,11 @@ def speculators_config(kind: str, num_drafted: int, target: TargetFacts | None) 
 class LlamaCpp(LlamaFormat[C]):
     name, system = "llamacpp", "llama.cpp"
     marks = ("gguf",)
-    families, lacking = families.LLAMACPP, "aborts: its {} graphs do not give the states of their layers"
+
+    def without_states(self, target: TargetFacts) -> str:
+        # A GGUF file has the text alone.
+        known = target.family in families.LLAMACPP
+        return "" if known else f"aborts: its {target.family} graphs do not give the states of their layers"
 
     def problems(self, files: HeadFiles) -> Wrong:
         return {"config.json": ("gguf" not in files.raw, "reads GGUF files alone")}

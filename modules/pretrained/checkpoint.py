@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ from draftsmith.modules.types import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+logger = logging.getLogger("draftsmith")
+
 INDEX = "model.safetensors.index.json"
 UNQUANTIZED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
 BY_TRANSFORMERS = "Pass --engine hf, which applies the scales, or let a vLLM server run it (train --features vllm)."
@@ -45,7 +48,10 @@ SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_
 CONFIG = {**SIZES, "model_type?": (str, None), "text_config?": (SIZES, None)}
 # Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
 WEIGHT, SCALE = re.compile(r"(weight|proj(\.bias)?)$"), re.compile(r"(weight|input|proj)_(scale|zero_point)\w*$")
-COMPUTED = ("F64", "F32", "F16", "BF16")  # types that layers compute with
+# Tensors of modules for speculative decoding, which servers load, and of layers, whose number says if they are some.
+LEFTOVER = re.compile(r"(?:(?:model|language_model)\.)*(?:mtp[._]|layers\.(\d+)\.)")
+# Types that layers compute with, as safetensors names them.
+COMPUTED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Checkpoint:
@@ -103,7 +109,6 @@ class Checkpoint:
         whatever `tie_word_embeddings` says.
         """
         shape = own_shape(self.config) or plain_shape(self.text)
-        shape = dataclasses.replace(shape, dtype=stated_dtype(self.config))
         if not shape.tie_embeddings:
             return shape
         names = self._outer_names(shape.hidden_size)
@@ -111,6 +116,13 @@ class Checkpoint:
             return shape
         embeddings, output = (self.read_float(names[field]) for field in ("embeddings", "output"))
         return shape if same_values(embeddings, output) else dataclasses.replace(shape, tie_embeddings=False)
+
+    @cached_property
+    def dtype(self) -> str:
+        """The type of the weights that config.json names; else, as transformers decides, that of the files."""
+        if (stated := stated_dtype(self.config)) is not None:
+            return stated
+        return COMPUTED.get(self.tensors[self.outer_names["embeddings"]].dtype, "float32")
 
     @cached_property
     def facts(self) -> TargetFacts:
@@ -157,9 +169,24 @@ class Checkpoint:
         return stored
 
     def state(self) -> dict[str, Tensor]:
-        """Map all tensors by their names in the files. They share the files' pages, for models of many gigabytes:
-        cutting such a file later ends the process, and writing to it changes the weights."""
-        return {name: self._map(name) for name in self.tensors}
+        """Map all tensors but `leftovers` by their names in the files. They share the files' pages, for models of many
+        gigabytes: cutting such a file later ends the process, and writing to it changes the weights."""
+        self.log_unread()
+        left_out = set(self.leftovers)
+        return {name: self._map(name) for name in self.tensors if name not in left_out}
+
+    def log_unread(self, others: Iterable[str] = ()) -> None:
+        """Log which tensors of the files no engine loads: others, for which config.json has no place, and leftovers."""
+        if names := [*sorted({*others} - {*self.leftovers}), *self.leftovers]:
+            shown = ", ".join(names[:4])
+            logger.warning("%d tensors of %s are no part of the model, and not read: %s", len(names), self.path, shown)
+
+    @cached_property
+    def leftovers(self) -> list[str]:
+        """Names of tensors behind the last layer: of MTP modules, which transformers does not load either."""
+        count = text_config(self.config).get("num_hidden_layers") or self.shape.num_layers
+        named = {name: LEFTOVER.match(name) for name in self.tensors}
+        return [name for name, match in named.items() if match and (match[1] is None or int(match[1]) >= count)]
 
     def read(self, name: str) -> Tensor:
         """Read a tensor by its name in the files."""

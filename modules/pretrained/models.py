@@ -27,7 +27,7 @@ from draftsmith.modules.targets.outer import OuterLM, OuterWeights
 from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.targets.self_test import REMEDY as OTHER_MODEL
 from draftsmith.modules.targets.self_test import self_test
-from draftsmith.modules.targets.shape import ON_HF, SUPPORTED, TargetShape, llama_config
+from draftsmith.modules.targets.shape import ON_HF, SUPPORTED, llama_config
 from draftsmith.modules.types import InputError, describe_error
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def check_device(name: str) -> None:
         raise InputError("device", name, expected, "Correct it.")
 
 
-def weight_type(dtype: str, shape: TargetShape) -> torch.dtype:
-    """Return the type of this name; of `auto`, the one that the model's config.json names."""
-    name = shape.dtype or "float32" if dtype == "auto" else dtype
+def weight_type(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Return the type of this name; of `auto`, the checkpoint's own."""
+    name = checkpoint.dtype if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InputError("dtype", name, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
     return DTYPES[name]
@@ -83,7 +83,7 @@ def load_lm(
     check_device(device)
     checkpoint = opened(model)
     checkpoint.trust_remote_code |= trust_remote_code
-    weights = weight_type(dtype, checkpoint.shape)
+    weights = weight_type(dtype, checkpoint)
     if device_map:
         if engine == "lean":
             raise InputError("device_map", "the lean engine", "the hf engine", "Pass --engine hf or auto.")
@@ -117,7 +117,7 @@ def load_outer(model: str | Path | Checkpoint, dtype: str = "float32", device: s
     """
     check_device(device)
     checkpoint = opened(model)
-    info, wanted = checkpoint.info, weight_type(dtype, checkpoint.shape)
+    info, wanted = checkpoint.info, weight_type(dtype, checkpoint)
     sizes, names = (info.vocab_size, info.hidden_size), checkpoint.outer_names
     tensors = checkpoint.read_outer(tuple(names))
     if "output" in tensors and same_values(tensors["embeddings"], tensors["output"]):
@@ -243,6 +243,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
+    checkpoint.log_unread(loading["unexpected_keys"])
     if scales := sorted(filter(SCALE.search, loading["unexpected_keys"])):
         raise checkpoint.quantized(f"{len(scales)} scales that transformers does not read, {scales[0]}")
     return text_part(model)

@@ -51,7 +51,6 @@ class TargetShape(LlamaConfig):
     its full-attention layers, ascending.
     window: most tokens that each layer reads, of a target whose layers all have one, as a Mistral's. windowed: some
     layers have one, and not all.
-    dtype: of the weights, if config.json names it.
     context: positions that config.json states, which servers take; 0 if it states none. `max_position` is what we read.
     reasons: how the heads' layer differs from the target's own, and why; empty if they are alike.
     text: settings of the target's text model; of a target with this very layer the name of its family alone.
@@ -65,7 +64,6 @@ class TargetShape(LlamaConfig):
     window: int | None = None
     windowed: bool = False
     context: int = 0
-    dtype: str | None = None
     text: dict = field(default_factory=dict)
 
 

@@ -80,7 +80,8 @@ SERVING = {
     ("gemma4", "eagle3"): {"vllm", "sglang", "speculators", "llamacpp"},
     ("gemma4", "dspark"): {"vllm", "speculators", "llamacpp"},
     ("gemma3", "eagle3"): {"vllm", "sglang", "speculators"},
-    ("lfm2", "eagle3"): {"sglang", "llamacpp"},
+    ("lfm2", "eagle3"): {"llamacpp"},
+    ("lfm2", "dspark"): {"sglang", "llamacpp"},
     ("granitemoehybrid", "eagle3"): set(),
     ("minimax_m2", "dspark"): {"vllm", "speculators", "llamacpp"},
     ("llama", "eagle3"): {"eagle", "vllm", "sglang", "speculators", "llamacpp"},
@@ -92,9 +93,29 @@ SERVING = {
 def test_a_target_is_taken_by_the_systems_that_give_states_of_its_layers(family, kind):
     text = {"model_type": f"{family}_text", "layer_types": LAYERS.get(family), "mamba_d_state": 8}
     names = [name for name, known in formats() if known == kind and formats()[name, known].writes]
-    for raw in ({"model_type": "wrapper", "text_config": text}, text):
+    for raw in ({"model_type": family, "text_config": text}, text):
         served = {name for name in names if not formats()[name, kind].unserved(TargetFacts(raw))}
         assert served == SERVING[family, kind]
+
+
+def test_servers_take_a_multimodal_model_by_its_own_class_and_llama_cpp_by_its_text():
+    """SGLang's InternVLChatModel and Mistral3ForConditionalGeneration have none of the calls for states."""
+    for wrapper, text, served in (
+        ("mistral3", "mistral", {"vllm", "speculators", "llamacpp"}),
+        ("internvl", "qwen3", {"vllm", "speculators", "llamacpp"}),
+        ("kimi_k25", "kimi_k2", {"vllm", "speculators", "sglang"}),
+        ("lfm2_vl", "lfm2", {"llamacpp"}),
+    ):
+        target = TargetFacts(
+            {"model_type": wrapper, "text_config": {"model_type": text, "layer_types": LAYERS.get(text)}}
+        )
+        names = [name for name, kind in formats() if kind == "eagle3" and formats()[name, kind].writes]
+        assert {name for name in names if not formats()[name, "eagle3"].unserved(target)} == served
+    backend = "--model-impl transformers --spec"
+    commands = [
+        formats()["vllm", "eagle3"].serve(Served(MODEL, HEAD, 4, family=name)) for name in ("internvl", "mistral3")
+    ]
+    assert [backend in command for command in commands] == [True, False]
 
 
 def test_a_factor_on_logits_is_refused_of_heads_whose_states_cannot_hold_it():

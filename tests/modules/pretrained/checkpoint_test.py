@@ -20,7 +20,7 @@ from draftsmith.modules.types import InputError
 
 # huggingface.co: ai21labs/Jamba-v0.1, ibm-ai-platform/Bamba-9B, mistralai/Mamba-Codestral-7B-v0.1,
 # meta-llama/Llama-3.2-11B-Vision, mistralai/Mistral-7B-v0.1, Qwen/Qwen2.5-7B-Instruct, openai/gpt-oss-20b,
-# microsoft/Phi-3-mini-128k-instruct: config.json
+# microsoft/Phi-3-mini-128k-instruct, Qwen/Qwen3-VL-8B-Instruct: config.json
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "jamba": {**LLAMA, "model_type": "jamba", "num_hidden_layers": 32, "attn_layer_offset": 4, "attn_layer_period": 8,
@@ -39,25 +39,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064, "torch_dtype": "bfloat16",
               "max_position_embeddings": 32768, "sliding_window": 131072, "use_sliding_window": False,
               "max_window_layers": 28},
+    "qwen3_vl": {"model_type": "qwen3_vl", "vision_config": {"hidden_size": 1152, "depth": 27}, "text_config": {
+        "model_type": "qwen3_vl_text", "dtype": "bfloat16", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 36,
+        "vocab_size": 151936, "max_position_embeddings": 262144, "rope_theta": 5000000,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}},
     "gpt_oss": {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
                 "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "head_dim": 64,
                 "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072,
-                "layer_types": ["sliding_attention", "full_attention"] * 12},
+                "layer_types": ["sliding_attention", "full_attention"] * 12, "torch_dtype": "bfloat16"},
     "phi3": {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
              "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064, "sliding_window": 262144,
              "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "torch_dtype": "bfloat16",
              "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48}},
 }  # fmt: skip
-BF16 = {"dtype": "bfloat16", "hybrid": False, "full_layers": (), "window": None, "windowed": False}
+ALIKE = {"hybrid": False, "full_layers": (), "window": None, "windowed": False}
 DECIDED: dict[str, dict[str, Any]] = {
-    "jamba": {**BF16, "num_layers": 32, "hybrid": True, "full_layers": (5, 13, 21, 29), "context": 262144},
-    "bamba": {**BF16, "num_layers": 32, "hybrid": True, "full_layers": (10, 19, 28), "context": 262144},
-    "mamba2": {**BF16, "num_layers": 64, "hybrid": True, "context": 0},
-    "mllama": {**BF16, "num_layers": 32, "context": 131072},
-    "mistral": {**BF16, "num_layers": 32, "window": 4096, "context": 32768, "max_position": 32768},
-    "qwen2": {**BF16, "num_layers": 28, "context": 32768},
-    "gpt_oss": {**BF16, "dtype": None, "num_layers": 24, "windowed": True, "context": 131072},
-    "phi3": {**BF16, "num_layers": 32, "window": 262144, "context": 131072, "max_position": 4096},
+    "jamba": {**ALIKE, "num_layers": 32, "hybrid": True, "full_layers": (5, 13, 21, 29), "context": 262144},
+    "bamba": {**ALIKE, "num_layers": 32, "hybrid": True, "full_layers": (10, 19, 28), "context": 262144},
+    "mamba2": {**ALIKE, "num_layers": 64, "hybrid": True, "context": 0},
+    "mllama": {**ALIKE, "num_layers": 32, "context": 131072},
+    "mistral": {**ALIKE, "num_layers": 32, "window": 4096, "context": 32768, "max_position": 32768},
+    "qwen2": {**ALIKE, "num_layers": 28, "context": 32768},
+    "qwen3_vl": {**ALIKE, "num_layers": 36, "rope_theta": 5000000, "head_dim": 128, "context": 262144},
+    "gpt_oss": {**ALIKE, "num_layers": 24, "windowed": True, "context": 131072},
+    "phi3": {**ALIKE, "num_layers": 32, "window": 262144, "context": 131072, "max_position": 4096},
 }
 
 
@@ -72,6 +78,7 @@ def test_a_published_config_decides_these(tmp_path, name):
     assert {field: getattr(model.shape, field) for field in DECIDED[name]} == DECIDED[name]
     text = PUBLISHED[name].get("text_config", PUBLISHED[name])
     assert (model.shape.vocab_size, model.shape.hidden_size) == (text["vocab_size"], text["hidden_size"])
+    assert model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("name", "layers"), [("jamba", (5, 13, 29)), ("bamba", (10, 19, 28)), ("mllama", (2, 16, 29))])

@@ -227,6 +227,28 @@ def test_dtypes(directory):
     assert load_lm(str(directory), dtype="auto").dtype == torch.bfloat16
     with pytest.raises(InputError, match="dtype: found int8"):
         load_lm(str(directory), dtype="int8")
+    change_config(directory, dtype=None)
+    change_state(directory, lambda state: state.update({name: value.half() for name, value in state.items()}))
+    assert load_lm(str(directory), dtype="auto").dtype == torch.float16, (
+        "as transformers, without a type in config.json"
+    )
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+def test_tensors_of_other_modules_are_left_out_and_named(pristine, directory, capsys, engine):
+    def add(state) -> None:
+        own = {name: value for name, value in state.items() if ".layers.0." in name}
+        state |= {name.replace("model.layers.0", "mtp.layers.0"): value.clone() for name, value in own.items()}
+        state |= {name.replace("layers.0", "layers.2"): value.clone() for name, value in own.items()}
+        if engine == "hf":
+            state["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
+
+    change_state(directory, add)
+    found, expected = (load_lm(str(path), engine=engine) for path in (directory, pristine))
+    ids = torch.arange(5, 30)
+    assert torch.equal(found.logits(ids, 9), expected.logits(ids, 9))
+    first = "model.layers.0.self_attn.q_proj.bias" if engine == "hf" else "model.layers.2.input_layernorm.weight"
+    assert f"are no part of the model, and not read: {first}" in capsys.readouterr().err
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
