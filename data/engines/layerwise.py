@@ -26,9 +26,9 @@ def layer_states(target: Checkpoint, rows: Sequence[Sequence[int]]) -> Iterator[
     Raises:
         InputError: a family other than those of the lean engine, or weights that are stored in another form.
     """
-    target.check_unquantized()
+    target.check_weights()
     config = llama_config(target.config)
-    names = {name.removeprefix("model."): name for name in target.tensors}
+    names = {name.removeprefix("model."): name for name in target.weights}
 
     def read(name: str) -> Tensor:
         if name not in names:

@@ -11,16 +11,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from draftsmith.modules.formats.base import FLOATS, TargetFacts, same_values
-from draftsmith.modules.llama_config import LlamaConfig, config_object
+from draftsmith.modules.formats.base import TargetFacts, same_values
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.auto import read_config
 from draftsmith.modules.pretrained.gguf import RECORD, quantization
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.identity import model_identity
-from draftsmith.modules.pretrained.outer import outer_names
+from draftsmith.modules.pretrained.outer import EMBEDDINGS, OUTPUTS, outer_names
+from draftsmith.modules.pretrained.quantized import ACTIVATION, COMPUTED, SERVED, Quantized, decide
 from draftsmith.modules.pretrained.reading import (
     FETCH,
     StoredTensor,
@@ -32,7 +34,15 @@ from draftsmith.modules.pretrained.reading import (
 from draftsmith.modules.pretrained.tokenizers import end_tokens, has_tokenizer, read_tokenizer, tokenizer_identity
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.targets.shape import TargetShape, family_of, own_shape, plain_shape, stated_dtype, text_config
+from draftsmith.modules.targets.shape import (
+    ON_HF,
+    TargetShape,
+    family_of,
+    own_shape,
+    plain_shape,
+    stated_dtype,
+    text_config,
+)
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -41,17 +51,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draftsmith")
 
 INDEX = "model.safetensors.index.json"
-UNQUANTIZED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
-BY_TRANSFORMERS = "Pass --engine hf, which applies the scales, or let a vLLM server run it (train --features vllm)."
 # What is read of config.json before a model is built, which checks the rest.
 SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
 CONFIG = {**SIZES, "model_type?": (str, None), "text_config?": (SIZES, None)}
-# Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
-WEIGHT, SCALE = re.compile(r"(weight|proj(\.bias)?)$"), re.compile(r"(weight|input|proj)_(scale|zero_point)\w*$")
 # Tensors of modules for speculative decoding, which servers load, and of layers, whose number says if they are some.
 LEFTOVER = re.compile(r"(?:(?:model|language_model)\.)*(?:mtp[._]|layers\.(\d+)\.)")
-# Types that layers compute with, as safetensors names them.
-COMPUTED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Checkpoint:
@@ -168,12 +172,37 @@ class Checkpoint:
             stored |= tensor_headers(file, FETCH)
         return stored
 
-    def state(self) -> dict[str, Tensor]:
-        """Map all tensors but `leftovers` by their names in the files. They share the files' pages, for models of many
-        gigabytes: cutting such a file later ends the process, and writing to it changes the weights."""
+    @cached_property
+    def quantized(self) -> Quantized:
+        """How the weights are stored, and who computes them."""
+        other = self.directory / "hf_quant_config.json"
+        return decide(self.config, read_model_json(other) if other.exists() else {}, self.tensors)
+
+    def check_weights(self, by_transformers: bool = False) -> None:
+        """Raise InputError if numbers would be read without their scales. by_transformers: transformers reads them."""
+        own = self.quantized
+        if own.problem or (own.by_transformers and not by_transformers):
+            raise own.error(self.directory, own.problem, SERVED if own.problem else ON_HF)
+
+    @cached_property
+    def weights(self) -> list[str]:
+        """Names of the weights that layers compute with; what is stored with quantized ones is none of them."""
+        parts = {name for names in self.quantized.weights.values() for name in names.values()}
+        plain = [name for name in self.tensors if name not in parts and not ACTIVATION.search(name)]
+        return [*plain, *self.quantized.weights]
+
+    def state(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Map all weights but `leftovers` by their names. They share the files' pages, for models of many gigabytes:
+        cutting such a file later ends the process, and writing to it changes the weights.
+
+        dtype: of quantized weights, which are computed.
+        """
+        if (own := self.quantized).weights:
+            about = f"{len(own.weights)} weights from their scales, in {str(dtype).removeprefix('torch.')}"
+            logger.info("%s is quantized (%s): computing %s", self.directory, own.method, about)
         self.log_unread()
-        left_out = set(self.leftovers)
-        return {name: self._map(name) for name in self.tensors if name not in left_out}
+        names = [name for name in self.weights if name not in {*self.leftovers}]
+        return {name: self._weight(name).to(dtype) if name in own.weights else self._map(name) for name in names}
 
     def log_unread(self, others: Iterable[str] = ()) -> None:
         """Log which tensors of the files no engine loads: others, for which config.json has no place, and leftovers."""
@@ -185,12 +214,18 @@ class Checkpoint:
     def leftovers(self) -> list[str]:
         """Names of tensors behind the last layer: of MTP modules, which transformers does not load either."""
         count = text_config(self.config).get("num_hidden_layers") or self.shape.num_layers
-        named = {name: LEFTOVER.match(name) for name in self.tensors}
+        named = {name: LEFTOVER.match(name) for name in self.weights}
         return [name for name, match in named.items() if match and (match[1] is None or int(match[1]) >= count)]
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor by its name in the files."""
-        return self._map(name).clone()
+        """Read a weight by its name; quantized ones in float32."""
+        return self._weight(name).clone()
+
+    def _weight(self, name: str) -> Tensor:
+        parts = self.quantized.weights.get(name)
+        if parts is None:
+            return self._map(name)
+        return self.quantized.compute(name, {part: self._map(stored) for part, stored in parts.items()})
 
     def _map(self, name: str) -> Tensor:
         file = self.tensors[name].file
@@ -201,11 +236,10 @@ class Checkpoint:
         return tensor
 
     def read_float(self, name: str) -> Tensor:
-        """Read a tensor that layers compute with; raise InputError if it is quantized."""
-        tensor = self.read(name)
-        if tensor.dtype not in FLOATS:
-            raise self.quantized(f"{name} in {tensor.dtype}")
-        return tensor
+        """Read a weight by its name; raise InputError if its scales are unknown."""
+        if name not in self.quantized.weights and (stored := self.tensors[name]).dtype not in COMPUTED:
+            raise self.quantized.error(self.directory, f"{name} in {stored.dtype}")
+        return self.read(name)
 
     def read_tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
         """Read the tensors whose names, without the base model's prefix `model.`, begin with one of these.
@@ -213,7 +247,7 @@ class Checkpoint:
         Raises:
             InputError: one of them is quantized.
         """
-        names = {name.removeprefix("model."): name for name in self.tensors}
+        names = {name.removeprefix("model."): name for name in self.weights}
         return {bare: self.read_float(name) for bare, name in names.items() if bare.startswith(prefixes)}
 
     @cached_property
@@ -226,44 +260,14 @@ class Checkpoint:
         return names
 
     def _outer_names(self, hidden_size: int) -> dict[str, str]:
-        return outer_names({name: stored.shape for name, stored in self.tensors.items()}, hidden_size)
+        shapes = {name: self.tensors[name].shape for name in self.weights if name in self.tensors}
+        # The headers of quantized weights do not have their shapes.
+        quantized = [name for name in self.quantized.weights if name.split(".")[-2] in (*EMBEDDINGS, *OUTPUTS)]
+        return outer_names(shapes | {name: tuple(self.read(name).shape) for name in quantized}, hidden_size)
 
     def read_outer(self, fields: Sequence[str]) -> dict[str, Tensor]:
         """Read the weights of these fields of `OuterWeights` that there are; raise InputError if one is quantized."""
         return {field: self.read_float(name) for field, name in self.outer_names.items() if field in fields}
-
-    def check_unquantized(self, by_transformers: bool = False) -> None:
-        """Raise InputError for a quantized checkpoint (FP8, GPTQ, AWQ, NVFP4), before its weights are read.
-
-        by_transformers: transformers reads it, which applies the scales of the methods that it has. With any other
-            method it takes the stored numbers for the weights.
-        """
-        settings, remedy = config_object(text_config(self.config), "quantization_config"), UNQUANTIZED
-        if settings:
-            from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-            # bitsandbytes has two methods, by these switches.
-            switched = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-            if switched or str(settings.get("quant_method")) in AUTO_QUANTIZATION_CONFIG_MAPPING:
-                if by_transformers:
-                    return
-                remedy = BY_TRANSFORMERS
-        # ModelOpt writes a file of its own.
-        other = self.directory / "hf_quant_config.json"
-        settings = settings or config_object(read_model_json(other) if other.exists() else {}, "quantization")
-        names = [settings.get(name) for name in ("quant_method", "quant_algo", "format", "bits")]
-        # Settings of the cache of keys alone name no method.
-        method = " ".join(str(name) for name in names if name)
-        odd = (name for name, own in self.tensors.items() if WEIGHT.search(name) and own.dtype not in COMPUTED)
-        if not method and (name := next(odd, None)) is not None:
-            method = f"{name} in {self.tensors[name].dtype}"
-        if method:
-            raise self.quantized(method, remedy)
-
-    def quantized(self, method: str, remedy: str = UNQUANTIZED) -> InputError:
-        """Return the error of a quantized checkpoint."""
-        found = f"{self.directory}, which is quantized ({method})"
-        return InputError("model", found, "weights in bfloat16, float16 or float32", remedy)
 
     # -- tokenizer
 
@@ -306,6 +310,7 @@ class Checkpoint:
         # An embedding of another width, with a projection behind it (OPT), is found by no name.
         with contextlib.suppress(InputError):
             output = self.outer_names.get("output", self.outer_names["embeddings"])
+            output = next(iter(self.quantized.weights.get(output, {"": output}).values()))
         identity = model_identity(self.config, self.tensors, output, self.directory.glob("*.py"))
         if (self.directory / RECORD).exists() and (stored_as := quantization(self.directory)) is not None:
             identity["gguf"] = stored_as

@@ -88,7 +88,7 @@ def write_gguf_model(
     path: Path, model: Checkpoint, weights: str = "float32", tokenizer: Mapping[str, Any] | None = None
 ) -> None:
     """Write a Llama-family model as a GGUF file. tokenizer: metadata of its target's file; default: its own."""
-    model.check_unquantized()
+    model.check_weights()
     kind, llama = str(model.config["model_type"]), model.shape
     if llama.reasons:
         # Raises the reason why it is none of that family.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import re
@@ -16,9 +17,10 @@ import torch
 from draftsmith.modules.formats.base import same_values
 from draftsmith.modules.llama_config import layers_of
 from draftsmith.modules.pretrained.auto import auto_class, text_part
-from draftsmith.modules.pretrained.checkpoint import SCALE, Checkpoint, opened
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
 from draftsmith.modules.pretrained.identity import tensor_hash
 from draftsmith.modules.pretrained.parity import check_lean
+from draftsmith.modules.pretrained.quantized import SCALE
 from draftsmith.modules.pretrained.reading import FETCH
 from draftsmith.modules.pretrained.tokenizers import TRUST
 from draftsmith.modules.targets.base import CausalLM
@@ -31,6 +33,8 @@ from draftsmith.modules.targets.shape import ON_HF, SUPPORTED, llama_config
 from draftsmith.modules.types import InputError, describe_error
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from draftsmith.modules.targets.hf import HFLM
 
 logger = logging.getLogger("draftsmith")
@@ -133,13 +137,13 @@ def load_outer(model: str | Path | Checkpoint, dtype: str = "float32", device: s
 
 
 def _load_lean(checkpoint: Checkpoint, dtype: torch.dtype, device: str, packed: bool) -> CausalLM:
-    checkpoint.check_unquantized()
+    checkpoint.check_weights()
     shape = checkpoint.shape
     if shape.reasons or shape.family not in SUPPORTED:
         # Raises the reason why the lean engine does not compute such layers.
         llama_config(checkpoint.config)
     check_lean(checkpoint.config, shape)
-    model = model_from_state(layers_of(shape), checkpoint.state(), dtype)
+    model = model_from_state(layers_of(shape), checkpoint.state(dtype), dtype)
     return LlamaLM(model.to(device), checkpoint.info, packed)
 
 
@@ -213,6 +217,14 @@ def check_placed(model: Any) -> None:
         raise InputError("device_map", found, "all of them on GPUs", "Use more GPUs, or --dtype bfloat16.")
 
 
+def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a config by which transformers reads plain weights."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return config
+
+
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread: str) -> Any:
     """Load a model that reads text with transformers, on the CPU unless `spread` (of `placement`) says otherwise.
 
@@ -220,12 +232,21 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread
     """
     # Raises for a directory with pickles only, which transformers would load, for a file that is damaged, and for a
     # pointer of git-lfs.
-    directory, trusted = checkpoint.directory, checkpoint.trust_remote_code
-    checkpoint.check_unquantized(by_transformers=True)
+    directory, trusted, quantized = checkpoint.directory, checkpoint.trust_remote_code, checkpoint.quantized
+    checkpoint.check_weights(by_transformers=True)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": directory}
+    if quantized.weights:
+        computed = dtype if isinstance(dtype, torch.dtype) else weight_type(dtype, checkpoint)
+        source = {"pretrained_model_name_or_path": None, "state_dict": checkpoint.state(computed)}
     try:
-        config = checkpoint.known
-        model, loading = auto_class(config).from_pretrained(
-            directory, config=config, dtype=dtype, trust_remote_code=trusted, output_loading_info=True, **spread
+        config = checkpoint.known if quantized.by_transformers else without_quantization(checkpoint.known)
+        kind = auto_class(config)
+        if quantized.weights:
+            # An Auto class looks for an adapter beside the files, and here are none.
+            with torch.device("meta"):
+                kind = type(kind.from_config(config, trust_remote_code=trusted))
+        model, loading = kind.from_pretrained(
+            **source, config=config, dtype=dtype, trust_remote_code=trusted, output_loading_info=True, **spread
         )
     except torch.OutOfMemoryError:
         # Memory says nothing about the checkpoint.
@@ -237,13 +258,16 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread
         # Each architecture, and code that a model brings, fails in its own way.
         if "trust_remote_code" in str(error):
             raise InputError("model", f"{directory}, which runs its own code", "leave to run it", TRUST) from error
+        if quantized.by_transformers:
+            raise quantized.error(directory, describe_error(error)) from error
         found = f"{directory} ({describe_error(error)})"
         raise InputError("model", found, "a whole checkpoint", FETCH) from error
     # transformers fills missing tensors with random numbers and only warns.
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
-    checkpoint.log_unread(loading["unexpected_keys"])
+    if not quantized.weights or loading["unexpected_keys"]:
+        checkpoint.log_unread(loading["unexpected_keys"])
     if scales := sorted(filter(SCALE.search, loading["unexpected_keys"])):
-        raise checkpoint.quantized(f"{len(scales)} scales that transformers does not read, {scales[0]}")
+        raise quantized.error(directory, f"{len(scales)} scales that transformers does not read, {scales[0]}")
     return text_part(model)

@@ -20,6 +20,7 @@ from draftsmith.modules.pretrained.reading import FETCH, open_tensors
 from draftsmith.modules.types import InputError
 
 SHARD = "mtp.safetensors"
+UNQUANTIZED = "Export for the model that it was made from."
 # transformers reads a file called model.safetensors alone, without the index.
 WHOLE, FIRST = "model.safetensors", "model-00001-of-00001.safetensors"
 
@@ -47,20 +48,18 @@ def mtp_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Read a checkpoint's own MTP module, by the names of `MtpFamily.from_file`; empty if it has none.
 
     Raises:
-        InputError: the target's family has no known module, the checkpoint is quantized, or the module has
-            other names.
+        InputError: the target's family has no known module, or the module has other names or unknown scales.
     """
-    checkpoint.check_unquantized()
-    shape = checkpoint.shape
-    family, tensors, others = mtp_family(shape.family), dict[str, Tensor](), list[str]()
-    for file in module_files(checkpoint):
-        with open_tensors(file, FETCH) as opened:
-            tensors |= {name: opened.get_tensor(name) for name in family.own(opened.keys(), shape.num_layers)}
-            others += [name for name in opened.keys() if ".mtp." in f".{name}"]  # noqa: SIM118 (it is no mapping)
+    family, num_layers = mtp_family(checkpoint.shape.family), checkpoint.shape.num_layers
+    stored = Checkpoint(checkpoint.directory)
+    stored.files = module_files(checkpoint)
+    stored.check_weights()
+    tensors = {name: stored.read_float(name) for name in family.own(stored.weights, num_layers)}
+    others = [name for name in stored.tensors if ".mtp." in f".{name}"]
     if others and not tensors:
-        expected = f"the names {family.prefix.format(n=shape.num_layers)}*"
+        expected = f"the names {family.prefix.format(n=num_layers)}*"
         raise InputError("target", f"an MTP module named {min(others)}", expected, "Rename its tensors.")
-    return family.from_file(tensors, shape.num_layers)
+    return family.from_file(tensors, num_layers)
 
 
 def head_package(directory: Path, format: str) -> Package:
@@ -78,9 +77,10 @@ def stitch(source: Checkpoint, directory: Path, state: Mapping[str, Tensor]) -> 
     type of the copy.
 
     Raises:
-        InputError: as of `mtp_state`; the disk has no room for what is written.
+        InputError: as of `mtp_state`; the checkpoint is quantized; the disk has no room for what is written.
     """
-    source.check_unquantized()
+    if source.quantized.method:
+        raise source.quantized.error(source.directory, "its settings would hold for the module, too", UNQUANTIZED)
     raw, shape, files = source.config, source.shape, dict[Path, list[str]]()
     family, num_layers = mtp_family(shape.family), shape.num_layers
     for name, stored in source.tensors.items():

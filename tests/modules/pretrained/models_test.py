@@ -13,13 +13,10 @@ import torch
 import transformers
 from chats import CHATML, HARMONY, chat_model
 from safetensors.torch import load_file, save_file
-from tiny_configs import random_model, tiny_config
 from transformers import AutoTokenizer
 from worlds import tiny_llama_dir, tiny_tokenizer
 
-from draftsmith.data.engines.layerwise import layer_states
 from draftsmith.data.engines.own import generate_all, pad_right
-from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import parity
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, load_tokenizer
@@ -272,73 +269,6 @@ def test_tensors_that_do_not_fit_the_config_are_named(directory, change, named):
             load_lm(str(directory), engine="hf")
 
 
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-MODELOPT = {"producer": {"name": "modelopt"}, "quant_algo": "FP8", "quant_method": "modelopt"}
-
-
-def to_fp8(state: dict[str, torch.Tensor], scale: str = "weight_scale") -> None:
-    """Quantize the layers' weights: by default as ModelOpt writes them, one scale a tensor and one of its input."""
-    for name in [name for name in state if name.endswith("_proj.weight")]:
-        step = (state[name].abs().max() / 448).float()
-        state[name] = (state[name] / step).to(torch.float8_e4m3fn)
-        if scale == "weight_scale":
-            state[name.replace("weight", "input_scale")] = torch.tensor(0.01)
-        # Of blocks of 128 x 128, which are larger than these weights.
-        state[name.replace("weight", scale)] = step if scale == "weight_scale" else step.reshape(1, 1)
-
-
-def to_nvfp4(state: dict[str, torch.Tensor]) -> None:
-    for name in [name for name in state if name.endswith("_proj.weight")]:
-        rows, columns = state[name].shape
-        state[name] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
-        state[f"{name}_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
-        state[f"{name}_scale_2"] = torch.tensor(1.0)
-
-
-def to_integers(state: dict[str, torch.Tensor]) -> None:
-    state[DOWN] = torch.zeros(state[DOWN].shape, dtype=torch.int16)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "glm4"])
-@pytest.mark.parametrize(
-    ("quantize", "settings", "other", "words"),
-    [
-        (to_fp8, MODELOPT, None, "modelopt FP8"),
-        (to_fp8, None, {"quantization": {"quant_algo": "FP8"}}, "FP8"),
-        (to_fp8, None, None, ".*_proj.weight in F8_E4M3"),
-        (to_nvfp4, MODELOPT | {"quant_algo": "NVFP4"}, None, "modelopt NVFP4"),
-        (to_nvfp4, None, {"quantization": {"quant_algo": "NVFP4"}}, "NVFP4"),
-        (to_integers, None, None, ".*down_proj.weight in I16"),
-    ],
-)
-def test_a_quantized_checkpoint_is_named_before_its_weights_are_read(
-    tmp_path, monkeypatch, model_type, quantize, settings, other, words
-):
-    """Of families of both engines: without their scales the numbers of such files are another model."""
-    random_model(tiny_config(model_type)).save_pretrained(tmp_path)
-    change_config(tmp_path, **({"quantization_config": settings} if settings else {}))
-    change_state(tmp_path, quantize)
-    if other is not None:
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(other))
-    path = str(tmp_path)
-    assert load_outer(path).info.vocab_size  # vLLM's states of such a target are learned from
-    monkeypatch.setattr(Checkpoint, "state", None)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
-    for read in (
-        load_lm,
-        lambda path: load_lm(path, engine="hf"),
-        lambda path: load_hf_model(path, "auto", "cpu"),
-        lambda path: list(layer_states(Checkpoint(path), [[1, 2]])),
-        lambda path: write_gguf_model(Path("x"), Checkpoint(path)),
-    ):
-        wanted = rf"quantized \({words}\), expected weights in bfloat16.*vLLM server run it \(train --features vllm"
-        with pytest.raises(InputError, match=wanted) as error:
-            read(path)
-        assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match=r"down_proj.weight in torch\."):
-        Checkpoint(tmp_path).read_tensors(("layers.1.",))
-
-
 def test_scales_of_a_servers_cache_leave_the_weights_as_they_are(pristine, directory):
     """ModelOpt writes them beside the weights of a model of which only the cache is FP8."""
 
@@ -352,42 +282,6 @@ def test_scales_of_a_servers_cache_leave_the_weights_as_they_are(pristine, direc
     ours, plain = (load_lm(str(path)) for path in (directory, pristine))
     assert isinstance(ours, LlamaLM)
     assert torch.equal(ours.features(torch.tensor([[5, 9]])), plain.features(torch.tensor([[5, 9]])))
-
-
-@pytest.mark.parametrize("settings", [FP8_BLOCKS, {"quant_method": "gptq", "bits": 4}])
-def test_scales_that_only_transformers_applies_leave_the_model_to_it(directory, settings):
-    change_config(directory, quantization_config=settings)
-    with pytest.raises(InputError, match=r"quantized \((fp8|gptq 4)\).*Pass --engine hf, which applies"):
-        load_lm(str(directory))
-
-
-def test_scales_that_transformers_would_drop_are_refused(directory):
-    """The method is one of transformers, the tensors are another maker's."""
-    change_config(directory, quantization_config=FP8_BLOCKS)
-    change_state(directory, to_fp8)
-    with pytest.raises(InputError, match=r"scales that transformers does not read.*--features vllm"):
-        load_lm(str(directory), "bfloat16", engine="hf")
-
-
-def test_scales_that_transformers_applies_are_applied(pristine, directory):
-    change_config(directory, quantization_config=FP8_BLOCKS)
-
-    def quantize(state):
-        to_fp8(state, "weight_scale_inv")
-        # As published: only weights have scales, and what is not quantized is bfloat16.
-        state |= {name: state[name].bfloat16() for name in state if not name.endswith(("_proj.weight", "_inv"))}
-
-    change_state(directory, quantize)
-    original, stored = load_file(pristine / "model.safetensors"), load_file(directory / "model.safetensors")
-    lm = load_lm(str(directory), "bfloat16", engine="hf")
-    for name, weight in lm.model.state_dict().items():
-        if name.endswith("_proj.weight"):
-            exact = stored[name].double() * stored[f"{name}_scale_inv"].double()
-            # bfloat16 has 8 bits of mantissa, FP8 4.
-            torch.testing.assert_close(weight.double(), exact, rtol=2**-8, atol=0)
-            assert (exact - original[name].double()).abs().max() <= original[name].abs().max() / 16
-    with pytest.raises(InputError, match="several types: pass --model-dtype bfloat16"):
-        load_lm(str(directory), "float32", engine="hf")
 
 
 def test_an_output_embedding_of_its_own_counts_in_a_model_that_says_it_is_tied(tmp_path):

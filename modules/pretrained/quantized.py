@@ -1,0 +1,237 @@
+"""Quantized checkpoints: who computes their weights, and a weight from the tensors that it is stored in.
+
+Published methods store a weight as numbers with scales. Those of `FORMS` are multiplied at load, so that every engine
+has plain weights, in any floating-point type. All other files are refused before weights are read: numbers without
+their scales are another model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.llama_config import config_object
+from draftsmith.modules.pretrained.reading import StoredTensor
+from draftsmith.modules.targets.shape import text_config
+from draftsmith.modules.types import InputError
+
+# `quant_method` in config.json of the methods whose files hold these forms.
+METHODS = ("fp8", "modelopt", "modelopt_fp4", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes")
+# Types that layers compute with, as safetensors names them.
+COMPUTED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FP8 = ("F8_E4M3", "F8_E5M2")
+STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+# Types and name of the tensor with the numbers, tensors that belong to it, and those that may.
+FORMS = (
+    (FP8, "weight", ("weight_scale_inv",), ()),
+    ((*FP8, "I8"), "weight", ("weight_scale",), ("weight_zero_point",)),
+    (("I8",), "weight", ("SCB", "weight_format"), ()),
+    (("U8",), "weight", ("weight_scale", "weight_scale_2"), ()),
+    (("U8",), "weight", ("weight.absmax", "weight.quant_map"),
+     ("weight.nested_absmax", "weight.nested_quant_map", *STATES)),
+    (("U8",), "weight_packed", ("weight_scale",), ("weight_global_scale",)),
+    (("I32",), "weight_packed", ("weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
+    (("U8",), "blocks", ("scales",), ()),
+    (("I32",), "qweight", ("qzeros", "scales"), ("g_idx",)),
+)  # fmt: skip
+NUMBERS = re.compile(r"(?:(?<=_)blocks|(?<=\.)(?:weight|weight_packed|qweight))$")
+# Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
+WEIGHT = re.compile(r"(weight|weight_packed|_blocks|proj(\.bias)?)$")
+SCALE = re.compile(r"((weight|proj)_(scale|zero_point|global_scale)\w*|pre_quant_scale|\.(scales|qzeros|SCB))$")
+# Scales of activations and of a server's cache, which belong to no weight.
+ACTIVATION = re.compile(r"\.(input_scale|input_global_scale|activation_scale|output_scale|[qkv]_scale)$")
+# Settings by which numbers mean something else, and their values that are computed here.
+NONE = ("none", "{}")
+SETTINGS = {"checkpoint_format": ("none", "gptq", "gptq_v2"), "transform_config": NONE, "sparsity_config": NONE}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4 without its sign, the highest of four bits
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places of eight numbers in a word of AutoAWQ
+SERVED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a checkpoint is quantized.
+
+    method: for messages; empty if it is not quantized. weights: names of the tensors of each weight that is computed
+    here, by `FORMS`. problem: why no engine reads it. by_transformers: transformers alone computes the method.
+    """
+
+    method: str = ""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    weights: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    problem: str = ""
+    by_transformers: bool = False
+
+    def error(self, model: object, problem: str, remedy: str = SERVED) -> InputError:
+        """Return the error of a model that is not computed here."""
+        found = f"{model}, which is quantized ({': '.join(filter(None, (self.method, problem)))})"
+        return InputError("model", found, f"plain weights, or those of {', '.join(METHODS)}", remedy)
+
+    def compute(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        """Compute a weight in float32. parts: its tensors, by `FORMS`. Raises InputError if their sizes do not fit."""
+        try:
+            return _compute(parts, self.settings)
+        except (ValueError, RuntimeError, LookupError, TypeError) as error:
+            raise self.error(name, str(error)) from error
+
+
+def decide(config: Mapping[str, object], other: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> Quantized:
+    """Decide by settings and the tensors' headers who computes a checkpoint's weights.
+
+    config: config.json. other: ModelOpt's hf_quant_config.json.
+    """
+    text = text_config(config)
+    settings = dict(config_object(text, "quantization_config") or config_object(text, "compression_config"))
+    settings = settings or {"quant_method": "modelopt", **config_object(other, "quantization")} if other else settings
+    switched = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    kind = str(settings.get("quant_method") or ("bitsandbytes" if switched else ""))
+    method = " ".join(str(name) for name in (kind, *map(settings.get, ("quant_algo", "format", "bits"))) if name)
+    if kind and kind not in METHODS:
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+        known = kind in AUTO_QUANTIZATION_CONFIG_MAPPING
+        return Quantized(method, settings, {}, "" if known else "an unknown method", known)
+
+    weights = dict[str, dict[str, str]]()
+    for name, stored in tensors.items():
+        if stored.dtype not in COMPUTED and (numbers := NUMBERS.search(name)):
+            stem = name[: numbers.start()]
+            for dtypes, main, needed, optional in FORMS:
+                if main == numbers[0] and stored.dtype in dtypes and all(stem + part in tensors for part in needed):
+                    parts = {part: stem + part for part in (main, *needed, *optional) if stem + part in tensors}
+                    weights[stem.removesuffix("_") if main == "blocks" else f"{stem}weight"] = parts
+                    break
+    known_names = {name for parts in weights.values() for name in parts.values()}
+    left = [
+        f"{name} in {stored.dtype}"
+        for name, stored in tensors.items()
+        if name not in known_names
+        and (SCALE.search(name) or (stored.dtype not in COMPUTED and (stored.dtype[0] == "F" or WEIGHT.search(name))))
+    ]
+    expected = SETTINGS | ({"version": ("none", "gemm")} if kind == "awq" else {})
+    left += [f"{name} {settings[name]}" for name, right in expected.items()
+             if str(settings.get(name)).lower() not in right]  # fmt: skip
+    if weights and not kind:
+        left.append(f"{next(iter(weights))} of a method that config.json does not name")
+    # Settings of a cache of keys alone name no weights.
+    if not weights and settings.get("quant_algo" if kind.startswith("modelopt") else "config_groups", kind):
+        left.append("files without quantized weights")
+    return Quantized(method if weights or left else "", settings, weights, left[0] if left else "")
+
+
+def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Tensor:
+    """Compute a weight [N, K] in float32; ValueError if the sizes of its tensors do not fit."""
+    if "blocks" in parts:  # MXFP4
+        values = _fp4(parts["blocks"]) * _scale(parts["scales"])[..., None]  # [E, N, K / 32, 32]
+        return values.flatten(2).transpose(1, 2)  # [E, K, N], as gpt-oss has it
+    if "qweight" in parts:
+        return _integers(parts, settings)
+    if "weight.absmax" in parts:
+        return _bitsandbytes(parts)
+    stored = parts["weight_packed" if "weight_packed" in parts else "weight"]
+    zero, block = parts.get("weight_zero_point"), _block(settings)
+    scale = next(_scale(parts[name]) for name in ("weight_scale", "weight_scale_inv", "SCB") if name in parts)
+    if "SCB" in parts:
+        if parts["weight_format"].item() != 0:
+            raise ValueError("weight_format of another layout than rows")
+        scale = scale / 127
+    if stored.dtype == torch.uint8:
+        values = _fp4(stored)
+        scale = scale * parts.get("weight_scale_2", 1) / parts.get("weight_global_scale", 1)
+    elif stored.dtype == torch.int32:
+        rows, columns = parts["weight_shape"].tolist()
+        bits = _bits(stored.shape[1], columns)
+        values = _unpack(stored, bits, 1)[:, :columns].float() - 2 ** (bits - 1)
+        zero = None if zero is None else _unpack(zero, bits, 0)[:rows] - 2 ** (bits - 1)
+    else:
+        values = stored.float()
+    if (order := parts.get("weight_g_idx")) is not None:
+        scale, zero = scale[:, order], None if zero is None else zero[:, order]
+    if zero is not None:
+        values = values - _spread(zero.float(), values.shape, block)
+    return values * _spread(scale, values.shape, block)
+
+
+def _block(settings: Mapping[str, object]) -> Sequence[int] | None:
+    """Return the sizes of blocks that share a scale, if the settings name them."""
+    groups = [own for own in config_object(settings, "config_groups").values() if isinstance(own, Mapping)]
+    each = [
+        settings.get("weight_block_size"),
+        *(config_object(own, "weights").get("block_structure") for own in groups),
+    ]
+    sizes = {tuple(own) for own in each if isinstance(own, list)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _spread(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None) -> Tensor:
+    """Repeat scales of a whole weight, of its rows, or of blocks, of which the last may be cut, to its shape."""
+    scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
+    for dim, size in enumerate(shape):
+        count = scale.shape[dim]
+        width = block[dim] if block and count not in (1, size) else -(-size // count)
+        # Without the size of blocks, groups of columns alone are sure: 2 scales of 192 rows may be of 128 and 64.
+        sure = count in (1, size) or block or (dim == 1 and size % count == 0)
+        if scale.ndim != len(shape) or not sure or -(-size // width) != count:
+            raise ValueError(f"scales of {list(scale.shape)} for a weight of {list(shape)}, in blocks of {block}")
+        scale = scale.repeat_interleave(width, dim).narrow(dim, 0, size) if count > 1 else scale
+    return scale
+
+
+def _scale(scale: Tensor) -> Tensor:
+    """Return scales in float32. Bytes are exponents of 2."""
+    return (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
+
+
+def _bits(words: int, count: int) -> int:
+    """Return the bits of each of so many integers in so many words of 32."""
+    for bits in (2, 4, 8):
+        if -(-count * bits // 32) == words:
+            return bits
+    raise ValueError(f"{count} integers in {words} words of 32 bits, expected 2, 4 or 8 bits each")
+
+
+def _unpack(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Split words into integers without a sign along a dimension, the lowest bits first."""
+    shifts = torch.arange(0, words.element_size() * 8, bits, dtype=words.dtype)
+    shape = [-1 if each == dim + 1 else 1 for each in range(words.ndim + 1)]
+    return ((words.unsqueeze(dim + 1) >> shifts.view(shape)) & (2**bits - 1)).flatten(dim, dim + 1)
+
+
+def _fp4(stored: Tensor) -> Tensor:
+    """Decode two FP4 numbers a byte, the lower half first."""
+    return torch.tensor((*E2M1, *(-value for value in E2M1)))[_unpack(stored, 4, stored.ndim - 1).int()]
+
+
+def _integers(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Tensor:
+    """Compute a weight of AutoAWQ or GPTQ, which store its transpose."""
+    scales, stored, zeros = parts["scales"].float(), parts["qweight"], parts["qzeros"]  # [G, N]
+    bits = _bits(zeros.shape[1], scales.shape[1])
+    zeros = _unpack(zeros, bits, 1)
+    if settings.get("quant_method") == "awq":
+        values, zeros = (
+            each.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1) for each in (_unpack(stored, 4, 1), zeros)
+        )
+    else:
+        values = _unpack(stored, bits, 0)
+        # The first format stores zero points less one.
+        zeros = zeros + (settings.get("checkpoint_format") != "gptq_v2")
+    groups = parts.get("g_idx", torch.arange(len(values)) * len(scales) // len(values))
+    return ((values - zeros[groups]) * scales[groups]).T
+
+
+def _bitsandbytes(parts: Mapping[str, Tensor]) -> Tensor:
+    """Compute a weight of bitsandbytes in 4 bits: numbers of a table in blocks, whose scales may be quantized, too."""
+    about = json.loads(bytes(next(parts[name] for name in STATES if name in parts).tolist()))
+    scale = parts["weight.absmax"]
+    if "weight.nested_absmax" in parts:
+        outer = parts["weight.nested_absmax"].repeat_interleave(about["nested_blocksize"])[: len(scale)]
+        scale = parts["weight.nested_quant_map"][scale.int()] * outer + about["nested_offset"]
+    # Of a byte the higher half is first.
+    numbers = _unpack(parts["weight"].reshape(-1, 1), 4, 1).flip(1).flatten()
+    scale = scale.repeat_interleave(about["blocksize"])[: len(numbers)]
+    return (parts["weight.quant_map"][numbers.int()] * scale).reshape(about["shape"])

@@ -1,0 +1,234 @@
+"""Quantized checkpoints: their weights are computed exactly, and numbers without their scales stop every engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from quantized_files import (
+    COMPUTED,
+    GROUP,
+    MODELOPT,
+    change_config,
+    fp4,
+    fp8_tensor,
+    gptq,
+    groups,
+    int8,
+    nvfp4,
+    quantize,
+)
+from safetensors.torch import load_file, save_file
+from tiny_configs import random_model, tiny_config
+from transformers import AutoModelForCausalLM
+from worlds import tiny_llama_dir
+
+from draftsmith.data.engines.layerwise import layer_states
+from draftsmith.eval.bench.hf_baseline import load_hf_model
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
+from draftsmith.modules.pretrained.models import load_lm, load_outer
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import InputError
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+IDS = torch.tensor([[5, 9, 40, 7]])
+READERS = (
+    load_lm,
+    lambda path: load_lm(path, engine="hf"),
+    lambda path: load_hf_model(path, "auto", "cpu"),
+    lambda path: list(layer_states(Checkpoint(path), [[1, 2]])),
+    lambda path: write_gguf_model(Path("x"), Checkpoint(path)),
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return tiny_llama_dir(tmp_path_factory.mktemp("plain"), hidden=64, tie_word_embeddings=False)
+
+
+@pytest.fixture
+def pair(plain, tmp_path) -> tuple[Path, Path]:
+    """A directory to quantize, and one for the weights that it stands for."""
+    first, second = (Path(shutil.copytree(plain, tmp_path / name)) for name in ("quantized", "twin"))
+    return first, second
+
+
+def table() -> dict[str, str]:
+    """docs/models.md: method -> engines that compute it."""
+    rows = re.findall(r"^\| ([^|]+) \| (all|`--engine hf`|none) \|", PAGE.read_text("utf-8"), re.M)
+    return dict(rows)
+
+
+@pytest.mark.parametrize("method", COMPUTED)
+def test_every_engine_computes_the_weights_that_files_stand_for(method, pair):
+    directory, twin = pair
+    quantize(directory, twin, *COMPUTED[method])
+    assert table()[method] == "all"
+    lean, hf, expected = load_lm(str(directory)), load_lm(str(directory), engine="hf"), load_lm(str(twin))
+    assert isinstance(lean, LlamaLM)
+    # Products of numbers and scales are rounded to float32 twice; bitsandbytes adds an offset between.
+    for name, weight in expected.model.state_dict().items():
+        torch.testing.assert_close(lean.model.state_dict()[name], weight, rtol=2e-6, atol=1e-7)
+    logits = [lm.lm_head(lm.features(IDS)) for lm in (lean, hf, expected)]
+    for one in logits[:2]:
+        torch.testing.assert_close(one, logits[2], rtol=0, atol=logits[2].std().item() * 1e-4)
+    *_, states = layer_states(Checkpoint(directory), IDS.tolist())
+    torch.testing.assert_close(states[0], expected.features(IDS)[0], rtol=0, atol=1e-3)
+    # Another model than the twin, whatever engine reads it.
+    assert lean.info.identity == hf.info.identity
+    assert lean.info.identity["weights"] != expected.info.identity["weights"]
+    weight = load_hf_model(str(directory), "bfloat16", "cpu").state_dict()["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(weight, lean.model.state_dict()["layers.0.mlp.up_proj.weight"].bfloat16())
+
+
+def test_gpt_oss_is_what_transformers_makes_of_it(tmp_path):
+    config = tiny_config("gpt_oss")
+    config.intermediate_size = 64
+    random_model(config).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in state if name.endswith(("gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = state.pop(name).shape
+        state[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16)).to(torch.uint8)
+        state[f"{name}_scales"] = torch.randint(120, 126, (experts, rows, columns // 32)).to(torch.uint8)
+    save_file({name: own.bfloat16() if own.is_floating_point() else own for name, own in state.items()},
+              tmp_path / "model.safetensors", {"format": "pt"})  # fmt: skip
+    change_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    ours = load_lm(str(tmp_path)).model.state_dict()
+    assert table()["MXFP4"] == "all"
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], own.float()) for name, own in theirs.items())
+
+
+@pytest.mark.parametrize("ends", ["lm_head", "embed_tokens"])
+def test_a_quantized_embedding_is_read_with_its_scale(pair, ends):
+    directory, twin = pair
+    quantize(directory, twin, *COMPUTED["ModelOpt FP8"], ends)
+    quantized, expected = (load_outer(str(path)) for path in pair)
+    states = torch.randn(3, 64)
+    assert torch.equal(quantized.lm_head(states), expected.lm_head(states))
+    assert torch.equal(quantized.embed(IDS), expected.embed(IDS))
+    assert quantized.info.identity["lm_head"] == load_lm(str(directory), engine="hf").info.identity["lm_head"]
+    assert (quantized.info.identity["lm_head"] == expected.info.identity["lm_head"]) == (ends == "embed_tokens")
+
+
+def without(writer, *ends: str):
+    def write(rows, columns):
+        parts, exact = writer(rows, columns)
+        return {name: tensor for name, tensor in parts.items() if name not in ends}, exact
+
+    return write
+
+
+def adding(writer, **extra: torch.Tensor):
+    def write(rows, columns):
+        parts, exact = writer(rows, columns)
+        return parts | {name: tensor.clone() for name, tensor in extra.items()}, exact
+
+    return write
+
+
+def float4(rows: int, columns: int):
+    stored, exact = fp4(rows, columns)
+    return {"weight": stored.view(torch.float4_e2m1fn_x2)}, exact
+
+
+def bare_integers(rows: int, columns: int):
+    return {"weight": torch.zeros(rows, columns, dtype=torch.int16)}, torch.zeros(rows, columns)
+
+
+FP8 = MODELOPT | {"quant_algo": "FP8"}
+# Files that no engine may read: their settings, weights, and words of the message.
+REFUSED = {
+    "FP8 without a scale": (FP8, without(fp8_tensor, "weight_scale"), "down_proj.weight in F8_E4M3"),
+    "FP8 of an unknown method": ({"quant_method": "x9"}, fp8_tensor, "x9: an unknown method"),
+    "FP8 of no method": (None, fp8_tensor, "a method that config.json does not name"),
+    "integers of no method": (None, bare_integers, "proj.weight in I16"),
+    "FP4 numbers": (FP8, float4, "proj.weight in F4"),
+    "NVFP4 without the scale of its scales": (
+        MODELOPT | {"quant_algo": "NVFP4"}, without(nvfp4, "weight_scale_2"), "proj.weight in U8"
+    ),
+    "scales of inputs by channel (ModelOpt W4A16_AWQ)": (
+        FP8, adding(fp8_tensor, pre_quant_scale=torch.ones(64)), "proj.pre_quant_scale in F32"
+    ),
+    "scales of plain weights": (
+        FP8, lambda rows, columns: ({"weight": torch.ones(rows, columns), "weight_scale": torch.ones(1)},
+                                    torch.ones(rows, columns)), "proj.weight_scale in F32",
+    ),
+    "AWQ for other kernels": ({"quant_method": "awq", "version": "gemv"}, COMPUTED["AWQ"][1], "version gemv"),
+    "GPTQ for Marlin": ({"quant_method": "gptq", "checkpoint_format": "marlin"}, gptq, "checkpoint_format marlin"),
+    "rotated weights": (
+        groups(num_bits=8) | {"transform_config": {"config_groups": {"u": {}}}}, int8, "transform_config"
+    ),
+    "settings alone": (FP8, lambda rows, columns: ({"weight": torch.ones(rows, columns)}, torch.ones(rows, columns)),
+                       "files without quantized weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files", REFUSED)
+@pytest.mark.parametrize("separate", [False, True])
+def test_numbers_without_their_scales_stop_every_engine_before_weights_are_read(files, separate, pair, monkeypatch):
+    settings, writer, words = REFUSED[files]
+    if separate and (settings is None or settings.get("quant_method") != "modelopt"):
+        pytest.skip("only ModelOpt has a file of its own")
+    directory, twin = pair
+    quantize(directory, twin, None if separate else settings, writer)
+    if separate:
+        (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    # vLLM's states of such a target are learned from.
+    assert torch.equal(load_outer(str(directory)).embed(IDS), load_outer(str(twin)).embed(IDS))
+    monkeypatch.setattr(Checkpoint, "state", None)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", None)
+    for read in READERS:
+        with pytest.raises(
+            InputError, match=rf"quantized \(.*{words}.*vLLM server run it \(train --features vllm"
+        ) as error:
+            read(str(directory))
+        assert "\n" not in str(error.value)
+
+
+def test_blocks_of_unknown_sizes_are_not_guessed(pair):
+    """2 scales of 64 rows may be of 48 and 16."""
+    directory, twin = pair
+    settings, writer = COMPUTED["FP8 in blocks"]
+    quantize(directory, twin, settings | {"weight_block_size": None}, writer)
+    for engine in ("lean", "hf"):
+        with pytest.raises(InputError, match=r"scales of \[2, .\] for a weight of \[64, .*\], in blocks of None"):
+            load_lm(str(directory), engine=engine)
+
+
+def test_a_method_of_transformers_alone_runs_there(pair):
+    directory, twin = pair
+    quantize(directory, twin, {"quant_method": "torchao"}, int8)
+    with pytest.raises(InputError, match=r"quantized .torchao.*--engine hf"):
+        load_lm(str(directory), engine="lean")
+    with pytest.raises(InputError, match=r"which needs a package .*torchao"):
+        load_lm(str(directory))
+    change_config(directory, quantization_config={"quant_method": "nvfp4"})
+    with pytest.raises(InputError, match=r"quantized .nvfp4: .*not supported yet.*train --features vllm"):
+        load_lm(str(directory))
+    assert table()["torchao, HQQ, quanto and others of transformers"] == "`--engine hf`"
+
+
+def test_a_quantized_cache_leaves_weights_as_they_are(pair):
+    directory, twin = pair
+    settings = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+    change_config(directory, quantization_config=settings)
+    state = load_file(directory / "model.safetensors")
+    state |= {name.replace("k_proj.weight", "k_scale"): torch.tensor(0.5) for name in state if "k_proj" in name}
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    expected = load_lm(str(twin)).features(IDS)
+    for engine in ("lean", "hf"):
+        torch.testing.assert_close(load_lm(str(directory), engine=engine).features(IDS), expected, rtol=0, atol=1e-4)
+
+
+def test_the_page_names_every_kind_of_files():
+    assert table().keys() == {*COMPUTED, *REFUSED, "MXFP4", "torchao, HQQ, quanto and others of transformers"}
+    assert all(table()[name] == "none" for name in REFUSED)
+    assert GROUP == 16
