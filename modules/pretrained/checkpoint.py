@@ -126,7 +126,8 @@ class Checkpoint:
         """The type of the weights that config.json names; else, as transformers decides, that of the files."""
         if (stated := stated_dtype(self.config)) is not None:
             return stated
-        return COMPUTED.get(self.tensors[self.outer_names["embeddings"]].dtype, "float32")
+        stored = self.tensors.get(self.outer_names["embeddings"])
+        return COMPUTED.get(stored.dtype, "float32") if stored else "float32"
 
     @cached_property
     def facts(self) -> TargetFacts:
@@ -199,7 +200,8 @@ class Checkpoint:
         """
         if (own := self.quantized).weights:
             about = f"{len(own.weights)} weights from their scales, in {str(dtype).removeprefix('torch.')}"
-            logger.info("%s is quantized (%s): computing %s", self.directory, own.method, about)
+            more = ". Servers round inputs of layers, too; --features vllm learns from those." if own.inputs else ""
+            logger.info("%s is quantized (%s): computing %s%s", self.directory, own.method, about, more)
         self.log_unread()
         names = [name for name in self.weights if name not in {*self.leftovers}]
         return {name: self._weight(name).to(dtype) if name in own.weights else self._map(name) for name in names}

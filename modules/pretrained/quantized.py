@@ -24,21 +24,20 @@ from draftsmith.modules.types import InputError
 METHODS = ("fp8", "modelopt", "modelopt_fp4", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes")
 # Types that layers compute with, as safetensors names them.
 COMPUTED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-FP8 = ("F8_E4M3", "F8_E5M2")
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-# Types and name of the tensor with the numbers, tensors that belong to it, and those that may.
+NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
+# Name and types of the tensor with the numbers, tensors that belong to it, and those that may.
 FORMS = (
-    (FP8, "weight", ("weight_scale_inv",), ()),
-    ((*FP8, "I8"), "weight", ("weight_scale",), ("weight_zero_point",)),
-    (("I8",), "weight", ("SCB", "weight_format"), ()),
-    (("U8",), "weight", ("weight_scale", "weight_scale_2"), ()),
-    (("U8",), "weight", ("weight.absmax", "weight.quant_map"),
-     ("weight.nested_absmax", "weight.nested_quant_map", *STATES)),
-    (("U8",), "weight_packed", ("weight_scale",), ("weight_global_scale",)),
-    (("I32",), "weight_packed", ("weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
-    (("U8",), "blocks", ("scales",), ()),
-    (("I32",), "qweight", ("qzeros", "scales"), ("g_idx",)),
-)  # fmt: skip
+    ("weight", "F8_E4M3 F8_E5M2", ("weight_scale_inv",), ()),
+    ("weight", "F8_E4M3 F8_E5M2 I8", ("weight_scale",), ("weight_zero_point",)),
+    ("weight", "I8", ("SCB", "weight_format"), ()),
+    ("weight", "U8", ("weight_scale", "weight_scale_2"), ()),
+    ("weight", "U8", ("weight.absmax", "weight.quant_map"), (*NESTED, *STATES)),
+    ("weight_packed", "U8", ("weight_scale",), ("weight_global_scale",)),
+    ("weight_packed", "I32", ("weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
+    ("blocks", "U8", ("scales",), ()),
+    ("qweight", "I32", ("qzeros", "scales"), ("g_idx",)),
+)
 NUMBERS = re.compile(r"(?:(?<=_)blocks|(?<=\.)(?:weight|weight_packed|qweight))$")
 # Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
 WEIGHT = re.compile(r"(weight|weight_packed|_blocks|proj(\.bias)?)$")
@@ -46,8 +45,7 @@ SCALE = re.compile(r"((weight|proj)_(scale|zero_point|global_scale)\w*|pre_quant
 # Scales of activations and of a server's cache, which belong to no weight.
 ACTIVATION = re.compile(r"\.(input_scale|input_global_scale|activation_scale|output_scale|[qkv]_scale)$")
 # Settings by which numbers mean something else, and their values that are computed here.
-NONE = ("none", "{}")
-SETTINGS = {"checkpoint_format": ("none", "gptq", "gptq_v2"), "transform_config": NONE, "sparsity_config": NONE}
+SETTINGS = {"checkpoint_format": "none gptq gptq_v2", "transform_config": "none {}", "sparsity_config": "none {}"}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4 without its sign, the highest of four bits
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places of eight numbers in a word of AutoAWQ
 SERVED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
@@ -59,6 +57,7 @@ class Quantized:
 
     method: for messages; empty if it is not quantized. weights: names of the tensors of each weight that is computed
     here, by `FORMS`. problem: why no engine reads it. by_transformers: transformers alone computes the method.
+    inputs: servers round the inputs of layers, too.
     """
 
     method: str = ""
@@ -66,6 +65,7 @@ class Quantized:
     weights: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     problem: str = ""
     by_transformers: bool = False
+    inputs: bool = False
 
     def error(self, model: object, problem: str, remedy: str = SERVED) -> InputError:
         """Return the error of a model that is not computed here."""
@@ -97,31 +97,35 @@ def decide(config: Mapping[str, object], other: Mapping[str, object], tensors: M
         known = kind in AUTO_QUANTIZATION_CONFIG_MAPPING
         return Quantized(method, settings, {}, "" if known else "an unknown method", known)
 
-    weights = dict[str, dict[str, str]]()
+    weights, used, left = dict[str, dict[str, str]](), set[str](), list[str]()
     for name, stored in tensors.items():
         if stored.dtype not in COMPUTED and (numbers := NUMBERS.search(name)):
             stem = name[: numbers.start()]
-            for dtypes, main, needed, optional in FORMS:
-                if main == numbers[0] and stored.dtype in dtypes and all(stem + part in tensors for part in needed):
+            for main, dtypes, needed, optional in FORMS:
+                if (
+                    main == numbers[0]
+                    and stored.dtype in dtypes.split()
+                    and {stem + part for part in needed} <= tensors.keys()
+                ):
                     parts = {part: stem + part for part in (main, *needed, *optional) if stem + part in tensors}
                     weights[stem.removesuffix("_") if main == "blocks" else f"{stem}weight"] = parts
+                    used.update(parts.values())
                     break
-    known_names = {name for parts in weights.values() for name in parts.values()}
-    left = [
-        f"{name} in {stored.dtype}"
-        for name, stored in tensors.items()
-        if name not in known_names
-        and (SCALE.search(name) or (stored.dtype not in COMPUTED and (stored.dtype[0] == "F" or WEIGHT.search(name))))
+    for name, stored in tensors.items():
+        odd = stored.dtype not in COMPUTED and (stored.dtype[0] == "F" or WEIGHT.search(name))
+        if name not in used and (odd or SCALE.search(name)):
+            left.append(f"{name} in {stored.dtype}")
+    expected = SETTINGS | ({"version": "none gemm"} if kind == "awq" else {})
+    left += [
+        f"{name} {settings[name]}" for name in expected if str(settings.get(name)).lower() not in expected[name].split()
     ]
-    expected = SETTINGS | ({"version": ("none", "gemm")} if kind == "awq" else {})
-    left += [f"{name} {settings[name]}" for name, right in expected.items()
-             if str(settings.get(name)).lower() not in right]  # fmt: skip
     if weights and not kind:
-        left.append(f"{next(iter(weights))} of a method that config.json does not name")
+        left.append(f"{min(weights)} of a method that config.json does not name")
     # Settings of a cache of keys alone name no weights.
     if not weights and settings.get("quant_algo" if kind.startswith("modelopt") else "config_groups", kind):
         left.append("files without quantized weights")
-    return Quantized(method if weights or left else "", settings, weights, left[0] if left else "")
+    inputs = kind in ("fp8", "modelopt", "modelopt_fp4") or bool(re.search(r"'input_activations': {", str(settings)))
+    return Quantized(method if weights or left else "", settings, weights, next(iter(left), ""), inputs=inputs)
 
 
 def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from forked import forked
+from quantized_files import COMPUTED, change_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_configs import VOCAB, random_model, tiny_config
@@ -262,6 +263,25 @@ def test_a_kill_leaves_nothing_that_counts(tmp_path, monkeypatch):
     assert len(left) == 1 and left[0].name.startswith(".copy.tmp-")
     stitched(tmp_path / "target", output, state)
     assert list(output.parent.iterdir()) == [output]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
+def test_a_quantized_module_is_read_with_its_scales(model_type, tmp_path):
+    """DeepSeek publishes its module in FP8 alone. Another one would be taken for FP8, too."""
+    model = target_of(model_type)
+    plain = by_file(model_type, random_state(model, 1))
+    stored, (settings, write) = dict(plain), COMPUTED["FP8 in blocks"]
+    for name in [name for name in plain if name.endswith("_proj.weight")]:
+        parts, exact = write(*stored.pop(name).shape)
+        plain[name] = exact.float()
+        stored |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+    for directory, own in ((tmp_path / "plain", plain), (tmp_path / "fp8", stored)):
+        checkpoint(directory, model, own)
+    change_config(tmp_path / "fp8", quantization_config=settings)
+    state = mtp_state(Checkpoint(tmp_path / "fp8"))
+    assert_equal(state, mtp_state(Checkpoint(tmp_path / "plain")))
+    with pytest.raises(InputError, match="its settings would hold for the module, too"):
+        stitch(Checkpoint(tmp_path / "fp8"), tmp_path / "copy", state)
 
 
 def test_what_cannot_be_stitched_is_refused(tmp_path):
