@@ -27,12 +27,15 @@ from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DocumentParts, DraftHead, TrainStep
 from draftsmith.modules.engine.lean import MLP_ROWS
+from draftsmith.modules.formats import formats_of
+from draftsmith.modules.formats.quantized import served_memory
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.llama_config import LlamaConfig, layers_of
 from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.auto import auto_class, text_part
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
+from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.pretrained.models import weight_type
 from draftsmith.modules.types import InputError, describe_error
 from draftsmith.train.config import MOST, NO_DATA, TrainDrafterConfig
@@ -104,8 +107,8 @@ class TrainingPlan:
     """Costs of a training, in bytes, elements, tokens and model FLOPs.
 
     part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
-    most on the disk at a time. feature_bytes: dtype -> bytes on disk, empty for heads that read no features. reasons:
-    what the head has otherwise than the target.
+    most on the disk at a time. feature_bytes: dtype -> bytes on disk, empty for heads that read no features. served:
+    memory of the head on a server. reasons: what the head has otherwise than the target.
     """
 
     trained: int
@@ -121,6 +124,7 @@ class TrainingPlan:
     checkpoint_bytes: int
     disk_bytes: int
     feature_bytes: dict[str, int]
+    served: str
     reasons: tuple[str, ...]
 
     @property
@@ -250,6 +254,7 @@ def plan_of(config: TrainDrafterConfig, opened: Checkpoint | None = None) -> Tra
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
         feature_bytes={dtype: tokens * size for dtype, size in per_token.items()} if feature_size else {},
+        served=served_memory(stored_tensors(head), any(one.eight_bits for one in formats_of(config.kind))),
         reasons=() if config.drafter.own_layer else shape.reasons,
     )
 
@@ -357,6 +362,7 @@ def show(config: TrainDrafterConfig, target: Checkpoint) -> None:
         "largest part": f"{plan.part_tokens:,} tokens at once, on {plan.world} ranks in {config.accumulate} parts",
         "checkpoints": f"{short(plan.checkpoint_bytes)}B each; at most {short(plan.disk_bytes)}B with best/ and last/",
         "features": ", ".join(f"{short(size)}B in {dtype}" for dtype, size in plan.feature_bytes.items()) or None,
+        "on a server": plan.served,
     }
     print_facts(facts, f"{config.kind} head for {config.target}, planned from its config.json")
     for reason in plan.reasons:

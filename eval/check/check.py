@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +46,8 @@ from draftsmith.modules.types import InputError
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
 LARGEST_DIFFERENCE = 1e-4
 LARGEST_SHARE = 1e-5  # of the largest logit, if that is more: a draft reads its own rounded states
+PLACES = 5  # tokens of a draft whose acceptance is compared
+KEPT = 0.9  # least share of the accepted tokens that rounding to 8 bits may leave; sound heads keep all but 1 %
 
 
 @dataclass(frozen=True)
@@ -157,10 +161,12 @@ def check_head(
     head: nn.Module | None,
     forward: bool = True,
     like: ImportedHead | None = None,
+    trained: nn.Module | None = None,
 ) -> CheckReport:
     """Read a directory by a system's rules, and compare it with its record and with the head, if there are such.
 
     forward: run it on real text. like: the head as its own system reads it, to compare with where there is no record.
+    trained: the head before its weights were rounded to 8 bits, whose drafts are compared as well.
     """
     report, package = CheckReport(), head_package(directory, format.name)
     try:
@@ -185,15 +191,18 @@ def check_head(
         report.problems += [Problem(f"the model's {key}", other) for key in differing]
     elif like is not None:
         report.problems[:0] = differences(dataclasses.asdict(like.config), hashes_of(like.state), theirs, "trained")
-    report.measures += measure(format, net, head, source, record is not None) if forward else []
+    report.measures += measure(format, net, head, source, record is not None, trained) if forward else []
     return report
 
 
 @torch.inference_mode()
-def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSource, known: bool) -> list[Measure]:
+def measure(
+    format: HeadFormat, theirs: Any, ours: Any | None, source: StateSource, known: bool, trained: Any | None = None
+) -> list[Measure]:
     """Run the head as a system reads it on text of the model, and compare its outputs with those of ours.
 
-    known: a record says how the head was trained, so that readings which draft as well do not count.
+    known: a record says how the head was trained, so that readings which draft as well do not count. trained: as of
+    `check_head`.
     """
     lm, heads = source.drafter.lm, [head for head in (theirs, ours) if head is not None]
     longest = min([lm.info.max_position, *(getattr(head.config, "max_position", 2**62) for head in heads)])
@@ -221,7 +230,8 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     measures = [Measure("first tokens", text, strong or known or ours is not None or None)]
     if ours is not None:
         pairs = [pair for text in texts for pair in outputs_along(lm, text, heads, depth)]
-        return [*measures, difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs)]
+        measures.append(difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs))
+        return measures if trained is None else [*measures, acceptance(lm, texts, trained, heads[0])]
     lengths = {variant.label: own for variant, own in zip(variants[1:], others, strict=True)}
     whole = isinstance(theirs.config, BlockConfig)
     better = better_variants(as_it_is, lengths, whole)
@@ -259,6 +269,22 @@ def outputs_along(
     for level, (one, two) in enumerate(zip(ours, theirs, strict=True)):
         rows = same[:, level].to(lm.device)
         yield from ((a[rows], b[rows]) for a, b in zip(one, two, strict=False))
+
+
+def acceptance(lm: CausalLM, texts: Sequence[Mapping[str, Any]], trained: Any, exported: Any) -> Measure:
+    """Compare how many tokens of drafts from every position a head gets right before and after its weights are rounded.
+
+    tau is that of such drafts, the target's own token included.
+    """
+    shown, taus = [], []
+    for head in (trained.to(lm.device, lm.dtype).eval(), exported):
+        variant = HeadVariant("", "as it is", head, head.aux_layers or (lm.info.num_layers,))
+        found = measure_texts(lm, texts, [variant], longest_draft(PLACES, [variant]))
+        reached = list(itertools.accumulate(found.agreement, operator.mul))
+        taus.append(1 + sum(reached))
+        shown.append(f"tau {taus[-1]:.2f} ({' '.join(f'{share:.0%}' for share in reached)})")
+    kept = taus[1] - 1 >= KEPT * (taus[0] - 1)
+    return Measure("acceptance before and after", f"{shown[0]}, {shown[1]}; accepted by place", kept)
 
 
 def difference(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Measure:

@@ -180,6 +180,9 @@ def our_drafter(config: CheckConfig, target: CausalLM, facts: TargetFacts) -> Ou
         found = f"a head of kind {format.kind}"
         raise InputError("directory", found, f"one that {SYSTEMS[config.engine]} serves", "Check it with --format.")
     if config.head is not None:
+        if package.quantized:
+            remedy = "Leave it out: the directory's own weights are compared."
+            raise InputError("head", config.head, "none beside weights of 8 bits, to which it is not rounded", remedy)
         head = load_head(config.head, target, kind=format.kind)
         # Rounded as the directory's weights are.
         dtype = next(tensor.dtype for tensor in package.tensors.values() if tensor.ndim == 2)

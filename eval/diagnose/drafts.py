@@ -151,6 +151,7 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
     last = target.info.num_layers
     layers = tuple(sorted({last, *(layer for variant in variants for layer in variant.layers)}))
     context = min([MOST_TOKENS, target.info.max_position, *(variant.head.config.max_position for variant in variants)])
+    context -= max(0, depth - COMPARED)  # a draft behind the last token reads its own tokens there
     depths = [depth, *[min(depth, COMPARED)] * len(variants)][: len(variants)]
     drafting = [BranchDrafter(variant.head.net(target), own) for variant, own in zip(variants, depths, strict=True)]
     tally, lengths = torch.zeros(2, depth), [[torch.zeros(0, dtype=torch.long)] for _ in variants]

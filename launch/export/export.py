@@ -20,6 +20,7 @@ from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats import GGUF, MTP, check_served, formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.formats.gguf import head_to_gguf
+from draftsmith.modules.formats.quantized import FORMATS, quantizable, rounded, served_memory, with_quantized
 from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_same_tokenizer
@@ -47,6 +48,7 @@ from draftsmith.modules.pretrained.hub import check_push, loadable, resolve_mode
 from draftsmith.modules.pretrained.models import DTYPES, load_lm
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.pretrained.stitch import head_package, stitch
+from draftsmith.modules.targets.shape import stated_dtype
 from draftsmith.modules.types import InputError
 
 HEAD_MANIFEST = {
@@ -99,6 +101,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     # What can be refused is refused before the models are read.
     format, settings = format_for(path, config.format)
     format.check(settings)
+    check_eight_bits(config.weights, format)
     drafts = getattr(settings, "drafts", None)
     if drafts is not None and config.num_drafted > drafts:
         expected = f"at most {drafts}, as the head's blocks have"
@@ -107,6 +110,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     recorded = manifest.get("config") or manifest.get("imported") or {}
     source = state_source(False, config.target or recorded.get("target"), None, config.loading)
     check_served(format, source.facts)
+    eight = config.weights in FORMATS
     head: Any = original(path, format.kind, source)
 
     # Convert and write, by default in the type of the head's file.
@@ -114,12 +118,21 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     if weights == "auto":
         weights = str(next(head.parameters()).dtype).removeprefix("torch.")
     dtype = DTYPES.get(weights, torch.float32)
-    state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
-    state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
+    if eight:
+        dtype = torch.float16 if stated_dtype(source.facts.raw) == "float16" else torch.bfloat16
+    full = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
+    state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in full.items()}
     if weights == "q8_0":
         state = {name: rounded_to_q8(stored) for name, stored in state.items()}
+    exact = {name: full[name] for name in quantizable(full)} if eight else {}
+    if eight and not exact:
+        expected = "n x k with n % 64 and k % 128, or n % 128 and k % 64, as servers' kernels need"
+        raise InputError("weights", f"{weights} for layers of other sizes", expected, "Pass --weights bfloat16.")
+    state |= rounded(exact, weights)
     model, written = loadable(source.path), str(config.output)
     package = format.write(head.config, state, dtype, dataclasses.replace(source.facts, path=model))
+    if eight:
+        package = with_quantized(package, {format.disk_name(name): exact[name] for name in exact}, weights)
     if format.name == GGUF:
         kind = str(package.config["gguf"])
         metadata, tensors = head_to_gguf(package)
@@ -139,7 +152,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     record |= {"config": dataclasses.asdict(read_back.config)}
     record |= {"tensors": hashes_of(read_back.state), "types": types_of(read_back.state.values())}
     write_json(directory / RECORD, {**record, **made_with()})
-    report = check_head(directory, format, source, build_head(format.kind, head.config, state))
+    exported = build_head(format.kind, head.config, state)
+    report = check_head(directory, format, source, exported, trained=head if eight else None)
 
     # Command and card.
     measured = measured_of(path)
@@ -149,6 +163,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     confidence = bool(getattr(settings, "confidence", False))
     command = format.serve(Served(model, written, count, source.facts.served_family, window, confidence))
     notes = list(format.notes)
+    if format.eight_bits:
+        notes.append(f"On the server the head takes {served_memory(full, True)} (--weights).")
     if format.target_index and (note := index_for_target(source.checkpoint, directory)):
         notes.append(note)
     export = {
@@ -166,6 +182,14 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
             f"{format.system} reads no GGUF: {model} holds the weights of {source.path}, for which it was trained."
         )
     return report, "\n\n".join([command, *notes, *expected_gain(path, measured, format.kind, tau)])
+
+
+def check_eight_bits(weights: str, format: HeadFormat) -> None:
+    """Raise InputError for weights of 8 bits where the system would not read them."""
+    if weights in FORMATS and not format.eight_bits:
+        others = [other.name for other in formats_of(format.kind) if other.eight_bits]
+        remedy = f"Choose --format {' or '.join(others)}." if others else "Leave it out."
+        raise InputError("weights", weights, f"another type: {format.system} {format.sixteen_bits}", remedy)
 
 
 def target_file(config: ExportConfig, target: str) -> Path | None:

@@ -29,7 +29,8 @@ class ExportConfig(ServedLoading):
         draft: The draft model to be exported as llamacpp.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
             else the head's tau in training, at most 5, else 3; a block drafter's whole block.
-        weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
+        weights: Type of the exported weights; auto keeps the head's. fp8 and int8 are for vllm and sglang: the layers'
+            matrices in 8 bits, all else in 16, with the acceptance before and after. q8_0 is llama.cpp's.
         license: License of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
         push: Hub id: upload the directory there, with its model card. A new repository is private.
@@ -42,7 +43,7 @@ class ExportConfig(ServedLoading):
     target_gguf: Path | None = None
     draft: str | None = None
     num_drafted: int = 0
-    weights: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
+    weights: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "q8_0"] = "auto"
     license: str = ""
     dtype: Dtype = "auto"
     push: str | None = None
@@ -51,6 +52,8 @@ class ExportConfig(ServedLoading):
         from draftsmith.modules.decoding.tree import MAX_NODES
 
         check_range("num_drafted", self.num_drafted, 0, MAX_NODES)
+        if self.format == GGUF and self.weights in ("fp8", "int8"):
+            raise InputError("weights", self.weights, "a type of GGUF, of which q8_0 has 8 bits", "Pass q8_0.")
         if self.format != GGUF and (self.weights == "q8_0" or self.target_gguf is not None):
             found, remedy = f"--format {self.format}", "Pass it, or leave out --weights q8_0 and --target-gguf."
             raise InputError("format", found, f"{GGUF}, which writes GGUF", remedy)

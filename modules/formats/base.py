@@ -42,11 +42,14 @@ class Package:
     """Content of a head's directory: `config.json`, the tensors of its weights files, and the record of an export.
 
     exported: `draftsmith.json`, which an export leaves; None in a directory that this project did not write.
+    quantized: names of weights that the files hold in 8 or 4 bits. notes: what was changed in reading.
     """
 
     config: Raw
     tensors: Mapping[str, Tensor]
     exported: Mapping[str, Any] | None = None
+    quantized: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,9 @@ class HeadFormat(ABC):
     target_index: bool = False
     # Lines for users, printed with the command and on the card.
     notes: tuple[str, ...] = ()
+    # Pattern of the weights, by our names, that the system reads in 8 bits; empty if it reads none, for this reason.
+    eight_bits: str = ""
+    sixteen_bits: str = "reads no quantized weights"
 
     @property
     def reads(self) -> Literal["target", "draft"]:
@@ -193,6 +199,10 @@ class HeadFormat(ABC):
     def wrote(self, package: Package) -> bool:
         """Return whether a directory is the system's own, by what no other system's has."""
         return False
+
+    def disk_name(self, name: str) -> str:
+        """Return the name in a file of one of our parameters."""
+        return name
 
     def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)
         """Raise InputError if the format cannot hold a head of these settings."""

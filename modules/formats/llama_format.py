@@ -274,10 +274,6 @@ class LlamaFormat(HeadFormat, Generic[C]):
         """Return our name of a tensor, by any system's without the prefix `model.`."""
         return name
 
-    def disk_name(self, name: str) -> str:
-        """Return the name in a file of one of our parameters."""
-        return name
-
     def scaled(self, state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
         """Return a head whose products with the target's lm_head are `factor` times as large.
 
@@ -369,6 +365,10 @@ class LlamaFormat(HeadFormat, Generic[C]):
         files.check_options(llama)
         reason = "" if target is None else self.unserved(target)
         files.add_problems({"target": (reason, reason), **self.problems(files)})
+        files.notes += package.notes
+        for name in package.quantized:
+            if not re.fullmatch(self.eight_bits, self.our_name(name.removeprefix("model."))):
+                files.add_problems({name: (True, "reads it in 16 bits: the file has another type")})
         files.take_tensors()
         config = self.read_config(files, llama)
         with torch.device("meta"):

@@ -123,6 +123,7 @@ class MtpFormat(HeadFormat):
 
     name = kind = "mtp"
     system = "the target's checkpoint"
+    sixteen_bits = "has one quantization_config for the target and its module"
     notes = (
         "SGLang: --speculative-algorithm NEXTN. llama.cpp: convert this directory, then --spec-type draft-mtp.",
         "The copy links to the target's files: keep them, or copy it with cp -rL.",

@@ -46,6 +46,7 @@ from draftsmith.modules.formats.eagle1 import Eagle1Format
 from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers
 from draftsmith.modules.formats.llama import IDS, Fields, architecture, layer_ids, llama_fields
 from draftsmith.modules.formats.llama_format import Biases, BiasFields, C, HeadFiles, LlamaFormat, Refusal, Wrong
+from draftsmith.modules.formats.quantized import LAYERS
 from draftsmith.modules.llama_config import (
     BASE,
     RopeScaling,
@@ -241,6 +242,8 @@ def vllm_command(method: str, served: Served) -> str:
 class ServedByVllm(LlamaFormat[C]):
     """A system whose directories vLLM serves."""
 
+    # lm_head of EAGLE-3, if its config names it.
+    eight_bits = rf"{LAYERS}|(fc|lm_head|.*kernel_projection)\.weight"
     whose = ""
 
     def without_states(self, target: TargetFacts) -> str:
@@ -330,6 +333,7 @@ def rope_object(raw: Raw) -> Raw:
 
 class Sglang(LlamaFormat[C]):
     name, system = "sglang", "SGLang"
+    eight_bits = rf"{LAYERS}|lm_head\.weight"
     whole_context = True
     lacking = "raises: its {} class does not capture the states of its layers"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.quantized import dequantized
 from draftsmith.modules.pretrained.gguf import read_gguf_head
 from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
@@ -48,7 +49,9 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_package(path: str) -> Package:
-    """Read config, tensors and record of a foreign directory or hub id; tensors as stored, on the CPU.
+    """Read config, tensors and record of a foreign directory or hub id, on the CPU.
+
+    Tensors are as stored, but dequantized if compressed-tensors wrote them.
 
     Raises:
         InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
@@ -74,7 +77,7 @@ def read_package(path: str) -> Package:
     # Messages show names, and a terminal obeys control characters.
     if odd := [name for name in tensors if not name.isprintable()]:
         raise InputError(str(directory), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
-    return Package(config, tensors, exported)
+    return dequantized(Package(config, tensors, exported))
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:

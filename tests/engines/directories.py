@@ -53,9 +53,10 @@ from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.quantized import FORMATS
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.pretrained.directory import read_package
-from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.heads import build_head, load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import FeatureBatch, InputError
 
@@ -71,7 +72,7 @@ class Case:
 
     target: arguments of `tiny_llama_dir`. num_layers: of an EAGLE-1 head. shape: fields of `Eagle3Config`, of a target
     of eight layers, whose default is 2, 4 and 5, or of `BlockConfig`. rope_theta: of an EAGLE-3 head; the target has
-    10000. rope: the head's scaling; the target has none. window: the head's sliding window.
+    10000. rope: the head's scaling; the target has none. window: the head's sliding window. weights: of `export`.
     """
 
     formats: tuple[str, ...]
@@ -81,6 +82,7 @@ class Case:
     rope_theta: float | None = None
     rope: RopeScaling | None = None
     window: int | None = None
+    weights: str = "auto"
 
     def layers(self, like: LlamaConfig) -> LlamaConfig:
         return dataclasses.replace(like, rope_scaling=self.rope or like.rope_scaling, sliding_window=self.window)
@@ -96,6 +98,8 @@ GPT_OSS = RopeScaling("yarn", 8.0, original_max_position=32, beta_fast=4.0, beta
 DEEPSEEK = dataclasses.replace(GPT_OSS, truncate=True, mscale=1.0, mscale_all_dim=0.5)
 PART = RopeScaling(partial_rotary_factor=0.5)
 SELECTOR = {"conv_group": 8, "selector_rank": 6, "selector_top_k": 5}
+# Sizes of which every layer, or all but o_proj, fit the kernels of 8 bits.
+WIDE, NARROW = {"hidden": 128, "initializer_range": 0.1}, {"hidden": 64, "initializer_range": 0.2}
 THREE, ALL = ("eagle", "vllm", "sglang"), ("eagle", "vllm", "sglang", "speculators")
 CASES = {
     "eagle": {
@@ -105,6 +109,8 @@ CASES = {
         "yarn": Case(THREE[1:], {"rope_parameters": YARN_ROPE}),
         "head-dim": Case(THREE[1:], {"head_dim": 16}),
         "qwen2": Case(THREE, {"family": "qwen2"}),
+        "int8": Case(THREE[1:], NARROW, weights="int8"),
+        "fp8": Case(THREE[1:], NARROW, weights="fp8"),
     },
     "eagle3": {
         "whole": Case(ALL),
@@ -118,14 +124,18 @@ CASES = {
         "deepseek": Case(ALL[1:], rope=DEEPSEEK),
         "part": Case(("vllm",), rope=PART),
         "window": Case(ALL[1:], shape={"draft_vocab_size": 100}, window=WINDOW),
+        "int8": Case(THREE[1:], NARROW, shape={"draft_vocab_size": 100}, weights="int8"),
+        "fp8": Case(THREE[1:], WIDE, shape={"draft_vocab_size": 100}, weights="fp8"),
     },
     "dflash": {
         "block": Case(ALL[1:], shape={"layout": "fill-in"}),
         "window": Case(ALL[1:], shape={"layout": "fill-in"}, window=WINDOW),
+        "int8": Case(THREE[1:], WIDE, shape={"layout": "fill-in"}, weights="int8"),
     },
     "dflash2": {
         "block": Case(ALL[1:], shape={"layout": "fill-in", **SELECTOR}),
         "window": Case(ALL[1:], shape={"layout": "fill-in", **SELECTOR, "conv_kernel": 3}, window=WINDOW),
+        "fp8": Case(THREE[1:], WIDE, shape={"layout": "fill-in", **SELECTOR}, weights="fp8"),
     },
     "dspark": {
         "vanilla": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True}),
@@ -133,6 +143,7 @@ CASES = {
         "gpt-oss": Case(ALL[1:], shape={"markov_rank": 6}, rope=GPT_OSS),
         "part": Case(("vllm", "sglang"), shape={"markov_rank": 6}, rope=PART),
         "window": Case(ALL[1:], shape={"markov_rank": 6}, window=WINDOW),
+        "int8": Case(THREE[1:], WIDE, shape={"markov_rank": 6, "confidence": True}, weights="int8"),
         "gated": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "gated"}),
         "rnn": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "rnn", "confidence": True}),
     },
@@ -196,8 +207,13 @@ def write(kind: str, case: Case, directory: Path) -> None:
     head = random_head(kind, case, lm)
     saved = save_head(directory / "head", head, {"target": lm.info.identity}, "")
     for format in case.formats:
-        config = ExportConfig(format=format, head=saved, target=str(target), output=directory / format)
+        out = directory / format
+        config = ExportConfig(format=format, head=saved, target=str(target), output=out, weights=case.weights)
         assert export(config) == 0, "export says why"
+    if case.weights in FORMATS:
+        # As our reader has the rounded weights.
+        read = formats()[format, kind].read(read_package(str(directory / format)), facts_of(lm))
+        head = build_head(kind, read.config, read.state).float().requires_grad_(False)
     ids = torch.randint(lm.info.vocab_size, (1, LENGTH + 1))
     ours = {"ids": ids[0]}
     if kind == "eagle":

@@ -29,12 +29,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from worlds import in_rows, quick_block_head, quick_eagle3_head, quick_eagle_head, run_models
 
 from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.check.states import facts_of
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle3 import layer_like
 from draftsmith.modules.drafters.method_names import parse_method
-from draftsmith.modules.pretrained.heads import save_head
+from draftsmith.modules.formats import formats
+from draftsmith.modules.pretrained.directory import read_package
+from draftsmith.modules.pretrained.heads import build_head, save_head
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -52,7 +55,7 @@ class Case:
     fc_bias: as of `quick_eagle_head`; no export holds such a head: `gate_test.py` writes its directory.
     first: learns the answers to the first so many held-out prompts, which `gate_test.py` asks, in place of TAUGHT.
     block: kind of a block drafter, whose training takes `shape` as options. window: sliding window of the head, several
-    times shorter than the prompts."""
+    times shorter than the prompts. weights: of `export`."""
 
     formats: tuple[str, ...]
     shape: dict[str, Any] | None = field(default_factory=dict)
@@ -62,6 +65,7 @@ class Case:
     first: int = 0
     block: str = ""
     window: int | None = None
+    weights: str = "auto"
 
     @property
     def kind(self) -> str:
@@ -84,6 +88,8 @@ CASES = {
     "dspark": Case(("llamacpp", "vllm"), first=4, block="dspark"),
     "filling": Case(("llamacpp",), {"layout": "fill-in"}, first=4, block="dspark"),
     "window": Case(("vllm", "speculators"), draft_vocab=512, first=4, window=12),
+    "int8": Case(("vllm",), draft_vocab=512, first=4, weights="int8"),
+    "dflash-fp8": Case(("vllm",), first=4, block="dflash", weights="fp8"),
     "dflash-window": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash", window=12),
     "dflash2-window": Case(("llamacpp",), {"selector_top_k": 7}, first=4, block="dflash2", window=12),
     "dspark-window": Case(("llamacpp",), first=4, block="dspark", window=12),
@@ -133,8 +139,12 @@ def main(output: Path) -> None:
         head = trained(target, case, rows[case.first])
         saved = save_head(output / name / "head", head, {"target": target.info.identity}, "")
         for format in case.formats:
-            config = ExportConfig(format=format, head=saved, target=TARGET, output=output / name / format)
+            out = output / name / format
+            config = ExportConfig(format=format, head=saved, target=TARGET, output=out, weights=case.weights)
             assert export(config) == 0, "export says why"
+        if case.weights != "auto":
+            read = formats()["vllm", kind].read(read_package(str(output / name / "vllm")), facts_of(target))
+            head = build_head(kind, read.config, read.state).to(target.dtype).eval()
         ours: dict[str, Any] = {"prompts": prompts}
         for length in LENGTHS:
             made = [drafted(target, head, kind, length, prompt) for prompt in prompts]

@@ -24,9 +24,13 @@ from sglang.srt.distributed.parallel_state import init_distributed_environment, 
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import DefaultModelLoader, _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.model_loader.weight_utils import get_quant_config
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
+from w8a16 import patch_sglang
+
+patch_sglang()
 
 
 def start(exported: Exported, algorithm: str, store: Path) -> ServerArgs:
@@ -59,7 +63,9 @@ def load(
     loader = DefaultModelLoader(LoadConfig())
     with set_default_torch_dtype(config.dtype):
         with uninitialized_is_nan():
-            model = _initialize_model(config, loader.load_config, None)
+            # Without its check of types: it runs weights of 8 bits in 16.
+            quantized = get_quant_config(config, loader.load_config, {}) if config.quantization else None
+            model = _initialize_model(config, loader.load_config, quantized)
         started = emptied(model)
         loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
     for layer in getattr(model, "model", model).layers:

@@ -1,6 +1,6 @@
 """vLLM's own code without its engine: its config resolution, its loader, its modules. Imported before vLLM is.
 
-Only the attention operator is replaced, which is compiled for GPUs.
+Only the operators of attention and of weights of 8 bits are replaced, which are compiled for GPUs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from w8a16 import patch_vllm
+
+patch_vllm()
 
 
 @contextmanager

@@ -25,6 +25,9 @@ import torch
 from exported import FIGURES, WORLD
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from w8a16 import patch_vllm
+
+patch_vllm()
 
 torch.set_num_threads(1)  # more wait for one another on a machine that does other things
 SERVED = WORLD / "served"

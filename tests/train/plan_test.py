@@ -115,6 +115,7 @@ def test_the_command_prints_a_table_that_fits_and_its_numbers(artifacts, capsys,
     plan = json.loads(capsys.readouterr().out)
     assert plan["world"] == 4 and plan["documents"]["source"] == str(artifacts.responses)
     assert plan["memories"]["zero-2"]["libraries"] > 0
+    assert plan["served"] == "0.0 MB"  # of layers that no kernel of 8 bits takes
 
 
 def test_without_data_a_plan_states_its_assumption(artifacts, tmp_path, capsys, monkeypatch):

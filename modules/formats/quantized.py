@@ -1,0 +1,147 @@
+"""Weights of 8 bits, which servers multiply with states of 16 bits (W8A16), in the layout of compressed-tensors.
+
+Sources: compressed-tensors 0.17 (compressors/pack_quantized, naive_quantized), vLLM 0.33 and SGLang 0.5.23
+(layers/quantization/compressed_tensors).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.llama import Fields, inner_object
+from draftsmith.modules.types import InputError
+
+# The servers take weight-only int8 as pack-quantized alone. Largest value of a row, by which its scale is chosen.
+FORMATS, LARGEST = {"int8": "pack-quantized", "fp8": "float-quantized"}, {"int8": 127.0, "fp8": 448.0}
+# Weights that all draft classes of vLLM and SGLang read quantized, and the layers into which servers join them.
+LAYERS = r"(midlayer|layers?(?:\.\d+)?)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.weight"
+JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "o": ("o",), "down": ("down",)}
+# Layers that vLLM would take for quantized ones, and SGLang reads as they are, as it does an lm_head without its name.
+IGNORED = [f"re:.*{name}$" for name in ("fc", "lm_head", "kernel_projection")]
+CONFIG, METHOD = "quantization_config", "compressed-tensors"
+PART = re.compile(r"(.*)\.(weight_packed|weight_scale|weight_shape|weight_zero_point)")
+
+
+def quantizable(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of a head's weights that can have 8 bits.
+
+    A server's layer has to fit the tiles of its Marlin kernel, n % 64 and k % 128 or n % 128 and k % 64: SGLang pads
+    none. Weights that it joins stay alike.
+    """
+    layers = dict[tuple[str, str], list[str]]()
+    for name in state:
+        if match := re.fullmatch(LAYERS, name):
+            joined = next(layer for layer, parts in JOINED.items() if match[2] in parts)
+            layers.setdefault((match[1], joined), []).append(name)
+    sizes = [(names, sum(len(state[name]) for name in names), state[names[0]].shape[1]) for names in layers.values()]
+    return [name for names, n, k in sizes if n % 64 == k % 128 == 0 or n % 128 == k % 64 == 0 for name in names]
+
+
+def quantize(weight: Tensor, scheme: str) -> dict[str, Tensor]:
+    """Return what a file holds of a weight [N, K]: its values, and a scale for each row [N, 1].
+
+    Scales are values of bfloat16, in which servers compute with them.
+    """
+    weight = weight.detach().cpu().float().contiguous()
+    scale = (weight.abs().amax(1, keepdim=True) / LARGEST[scheme]).bfloat16()
+    values = (weight / scale.float().where(scale > 0, 1)).clamp(-LARGEST[scheme], LARGEST[scheme])
+    if scheme == "fp8":
+        return {"weight": values.to(torch.float8_e4m3fn), "weight_scale": scale.float()}
+    packed = (values.round() + 128).to(torch.uint8).view(torch.int32)  # [N, K / 4], the first value in the lowest bits
+    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+
+
+def dequantize(parts: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return the weight [N, K] with which servers compute, in float32. name: for errors.
+
+    Raises:
+        InputError: other tensors than compressed-tensors has of integers of 4 or 8 bits, or of float8.
+    """
+    try:
+        values, scale, zero = parts.get("weight"), parts["weight_scale"].float(), parts.get("weight_zero_point")
+        if values is None:
+            packed, (rows, columns) = parts["weight_packed"], parts["weight_shape"].tolist()
+            bits = 32 * packed.shape[1] // columns
+            values = _unpacked(packed, bits).reshape(rows, columns)
+            zero = None if zero is None else _unpacked(zero.T, bits).T[:rows]
+        if values.dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise TypeError
+        groups, parts_of_row = scale.shape if scale.ndim == 2 else (1, 1)  # scales of rows, groups, blocks, or one
+        blocks = values.float().reshape(groups, len(values) // groups, parts_of_row, values.shape[1] // parts_of_row)
+        if zero is not None:
+            blocks = blocks - zero.float().reshape(groups, 1, parts_of_row, 1)
+        return (blocks * scale.reshape(groups, 1, parts_of_row, 1)).reshape(values.shape)
+    except (AttributeError, ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        found = ", ".join(f"{part} {list(tensor.shape)} of {tensor.dtype}" for part, tensor in parts.items())
+        expected = "integers of 4 or 8 bits, or float8_e4m3fn, with scales of rows, groups or blocks"
+        raise InputError(name, found, expected, "Import the directory that the weights were made from.") from error
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the signed integers [N, C * 32 / bits] in words [N, C]."""
+    if words.dtype != torch.int32 or bits not in (4, 8):
+        raise TypeError
+    return ((words[..., None] >> torch.arange(0, 32, bits) & 2**bits - 1) - 2 ** (bits - 1)).flatten(1).to(torch.int8)
+
+
+def rounded(weights: Mapping[str, Tensor], scheme: str) -> dict[str, Tensor]:
+    """Return weights with the values that a file of 8 bits holds of them."""
+    return {name: dequantize(quantize(weight, scheme), name) for name, weight in weights.items()}
+
+
+def with_quantized(package: Package, weights: Mapping[str, Tensor], scheme: str) -> Package:
+    """Return a directory with these weights, by their names in it, in 8 bits."""
+    tensors = {name: tensor for name, tensor in package.tensors.items() if name not in weights}
+    for name, weight in weights.items():
+        tensors |= {f"{name.removesuffix('weight')}{part}": stored for part, stored in quantize(weight, scheme).items()}
+    whole = [layer for layer, parts in JOINED.items() if not any(f".{parts[0]}_proj." in name for name in weights)]
+    whole = [name for layer in whole for name in dict.fromkeys([layer, *JOINED[layer]])]
+    kind: Fields = {"num_bits": 8, "type": "int" if scheme == "int8" else "float", "strategy": "channel"}
+    config: Fields = {
+        "quant_method": METHOD,
+        "format": FORMATS[scheme],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": kind | {"symmetric": True, "dynamic": False}}},
+        "ignore": IGNORED + [rf"re:.*\.{name}_proj$" for name in whole],
+    }
+    return dataclasses.replace(package, config={**package.config, CONFIG: config}, tensors=tensors)
+
+
+def dequantized(package: Package) -> Package:
+    """Return a directory of compressed-tensors with the weights that servers compute with, any other one as it is.
+
+    Raises:
+        InputError: as of `dequantize`.
+    """
+    settings, tensors, parts = (
+        inner_object(package.config, CONFIG),
+        dict(package.tensors),
+        dict[str, dict[str, Tensor]](),
+    )
+    for name in package.tensors:
+        if match := PART.fullmatch(name):
+            parts.setdefault(f"{match[1]}.weight", {})[match[2]] = tensors.pop(name)
+    if settings.get("quant_method") != METHOD or not parts:
+        return package
+    for name, own in parts.items():
+        own |= {"weight": tensors.pop(name)} if name in tensors else {}
+        tensors[name] = dequantize(own, name)
+    config = {name: value for name, value in package.config.items() if name != CONFIG}
+    notes = [f"{len(parts)} weights are dequantized from {METHOD} ({settings.get('format')})"]
+    groups = inner_object(settings, "config_groups").values()
+    if any(isinstance(group, Mapping) and group.get("input_activations") for group in groups):
+        notes.append("servers quantize the states before these weights as well, which is not computed here")
+    return dataclasses.replace(package, config=config, tensors=tensors, quantized=tuple(parts), notes=tuple(notes))
+
+
+def served_memory(state: Mapping[str, Tensor], eight_bits: bool) -> str:
+    """Return the memory of a head on a server of 16 bits. eight_bits: add what it is with weights of 8 bits."""
+    sizes = {name: tensor.numel() * (2 if tensor.is_floating_point() else 8) for name, tensor in state.items()}
+    whole, saved = sum(sizes.values()), sum(sizes[name] // 2 - 2 * len(state[name]) for name in quantizable(state))
+    return f"{whole / 1e6:,.1f} MB" + (f", {(whole - saved) / 1e6:,.1f} MB in fp8 or int8" if eight_bits and saved else "")
