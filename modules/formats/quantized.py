@@ -144,4 +144,5 @@ def served_memory(state: Mapping[str, Tensor], eight_bits: bool) -> str:
     """Return the memory of a head on a server of 16 bits. eight_bits: add what it is with weights of 8 bits."""
     sizes = {name: tensor.numel() * (2 if tensor.is_floating_point() else 8) for name, tensor in state.items()}
     whole, saved = sum(sizes.values()), sum(sizes[name] // 2 - 2 * len(state[name]) for name in quantizable(state))
-    return f"{whole / 1e6:,.1f} MB" + (f", {(whole - saved) / 1e6:,.1f} MB in fp8 or int8" if eight_bits and saved else "")
+    less = f", {(whole - saved) / 1e6:,.1f} MB in fp8 or int8" if eight_bits and saved else ""
+    return f"{whole / 1e6:,.1f} MB{less}"
