@@ -22,7 +22,8 @@ import torch
 
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_right, set_threads
-from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates, check_numbering, prove_teacher
+from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served
+from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates
 from draftsmith.data.ranks import check_one_process, place
 from draftsmith.data.settings import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
@@ -131,10 +132,10 @@ def open_states(
         how = (config.dtype, config.feature_dtype, config.output, config.vllm_args, config.trust_remote_code)
         source = VllmStates(target, layers, *how)
     with source:
-        examples = [row["input_ids"] for row in rows.read(0, min(4, len(rows)))]
-        proof = prove_teacher(source, load_outer(target, "auto"), examples)
-        log_note(str(proof))
-        log_note(check_numbering(source, target, layers, examples, config.feature_dtype))
+        examples = rows.read(0, min(ANSWERED_ROWS, len(rows)))
+        texts, masks = ([row[name] for row in examples] for name in ("input_ids", "loss_mask"))
+        recorded = Recorded(texts, masks, plan.sampling)
+        log_note(str(prove_served(source, load_outer(target, "auto"), recorded, layers, config.feature_dtype)))
         yield source
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import log_note
-from draftsmith.data.engines.vllm_states import ServedStates, check_numbering, prove_teacher
+from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served
+from draftsmith.data.engines.vllm_states import ServedStates, prove_teacher
 from draftsmith.data.features import text_dataset
 from draftsmith.data.ranks import check_one_process
 from draftsmith.data.store.datasets import ArtifactDataset, open_dataset
@@ -160,14 +161,16 @@ def feature_source(
         states = tuple(layers) or (target.info.num_layers,)
         size = token_bytes(target.info.hidden_size * len(states), config.feature_dtype)
         server = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_directory))
-        rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
+        items = [samples[0].item(i, 0) for i in range(min(ANSWERED_ROWS, len(samples[0])))]
+        rows, masks = ([item[name].tolist() for item in items] for name in ("input_ids", "loss_mask"))
         # Spread over devices (--device-map), it is another.
         outer = target if isinstance(target, OuterLM) else load_outer(checkpoint_of(target), "auto")
-        proof = prove_teacher(server, outer, rows)
-        target.readout, teacher = outer.readout, server.teacher
         if rank() == 0:
-            log_note(str(proof))
-            log_note(check_numbering(server, checkpoint_of(target), states, rows, config.feature_dtype))
+            recorded = Recorded(rows, masks, Manifest.read(config.data).sampling)
+            log_note(str(prove_served(server, outer, recorded, states, config.feature_dtype)))
+        else:
+            prove_teacher(server, outer, rows)
+        target.readout, teacher = outer.readout, server.teacher
         step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
         window = config.feature_window * 1e9 or 2 * size * step_tokens / world_size(config)
         stream = FeatureStream(server, window, size)

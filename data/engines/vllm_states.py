@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.engines.layerwise import layer_states
 from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server
 from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.ranks import place
@@ -54,12 +53,8 @@ LATE_S, ATTEMPTS = 30.0, 3
 RETRIES, MAX_WAIT_S = 720, 10.0
 # Longest text of a proof: vLLM holds the log-probabilities of a whole text at once.
 LONGEST_PROVED = 512
-# Rows that are compared with our own states before any are used, and their tokens.
-COMPARED_ROWS, COMPARED_TOKENS = 4, 32
 # Rows of the output embedding that are in float32 at a time.
 VOCAB_PART = 2**14
-# Largest distance of a state, as a share of its length. bf16 is off by 0.01, weights in 4 bits by 0.1.
-FAR = 0.3
 ROUNDING = 0.01  # of a log-probability, in nats
 
 Stored = dict[str, Tensor]
@@ -421,6 +416,11 @@ def norm_words(readout: Readout | None) -> dict[str, Any]:
     return {} if readout is None else {"norm": readout.norm, "eps": readout.eps}
 
 
+def proof_row(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the text of a proof: the first tokens of the data, as many as the longest row has."""
+    return list(itertools.chain(*rows))[: min(LONGEST_PROVED, max(map(len, rows)))]
+
+
 def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Sequence[Sequence[int]]) -> Proof:
     """Find how the target's logits follow from vLLM's last state, and have it store the state behind that norm.
 
@@ -432,7 +432,7 @@ def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Seque
     Raises:
         InputError: no reading of the state gives vLLM's distributions.
     """
-    row = list(itertools.chain(*rows))[: min(LONGEST_PROVED, max(map(len, rows)))]
+    row = proof_row(rows)
     places = torch.arange(len(row) - 1)
     places = places[(places < NUM_TOKENS) | (places >= len(places) - NUM_TOKENS)]
     config, weights = checkpoint_of(outer).text, outer.weights
@@ -469,53 +469,3 @@ def reference_of(row: Sequence[int], log_probs: LogProbs) -> Reference:
     tokens, values = (torch.tensor([[item[i] for item in place[:top]] for place in ordered]) for i in (0, 1))
     own = torch.tensor([place[token] for place, token in zip(log_probs, row[1:], strict=True)])
     return Reference(tokens, values.double(), torch.tensor(row[1:]), own.double())
-
-
-def check_numbering(
-    source: VllmStates | ServedStates,
-    target: Checkpoint,
-    layers: Sequence[int],
-    rows: Sequence[Sequence[int]],
-    dtype: str,
-) -> str:
-    """Compare vLLM's states of a few rows with our own, computed layer by layer, and return what came of it.
-
-    layers: as of `connector_options`. dtype: in which the states are stored.
-
-    Raises:
-        InputError: states of other layers, of another model, or stored in another type.
-    """
-    rows = [list(row[:COMPARED_TOKENS]) for row in rows[:COMPARED_ROWS]]
-    stored = [states for _, states in source.read(rows)]
-    kind = "fp8" if len(stored[0]) > 1 else "bf16"
-    if kind != dtype:
-        remedy = "Start the server with the same --feature-dtype, or pass its type here."
-        raise InputError("feature_dtype", f"states in {kind} from the server", dtype, remedy)
-    width, hidden_size = stored[0][""].shape[-1], target.shape.hidden_size
-    if width != len(layers) * hidden_size:
-        found, expected = f"states of width {width}", f"{len(layers)} layers of {hidden_size}"
-        raise InputError("server", found, expected, "Start it for this target and head: draftsmith launch vllm.")
-    states = [decode(row).float().unflatten(-1, (len(layers), -1)) for row in stored]  # [T, L, H]
-    distances: list[list[float]] = []
-    try:
-        for own in layer_states(target, rows):
-            pairs = zip(states, own, strict=True)
-            away = [(row - mine[:, None]).norm(dim=-1) / mine.norm(dim=-1)[:, None] for row, mine in pairs]
-            # The median: a few tokens have states a hundred times as large.
-            distances.append(torch.cat(away).median(0).values.tolist())
-    except InputError as error:
-        return f"the layers of vLLM's states are not compared with our own ({error})"
-    # Behind the last layer the state is normed: the last entry. The one before it is not handed out.
-    last = len(distances) - 2
-    places = [*range(last), len(distances) - 1]
-    for column, layer in enumerate(layers):
-        by_place = {min(place, last): distances[place][column] for place in places}
-        nearest = min(by_place, key=by_place.__getitem__)
-        if nearest != layer or by_place[layer] > FAR:
-            found = f"vLLM's states of layer {layer} off by {by_place[layer]:.0%}, nearest to layer {nearest}"
-            remedy = "Serve the weights of --target, and the layers of this head: draftsmith launch vllm --drafter."
-            raise InputError("server", found, f"those of layer {layer} of {target}", remedy)
-    off = max(distances[-1 if layer == last else layer][column] for column, layer in enumerate(layers))
-    return (
-        f"vLLM's states of layers {', '.join(map(str, layers))} are those of our own engine, off by {off:.1%} at most"
-    )

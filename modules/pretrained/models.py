@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.modules.formats.base import same_values
 from draftsmith.modules.llama_config import layers_of
@@ -150,7 +151,7 @@ def _load_lean(checkpoint: Checkpoint, dtype: torch.dtype, device: str, packed: 
 def _load_hf(checkpoint: Checkpoint, dtype: torch.dtype, device: str, device_map: bool = False) -> CausalLM:
     from draftsmith.modules.targets.hf import HFLM
 
-    model = load_transformers(checkpoint, dtype, **(placement() if device_map else {}))
+    model = load_transformers(checkpoint, dtype, device_map=placement() if device_map else None)
     if device_map:
         check_placed(model)
     else:
@@ -199,12 +200,12 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
         raise InputError("model", what, f"{lm.info.num_layers}, as its config.json counts them", OTHER_MODEL)
 
 
-def placement() -> dict[str, str]:
-    """Return the arguments of `from_pretrained` that spread a model over the GPUs that this process sees."""
+def placement() -> str:
+    """Return the device map by which transformers spreads a model over the GPUs that this process sees."""
     if find_spec("accelerate") is None:
         remedy = 'Install it: pip install "draftsmith[large]"'
         raise InputError("device_map", "no package accelerate", "accelerate", remedy)
-    return {"device_map": "auto"}
+    return "auto"
 
 
 def check_placed(model: Any) -> None:
@@ -225,10 +226,15 @@ def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread: str) -> Any:
-    """Load a model that reads text with transformers, on the CPU unless `spread` (of `placement`) says otherwise.
+def load_transformers(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | str,
+    state: dict[str, Tensor] | None = None,
+    device_map: str | None = None,
+) -> Any:
+    """Load a model that reads text with transformers, on the CPU or by a device map (`placement`).
 
-    dtype: `auto` is the checkpoint's own.
+    dtype: `auto` is the checkpoint's own. state: weights in the place of the files'.
     """
     # Raises for a directory with pickles only, which transformers would load, for a file that is damaged, and for a
     # pointer of git-lfs.
@@ -237,17 +243,20 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, **spread
     source: dict[str, Any] = {"pretrained_model_name_or_path": directory}
     if quantized.weights:
         computed = dtype if isinstance(dtype, torch.dtype) else weight_type(dtype, checkpoint)
-        source = {"pretrained_model_name_or_path": None, "state_dict": checkpoint.state(computed)}
+        state = checkpoint.state(computed) if state is None else state
+    if state is not None:
+        source = {"pretrained_model_name_or_path": None, "state_dict": state}
     try:
         config = checkpoint.known if quantized.by_transformers else without_quantization(checkpoint.known)
         kind = auto_class(config)
-        if quantized.weights:
+        if state is not None:
             # An Auto class looks for an adapter beside the files, and here are none.
             with torch.device("meta"):
-                kind = type(kind.from_config(config, trust_remote_code=trusted))
-        model, loading = kind.from_pretrained(
-            **source, config=config, dtype=dtype, trust_remote_code=trusted, output_loading_info=True, **spread
-        )
+                built = kind.from_config(config, trust_remote_code=trusted)
+            # Of some wrappers it takes the text part.
+            kind, config = type(built), built.config
+        how = {"config": config, "dtype": dtype, "trust_remote_code": trusted, "device_map": device_map}
+        model, loading = kind.from_pretrained(**source, **how, output_loading_info=True)
     except torch.OutOfMemoryError:
         # Memory says nothing about the checkpoint.
         raise

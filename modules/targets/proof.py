@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Reference:
 
     def at(self, places: Tensor) -> Reference:
         """Return it at some of the T tokens."""
-        return Reference(*(getattr(self, field.name)[places] for field in fields(self)))
+        return Reference(*(getattr(self, own.name)[places] for own in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -80,27 +80,71 @@ class Distance:
 
 
 @dataclass(frozen=True)
+class Served:
+    """Comparison of the model that a server runs with the target's files, and with answers that the target gave.
+
+    tokens: compared with the files; 0 if they were not, and `why`. kl: mean KL(server || files), nat. changed: share of
+    other first choices. layers, off: those whose states were compared, and their largest distance as a share.
+    answer_tokens: of the answers; 0 if the data has none of the target's. perplexity: to the server. first: share of
+    greedy tokens that are its first choices. excess: of sampled ones, how much less likely (nat) they are than its own.
+    """
+
+    tokens: int = 0
+    kl: float | None = None
+    changed: float | None = None
+    layers: list[int] = field(default_factory=list)
+    off: float | None = None
+    why: str | None = None
+    answer_tokens: int = 0
+    perplexity: float | None = None
+    first: float | None = None
+    excess: float | None = None
+
+    def __str__(self) -> str:
+        lines = [f"server not compared with the files: {self.why}"]
+        if self.kl is not None:
+            changed = f"{self.changed:.1%} other choices"
+            lines = [f"server: KL {self.kl:.2g} nat from the files, {changed}, on {self.tokens} tokens"]
+        if self.off is not None:
+            numbers = ", ".join(map(str, self.layers))
+            lines.append(f"server: states of layers {numbers} are those of the files, off by {self.off:.1%}")
+        if not self.answer_tokens:
+            lines.append("server not compared with answers: the data has none of the target's own")
+        elif self.first is not None:
+            lines.append(f"server: first choices are {self.first:.1%} of {self.answer_tokens} tokens of greedy answers")
+        else:
+            own = f"{self.excess:+.2g} nat to its own samples"
+            lines.append(f"server: perplexity {self.perplexity:.3g} of {self.answer_tokens} sampled tokens, {own}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class Proof:
-    """Comparison by which a teacher was proved. source: of its states. tokens: how many were compared."""
+    """Comparison by which a teacher was proved. source: of its states. tokens: how many were compared. served: of a
+    server, that it runs the target."""
 
     source: str
     readout: Readout
     tokens: int
     distance: Distance
+    served: Served | None = None
 
     def as_json(self) -> dict[str, object]:
         """Return it as recorded in manifests and model cards."""
-        return {"source": self.source, "tokens": self.tokens, **asdict(self.readout), **asdict(self.distance)}
+        served = {} if self.served is None else {"served": asdict(self.served)}
+        return {"source": self.source, "tokens": self.tokens, **asdict(self.readout), **asdict(self.distance), **served}
 
     @staticmethod
     def from_json(proof: Mapping[str, Any]) -> Proof:
         """Return the proof that `as_json` recorded."""
-        readout = Readout(**{field.name: proof[field.name] for field in fields(Readout)})
-        distance = Distance(**{field.name: proof[field.name] for field in fields(Distance) if field.name in proof})
-        return Proof(proof["source"], readout, proof["tokens"], distance)
+        readout = Readout(**{own.name: proof[own.name] for own in fields(Readout)})
+        distance = Distance(**{own.name: proof[own.name] for own in fields(Distance) if own.name in proof})
+        served = Served(**proof["served"]) if proof.get("served") else None
+        return Proof(proof["source"], readout, proof["tokens"], distance, served)
 
     def __str__(self) -> str:
-        return f"teacher proved on {self.tokens} tokens of {self.source}: {self.readout}; {self.distance}"
+        proved = f"teacher proved on {self.tokens} tokens of {self.source}: {self.readout}; {self.distance}"
+        return proved if self.served is None else f"{proved}\n{self.served}"
 
 
 def compare(logits: Tensor, reference: Reference, dtype: torch.dtype) -> Distance:

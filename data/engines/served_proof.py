@@ -1,0 +1,199 @@
+"""Proof that a server runs the target: by the target's files, one layer at a time, and by answers that it gave before.
+
+`prove_teacher` says that a server's states belong to its own distributions. Both may be another model's: a fine-tune,
+other settings, or a lower precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.engines.vllm_states import (
+    LONGEST_PROVED,
+    LogProbs,
+    ServedStates,
+    VllmStates,
+    proof_row,
+    prove_teacher,
+    reference_of,
+)
+from draftsmith.data.store.feature_codec import decode
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
+from draftsmith.modules.pretrained.layerwise import read_layerwise
+from draftsmith.modules.targets.outer import OuterLM
+from draftsmith.modules.targets.proof import NUM_TOKENS, TOP, Proof, Reference, Served, with_rest
+from draftsmith.modules.types import InputError
+
+# Rows whose answers are asked again.
+ANSWERED_ROWS = 8
+# Two likeliest tokens as near as this (nat) change places by the rounding of bf16 alone.
+TIE = 0.25
+# Largest KL(server || files) in nat and share of other first choices, and least share of greedy answers that are first
+# choices. Measured with SmolLM2 in bf16: 0.001, 0 and 1.
+KL, CHANGED = 0.05, 0.05
+# Largest distance of a layer's states, as a share of their length. bf16 is off by 0.01 to 0.03.
+FAR = 0.1
+# Servers of quantized weights round activations too.
+QUANTIZED = 4
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Rows of the data, with masks of the tokens that are answers.
+
+    sampling: how the target sampled these; None if other text stands there.
+    """
+
+    rows: Sequence[Sequence[int]]
+    masks: Sequence[Sequence[bool]]
+    sampling: Mapping[str, float] | None
+
+
+def prove_served(
+    source: VllmStates | ServedStates, outer: OuterLM, recorded: Recorded, layers: Sequence[int], dtype: str
+) -> Proof:
+    """Prove a server's teacher (`prove_teacher`), and that the server runs the target; record both in the source.
+
+    layers: as of `connector_options`. dtype: in which the states are stored.
+
+    Raises:
+        InputError: another model, states of other layers, or stored in another type.
+    """
+    target = checkpoint_of(outer)
+    proof = prove_teacher(source, outer, recorded.rows)
+    row = proof_row(recorded.rows)
+    ((_, stored),) = source.read([row])
+    if (kind := "fp8" if len(stored) > 1 else "bf16") != dtype:
+        remedy = "Start the server with the same --feature-dtype, or pass its type here."
+        raise InputError("feature_dtype", f"states in {kind} from the server", dtype, remedy)
+    states, hidden_size = decode(stored).float(), target.shape.hidden_size
+    if states.shape[-1] != len(layers) * hidden_size:
+        found, expected = f"states of width {states.shape[-1]}", f"{len(layers)} layers of {hidden_size}"
+        raise InputError("server", found, expected, "Start it for this target and head: draftsmith launch vllm.")
+    served = compare_answers(source, recorded)
+    try:
+        log_probs = source.read_with_log_probs(row)[1]
+        served = compare_files(target, row, states.unflatten(-1, (len(layers), -1)), layers, log_probs, served)
+    except NotCompared as error:
+        served = replace(served, why=str(error))
+    proof = replace(proof, served=served)
+    source.teacher = proof.as_json()
+    return proof
+
+
+class NotCompared(Exception):
+    """Says why the target's files give nothing to compare with."""
+
+
+def compare_files(
+    target: Checkpoint, row: Sequence[int], states: Tensor, layers: Sequence[int], log_probs: LogProbs, served: Served
+) -> Served:
+    """Compare a server's states [T, L, H] and log-probabilities of a row [T] with those by the target's own layers.
+
+    Raises:
+        NotCompared: these cannot be computed here.
+        InputError: they differ.
+    """
+    distances: dict[int, list[float]] = {}
+
+    def compare(number: int, own: Tensor) -> None:
+        if own.shape != (len(row), states.shape[-1]):
+            raise NotCompared("its layers give several states a token")
+        away = (states - own[:, None]).norm(dim=-1) / own.norm(dim=-1)[:, None]  # [T, L]
+        # Medians, as a few tokens have states a hundred times as large; of parts, as an error may begin anywhere.
+        parts = away.chunk(max(1, len(row) // NUM_TOKENS))
+        distances[number] = torch.stack([part.median(0).values for part in parts]).amax(0).tolist()
+
+    reference, slack = reference_of(row, log_probs), QUANTIZED if target.quantized.method else 1
+    most = KL * slack, CHANGED * slack
+    try:
+        logits = read_layerwise(target, row, compare)[:-1]
+        kl, changed = divergence(reference, logits)
+        if not (kl <= most[0] and changed <= most[1]):
+            # Rounding changes some models more than others.
+            rounded = read_layerwise(target, row, lambda *_: None, torch.bfloat16)[:-1]
+            own = divergence(Reference.of_logits(rounded, reference.following), logits)
+            most = max(most[0], 2 * own[0]), max(most[1], 2 * own[1])
+    except InputError as error:
+        raise NotCompared(str(error)) from error
+    if not (kl <= most[0] and changed <= most[1]):
+        found = f"a model with KL {kl:.2g} nat from that of {target.path}, and {changed:.0%} other first choices"
+        remedy = "Serve the weights and settings of --target, or name the model that the server runs."
+        raise InputError("server", found, f"at most {most[0]:.2g} nat and {most[1]:.0%}", remedy)
+
+    # The state behind the final norm is proved by its distributions.
+    read = [(column, layer) for column, layer in enumerate(layers) if layer in distances]
+    for column, layer in read:
+        by_layer = {number: own[column] for number, own in distances.items()}
+        nearest = min(by_layer, key=by_layer.__getitem__)
+        if nearest != layer or by_layer[layer] > FAR * slack:
+            found = f"vLLM's states of layer {layer} off by {by_layer[layer]:.0%}, nearest to layer {nearest}"
+            remedy = "Serve the weights of --target, and the layers of this head: draftsmith launch vllm --drafter."
+            raise InputError("server", found, f"those of layer {layer}, within {FAR * slack:.0%}", remedy)
+    off = max((distances[layer][column] for column, layer in read), default=None)
+    return replace(served, tokens=len(row), kl=kl, changed=changed, layers=[layer for _, layer in read], off=off)
+
+
+def divergence(reference: Reference, logits: Tensor) -> tuple[float, float]:
+    """Return the mean KL(reference || logits [T, V]), nat, and the share of other first choices, but for ties."""
+    log_prob = logits.double().log_softmax(-1)
+    p, q = with_rest(reference.log_prob), with_rest(log_prob.gather(1, reference.tokens))
+    behind = log_prob.amax(-1) - log_prob.gather(1, reference.tokens[:, :1])[:, 0]
+    return (p.exp() * (p - q)).sum(-1).mean().item(), (behind > TIE).double().mean().item()
+
+
+def compare_answers(source: VllmStates | ServedStates, recorded: Recorded) -> Served:
+    """Ask a server for the log-probabilities of recorded answers, and compare them with how these were sampled.
+
+    Each token of a greedy answer is the likeliest, but for ties. A sampled one is as likely, in the mean, as the
+    server's own distributions say: what they differ by is a martingale.
+
+    Raises:
+        InputError: another model answered.
+    """
+    if recorded.sampling is None:
+        return Served()
+    temperature = recorded.sampling["temperature"]
+    found = list[tuple[float, float, float, float]]()
+    for row, mask in list(zip(recorded.rows, recorded.masks, strict=True))[:ANSWERED_ROWS]:
+        row = row[:LONGEST_PROVED]
+        if any(mask[1 : len(row)]):
+            places = zip(source.read_with_log_probs(row)[1], row[1:], mask[1:], strict=False)
+            found += [surprise(place, token, temperature or 1.0) for place, token, answer in places if answer]
+    if not found:
+        return Served()
+    behind, own, excess, variance = torch.tensor(found, dtype=torch.float64).unbind(-1)  # [N]
+    served = Served(answer_tokens=len(found), perplexity=math.exp(-own.mean()))
+    if temperature == 0:
+        first = (behind <= TIE).double().mean().item()
+        served = replace(served, first=first)
+        wrong, expected = f"likeliest at {first:.0%}", f"at {1 - CHANGED:.0%} or more"
+        right = first >= 1 - CHANGED
+    else:
+        less, most = excess.mean().item(), KL + 3 * variance.sum().sqrt().item() / len(found)
+        served = replace(served, excess=less)
+        wrong, expected = f"less likely by {less:.2g} nat than its own samples", f"by {most:.2g} at most"
+        # Of flatter distributions than the model's the likeliest tokens say too little.
+        right = less <= most or temperature > 1
+    if not right:
+        what = f"a model to which the recorded answers' {len(found)} tokens are {wrong}"
+        raise InputError("server", what, expected, "Serve the model that gave these answers, or make them again.")
+    return served
+
+
+def surprise(place: Mapping[int, float], token: int, temperature: float) -> tuple[float, float, float, float]:
+    """Compare a token with a place's log-probabilities: how far it lies behind the likeliest, its own, and at this
+    temperature, with the tokens behind the TOP likeliest as one, by how much it is less likely than a sample, in the
+    mean, and a sample's variance."""
+    likeliest = sorted(place, key=place.__getitem__, reverse=True)[:TOP]
+    log_prob = with_rest(torch.tensor([place[other] for other in likeliest], dtype=torch.float64)) / temperature
+    log_prob = log_prob.log_softmax(-1)
+    mean = (log_prob.exp() * log_prob).sum()
+    variance = (log_prob.exp() * (log_prob - mean) ** 2).sum()
+    own = log_prob[likeliest.index(token) if token in likeliest else -1]
+    return place[likeliest[0]] - place[token], place[token], (mean - own).item(), variance.item()

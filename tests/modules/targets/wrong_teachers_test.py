@@ -1,0 +1,193 @@
+"""Wrong teachers of a trained target: what changes its distributions is refused; what passes changes them little."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from wrong_models import State, each, edited_model, low_rank
+
+from draftsmith.data.engines.own import generate_all
+from draftsmith.data.prompts import PromptsConfig
+from draftsmith.data.prompts import run as make_prompts
+from draftsmith.data.store.datasets import open_dataset
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.targets.proof import prove_reading
+from draftsmith.modules.targets.readout import Readout
+from draftsmith.modules.types import InputError, SamplingParams
+
+LAYER = "layers.6."
+PLAIN = Readout()
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaLM:
+    return load_lm("embedded:target")
+
+
+@pytest.fixture(scope="module")
+def text(target: LlamaLM, tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+    """A prompt of 209 tokens, and the target's own answer."""
+    output = tmp_path_factory.mktemp("texts") / "prompts"
+    rows = open_dataset(make_prompts(PromptsConfig("embedded:prompts", "embedded:target", output, limit=6)))
+    prompt = rows.item(5, 0)["input_ids"].tolist()
+    return torch.tensor([*prompt, *generate_all(target, [prompt], SamplingParams(), 200, 1)[0]])
+
+
+@pytest.fixture(scope="module")
+def right(target: LlamaLM, text: Tensor) -> Callable[[torch.dtype, int], Tensor]:
+    """The target's own logits of the first tokens of the text."""
+    models = {dtype: LlamaLM(edited_model(target, lambda state: None, dtype), target.info) for dtype in DTYPES.values()}
+    return functools.cache(lambda dtype, length: models[dtype].logits(text[:length], length))
+
+
+def read_whole(model: LlamaModel, text: Tensor) -> Tensor:
+    return model.features(text[None])[0]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What another process has in the target's place: weights, settings, a readout, or a reading of the text.
+
+    refused: by the bars of which types. kl: KL(target || teacher) of the whole text, in nat.
+    """
+
+    refused: str
+    kl: float
+    edit: Callable[[State], Any] = lambda state: None
+    settings: dict[str, Any] | None = None
+    readout: Readout = PLAIN
+    read: Callable[[LlamaModel, Tensor], Tensor] = read_whole
+    target: Readout = PLAIN
+
+
+def swap(one: int, other: int) -> Callable[[State], None]:
+    def edit(state: State) -> None:
+        state["lm_head.weight"][[one, other]] = state["lm_head.weight"][[other, one]]
+
+    return edit
+
+
+def mixed(share: float) -> Callable[[State], None]:
+    """Take a share of the next layer's weights."""
+
+    def edit(state: State) -> None:
+        for name in [name for name in state if name.startswith(LAYER)]:
+            state[name] = state[name].lerp(state[name.replace(LAYER, "layers.7.")], share)
+
+    return edit
+
+
+def rounded(bits: int, group: int) -> Callable[[str, Tensor], Tensor]:
+    """Round to integers with a scale for each group of a row."""
+
+    def change(name: str, weight: Tensor) -> Tensor:
+        groups = weight.reshape(len(weight), -1, group or weight.shape[1])
+        scale = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        return ((groups / scale).round() * scale).reshape(weight.shape)
+
+    return change
+
+
+def later(first: int) -> Callable[[LlamaModel, Tensor], Tensor]:
+    """Number positions one too high from a place on."""
+
+    def read(model: LlamaModel, text: Tensor) -> Tensor:
+        tables = model.cos, model.sin
+        model.cos, model.sin = (torch.cat([table[:first], table[first + 1 :]]) for table in tables)
+        states = read_whole(model, text)
+        model.cos, model.sin = tables
+        return states
+
+    return read
+
+
+def replaced(place: int) -> Callable[[LlamaModel, Tensor], Tensor]:
+    def read(model: LlamaModel, text: Tensor) -> Tensor:
+        other = text.clone()
+        other[place : place + 1] = 77
+        return read_whole(model, other)
+
+    return read
+
+
+def without_first(model: LlamaModel, text: Tensor) -> Tensor:
+    states = read_whole(model, text[1:])
+    return torch.cat([states[:1], states])
+
+
+MATRICES = ("proj.weight",)
+QUERIES = ("q_proj", "v_proj")
+WRONG = {
+    "two frequent rows of lm_head swapped": Wrong("float32 bf16", 0.29, swap(268, 563)),
+    "two rare rows of lm_head swapped": Wrong("", 5e-09, swap(106, 119)),
+    "1 % of another layer": Wrong("float32", 2.1e-07, mixed(0.01)),
+    "5 % of another layer": Wrong("float32", 4.6e-06, mixed(0.05)),
+    "20 % of another layer": Wrong("float32", 4.6e-05, mixed(0.2)),
+    "another layer": Wrong("float32 bf16", 0.0012, mixed(1.0)),
+    "the first token dropped": Wrong("float32 bf16", 0.094, read=without_first),
+    "another first token": Wrong("float32 bf16", 0.13, read=replaced(0)),
+    "another token at 40": Wrong("float32 bf16", 0.069, read=replaced(40)),
+    "another token at 100": Wrong("float32 bf16", 0.13, read=replaced(100)),
+    "another token at 300": Wrong("float32 bf16", 0.042, read=replaced(300)),
+    "rotary base 1,000 for 10,000": Wrong("float32 bf16", 2.7, settings={"rope_theta": 1e3}),
+    "rotary base 9,000": Wrong("float32 bf16", 0.00036, settings={"rope_theta": 9e3}),
+    "window of 64": Wrong("float32 bf16", 2.1, settings={"sliding_window": 64}),
+    "window of 128": Wrong("float32 bf16", 3.5, settings={"sliding_window": 128}),
+    "positions + 1 from 100": Wrong("float32", 0.00038, read=later(100)),
+    "positions + 1 from 128": Wrong("float32", 0.00021, read=later(128)),
+    "positions + 1 from 200": Wrong("float32", 0.00025, read=later(200)),
+    "softcap 30 for none": Wrong("float32 bf16", 0.0032, readout=Readout(softcap=30.0)),
+    "softcap 50 for none": Wrong("float32 bf16", 0.00038, readout=Readout(softcap=50.0)),
+    "softcap 50 for 30": Wrong("float32 bf16", 0.0019, readout=Readout(softcap=50.0), target=Readout(softcap=30.0)),
+    "no softcap for 30": Wrong("float32 bf16", 0.0045, target=Readout(softcap=30.0)),
+    "embedding x 0.998": Wrong("float32", 1.6e-06, each(lambda _, weight: 0.998 * weight, "embed_tokens")),
+    "embedding x 1.1": Wrong("float32 bf16", 0.0033, each(lambda _, weight: 1.1 * weight, "embed_tokens")),
+    "epsilon 1e-5 for 1e-6": Wrong("float32", 1.7e-08, settings={"rms_eps": 1e-5}),
+    "epsilon 1e-4": Wrong("float32", 2.1e-06, settings={"rms_eps": 1e-4}),
+    "logits x 1.005": Wrong("float32", 1.8e-05, readout=Readout(scale=1.005)),
+    "logits x 1.02": Wrong("float32 bf16", 0.00028, readout=Readout(scale=1.02)),
+    "adapter of 2.5 % not merged": Wrong("float32 bf16", 0.00051, each(low_rank(0.025), *QUERIES)),
+    "adapter of 10 % not merged": Wrong("float32 bf16", 0.0084, each(low_rank(0.1), *QUERIES)),
+    "int8, a scale per row": Wrong("float32 bf16", 0.0002, each(rounded(8, 0), *MATRICES)),
+    "int4, groups of 32": Wrong("float32 bf16", 0.033, each(rounded(4, 32), *MATRICES)),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_teacher_is_refused_where_it_is_another_model(target, text, right, name) -> None:
+    wrong, refused = WRONG[name], ""
+    for kind, dtype in DTYPES.items():
+        other = edited_model(target, wrong.edit, dtype, **(wrong.settings or {}))
+
+        def head(states: Tensor, other: LlamaModel = other) -> Tensor:
+            return wrong.readout.bounded(other.lm_head(states))
+
+        def logits(text: Tensor, keep: int, dtype: torch.dtype = dtype) -> Tensor:
+            return wrong.target.bounded(right(dtype, len(text))[-keep:])
+
+        def read(texts: Sequence[Tensor], other: LlamaModel = other) -> list[Tensor]:
+            return [wrong.read(other, own) for own in texts]
+
+        teacher = SimpleNamespace(
+            info=target.info, device=target.device, dtype=dtype, logits=logits, lm_head=head, readout=wrong.target
+        )
+        if kind == "float32":
+            log_p, log_q = (whole.double().log_softmax(-1) for whole in (logits(text, 0), head(read([text])[0])))
+            kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+        try:
+            prove_reading(teacher, text, read, name)
+        except InputError:
+            refused += f"{kind} "
+    assert refused.split() == wrong.refused.split(), kl
+    assert kl == pytest.approx(wrong.kl, rel=0.05)
