@@ -169,7 +169,7 @@ COMPUTED: dict[str, tuple[dict[str, Any], Writer]] = {
     "compressed-tensors W4A16": (groups(num_bits=4, type="int", group_size=GROUP), packed_int4),
     "compressed-tensors NVFP4": (groups(num_bits=4, type="float"), lambda *size: nvfp4(*size, modelopt=False)),
     "compressed-tensors MXFP4": (groups(num_bits=4, type="float"), mxfp4),
-    "AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
+    "AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": GROUP}, awq),
     "GPTQ": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq", "desc_act": True}, gptq),
     "GPTQ in 8 bits": ({"quant_method": "gptq", "bits": 8}, lambda *size: gptq(*size, bits=8)),
     "bitsandbytes 8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_8),

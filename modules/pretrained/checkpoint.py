@@ -203,7 +203,8 @@ class Checkpoint:
             more = ". Servers round inputs of layers, too; --features vllm learns from those." if own.inputs else ""
             logger.info("%s is quantized (%s): computing %s%s", self.directory, own.method, about, more)
         self.log_unread()
-        names = [name for name in self.weights if name not in {*self.leftovers}]
+        left_out = set(self.leftovers)
+        names = [name for name in self.weights if name not in left_out]
         return {name: self._weight(name).to(dtype) if name in own.weights else self._map(name) for name in names}
 
     def log_unread(self, others: Iterable[str] = ()) -> None:

@@ -25,14 +25,18 @@ METHODS = ("fp8", "modelopt", "modelopt_fp4", "compressed-tensors", "mxfp4", "aw
 # Types that layers compute with, as safetensors names them.
 COMPUTED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 # Name and types of the tensor with the numbers, tensors that belong to it, and those that may.
 FORMS = (
     ("weight", "F8_E4M3 F8_E5M2", ("weight_scale_inv",), ()),
     ("weight", "F8_E4M3 F8_E5M2 I8", ("weight_scale",), ("weight_zero_point",)),
     ("weight", "I8", ("SCB", "weight_format"), ()),
     ("weight", "U8", ("weight_scale", "weight_scale_2"), ()),
-    ("weight", "U8", ("weight.absmax", "weight.quant_map"), (*NESTED, *STATES)),
+    (
+        "weight",
+        "U8",
+        ("weight.absmax", "weight.quant_map"),
+        ("weight.nested_absmax", "weight.nested_quant_map", *STATES),
+    ),
     ("weight_packed", "U8", ("weight_scale",), ("weight_global_scale",)),
     ("weight_packed", "I32", ("weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
     ("blocks", "U8", ("scales",), ()),
@@ -41,12 +45,11 @@ FORMS = (
 NUMBERS = re.compile(r"(?:(?<=_)blocks|(?<=\.)(?:weight|weight_packed|qweight))$")
 # Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
 WEIGHT = re.compile(r"(weight|weight_packed|_blocks|proj(\.bias)?)$")
-SCALE = re.compile(r"((weight|proj)_(scale|zero_point|global_scale)\w*|pre_quant_scale|\.(scales|qzeros|SCB))$")
+SCALE = re.compile(r"((weight|proj)_(scale|zero_point|global_scale)\w*|pre_quant_scale|\.(scales|qzeros|SCB|absmax))$")
 # Scales of activations and of a server's cache, which belong to no weight.
 ACTIVATION = re.compile(r"\.(input_scale|input_global_scale|activation_scale|output_scale|[qkv]_scale)$")
 # Settings by which numbers mean something else, and their values that are computed here.
 SETTINGS = {"checkpoint_format": "none gptq gptq_v2", "transform_config": "none {}", "sparsity_config": "none {}"}
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4 without its sign, the highest of four bits
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places of eight numbers in a word of AutoAWQ
 SERVED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
 
@@ -97,28 +100,21 @@ def decide(config: Mapping[str, object], other: Mapping[str, object], tensors: M
         known = kind in AUTO_QUANTIZATION_CONFIG_MAPPING
         return Quantized(method, settings, {}, "" if known else "an unknown method", known)
 
-    weights, used, left = dict[str, dict[str, str]](), set[str](), list[str]()
+    weights = dict[str, dict[str, str]]()
     for name, stored in tensors.items():
         if stored.dtype not in COMPUTED and (numbers := NUMBERS.search(name)):
             stem = name[: numbers.start()]
-            for main, dtypes, needed, optional in FORMS:
-                if (
-                    main == numbers[0]
-                    and stored.dtype in dtypes.split()
-                    and {stem + part for part in needed} <= tensors.keys()
-                ):
-                    parts = {part: stem + part for part in (main, *needed, *optional) if stem + part in tensors}
-                    weights[stem.removesuffix("_") if main == "blocks" else f"{stem}weight"] = parts
-                    used.update(parts.values())
-                    break
+            fitting = ((main, *needed, *more) for main, types, needed, more in FORMS if main == numbers[0]
+                       and stored.dtype in types and {stem + part for part in needed} <= tensors.keys())  # fmt: skip
+            if parts := {part: stem + part for part in next(fitting, ()) if stem + part in tensors}:
+                weights[stem.removesuffix("_") if "blocks" in parts else f"{stem}weight"] = parts
+    used, left = {name for parts in weights.values() for name in parts.values()}, list[str]()
     for name, stored in tensors.items():
         odd = stored.dtype not in COMPUTED and (stored.dtype[0] == "F" or WEIGHT.search(name))
         if name not in used and (odd or SCALE.search(name)):
             left.append(f"{name} in {stored.dtype}")
     expected = SETTINGS | ({"version": "none gemm"} if kind == "awq" else {})
-    left += [
-        f"{name} {settings[name]}" for name in expected if str(settings.get(name)).lower() not in expected[name].split()
-    ]
+    left += [f"{key} {settings[key]}" for key, right in expected.items() if str(settings.get(key)).lower() not in right]
     if weights and not kind:
         left.append(f"{min(weights)} of a method that config.json does not name")
     # Settings of a cache of keys alone name no weights.
@@ -146,7 +142,8 @@ def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Ten
         scale = scale / 127
     if stored.dtype == torch.uint8:
         values = _fp4(stored)
-        scale = scale * parts.get("weight_scale_2", 1) / parts.get("weight_global_scale", 1)
+        # One number each: float() refuses others.
+        scale = scale * float(parts.get("weight_scale_2", 1)) / float(parts.get("weight_global_scale", 1))
     elif stored.dtype == torch.int32:
         rows, columns = parts["weight_shape"].tolist()
         bits = _bits(stored.shape[1], columns)
@@ -154,7 +151,8 @@ def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Ten
         zero = None if zero is None else _unpack(zero, bits, 0)[:rows] - 2 ** (bits - 1)
     else:
         values = stored.float()
-    if (order := parts.get("weight_g_idx")) is not None:
+    # -1 stands for columns in order.
+    if (order := parts.get("weight_g_idx")) is not None and order.min() >= 0:
         scale, zero = scale[:, order], None if zero is None else zero[:, order]
     if zero is not None:
         values = values - _spread(zero.float(), values.shape, block)
@@ -163,11 +161,9 @@ def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Ten
 
 def _block(settings: Mapping[str, object]) -> Sequence[int] | None:
     """Return the sizes of blocks that share a scale, if the settings name them."""
-    groups = [own for own in config_object(settings, "config_groups").values() if isinstance(own, Mapping)]
-    each = [
-        settings.get("weight_block_size"),
-        *(config_object(own, "weights").get("block_structure") for own in groups),
-    ]
+    each = [settings.get("weight_block_size")]
+    for group in config_object(settings, "config_groups").values():
+        each.append(config_object(group, "weights").get("block_structure") if isinstance(group, dict) else None)
     sizes = {tuple(own) for own in each if isinstance(own, list)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -193,9 +189,8 @@ def _scale(scale: Tensor) -> Tensor:
 
 def _bits(words: int, count: int) -> int:
     """Return the bits of each of so many integers in so many words of 32."""
-    for bits in (2, 4, 8):
-        if -(-count * bits // 32) == words:
-            return bits
+    if fitting := [bits for bits in (2, 4, 8) if -(-count * bits // 32) == words]:
+        return min(fitting, key=lambda bits: -count * bits % 32)
     raise ValueError(f"{count} integers in {words} words of 32 bits, expected 2, 4 or 8 bits each")
 
 
@@ -208,7 +203,8 @@ def _unpack(words: Tensor, bits: int, dim: int) -> Tensor:
 
 def _fp4(stored: Tensor) -> Tensor:
     """Decode two FP4 numbers a byte, the lower half first."""
-    return torch.tensor((*E2M1, *(-value for value in E2M1)))[_unpack(stored, 4, stored.ndim - 1).int()]
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return torch.cat([positive, -positive])[_unpack(stored, 4, stored.ndim - 1).int()]
 
 
 def _integers(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Tensor:
@@ -217,14 +213,17 @@ def _integers(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Te
     bits = _bits(zeros.shape[1], scales.shape[1])
     zeros = _unpack(zeros, bits, 1)
     if settings.get("quant_method") == "awq":
-        values, zeros = (
-            each.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1) for each in (_unpack(stored, 4, 1), zeros)
-        )
+        values = _unpack(stored, 4, 1)
+        values, zeros = (own.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1) for own in (values, zeros))
     else:
         values = _unpack(stored, bits, 0)
         # The first format stores zero points less one.
         zeros = zeros + (settings.get("checkpoint_format") != "gptq_v2")
-    groups = parts.get("g_idx", torch.arange(len(values)) * len(scales) // len(values))
+    stated = settings.get("group_size")
+    size = stated if isinstance(stated, int) and stated > 0 else len(values) // len(scales)
+    groups = parts.get("g_idx", torch.arange(len(values)) // size)
+    if (int(groups.min()), int(groups.max())) != (0, len(scales) - 1):
+        raise ValueError(f"{len(scales)} groups of {size} for {len(values)} inputs")
     return ((values - zeros[groups]) * scales[groups]).T
 
 
