@@ -52,6 +52,8 @@ class ExportConfig(ServedLoading):
         from draftsmith.modules.decoding.tree import MAX_NODES
 
         check_range("num_drafted", self.num_drafted, 0, MAX_NODES)
+        if self.head is not None and self.draft is not None:
+            raise InputError("draft", self.draft, "--head or --draft: one of them is exported", "Leave one out.")
         if self.format == GGUF and self.weights in ("fp8", "int8"):
             raise InputError("weights", self.weights, "a type of GGUF, of which q8_0 has 8 bits", "Pass q8_0.")
         if self.format != GGUF and (self.weights == "q8_0" or self.target_gguf is not None):

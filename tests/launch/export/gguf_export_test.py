@@ -69,6 +69,8 @@ def test_a_draft_model_is_written_with_its_targets_tokenizer(target, tmp_path):
 def test_what_gguf_cannot_hold_is_refused(head, target, tmp_path):
     with pytest.raises(InputError, match="format: found --format vllm"):
         ExportConfig(format="vllm", head=head, output=tmp_path / "there", weights="q8_0")
+    with pytest.raises(InputError, match=r"draft: found .*, expected --head or --draft"):
+        ExportConfig(format="llamacpp", head=head, draft=target, output=tmp_path / "there")
     other = tiny_llama_dir(tmp_path / "other", vocab=400)
     write_gguf_model(tmp_path / "other.gguf", Checkpoint(other))
     config = ExportConfig(
