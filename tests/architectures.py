@@ -1,4 +1,4 @@
-"""Every causal architecture of transformers as a tiny random target: how it decodes, teaches heads and is served.
+"""Every architecture of transformers that writes text as a tiny random target: decoding, teaching, being served.
 
 `python tests/architectures.py` writes the tables of docs/models.md, in about two minutes of one core.
 `tests/modules/targets/architectures_test.py` compares some of their rows, and `.ci/run` all of them.
@@ -20,7 +20,7 @@ import papers_drafters  # noqa: F401
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny_configs import LAYERS, OMITTED, WINDOW, causal_types, random_model, sample, tiny_config
+from tiny_configs import LAYERS, OMITTED, WINDOW, causal_types, multimodal_types, random_model, sample, tiny_config
 from torch import Tensor
 from worlds import in_rows
 
@@ -135,7 +135,8 @@ class Outcome:
 
 def architectures() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> `model_type`, and the settings that are not the generated ones."""
-    return {name: (name, {}) for name in causal_types() if name not in OMITTED} | VARIANTS
+    names = [*causal_types(), *multimodal_types()]
+    return {name: (name, {}) for name in names if name not in OMITTED} | VARIANTS
 
 
 def tables(outcomes: Mapping[str, Outcome]) -> str:
@@ -144,7 +145,7 @@ def tables(outcomes: Mapping[str, Outcome]) -> str:
     for name, outcome in outcomes.items():
         names.setdefault(outcome.cells, []).append(name)
     taught = [name for name, outcome in outcomes.items() if name not in VARIANTS and outcome.whole]
-    omitted: dict[str, list[str]] = {}
+    multimodal, omitted = set(multimodal_types()), dict[str, list[str]]()
     for name, why in OMITTED.items():
         omitted.setdefault(why, []).append(name)
 
@@ -161,7 +162,8 @@ def tables(outcomes: Mapping[str, Outcome]) -> str:
             "|---|---|---|---|---|---|---|\n",
             *(f"| {'; '.join(alike)} | {cells} |\n" for cells, alike in names.items()),
             "\n",
-            f"Whole are {len(taught)} of {len(outcomes) - len(VARIANTS)} types. ",
+            f"Whole are {len(taught)} of {len(outcomes) - len(VARIANTS)} types that were tried. ",
+            f"Of the {len(multimodal)} that only multimodal classes load, {len(multimodal & {*taught})} are. ",
             "Not tried: ",
             "; ".join(f"{', '.join(own)} ({why})" for why, own in omitted.items()),
             ".\n\n",

@@ -1,4 +1,4 @@
-"""Tiny configs of every causal architecture of transformers, made from the fields of its config class.
+"""Tiny configs of every architecture of transformers that writes text, made from the fields of its config class.
 
 A field's name says what it is (`RULES`); few architectures need more (`SPECIAL`). What cannot be made is in `OMITTED`.
 """
@@ -9,13 +9,16 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 VOCAB, CONTEXT, WINDOW, LAYERS = 97, 96, 24, 4
 # Names of fields, matched as a whole, the first that fits, and their values. Head sizes differ from the hidden size's
@@ -183,8 +186,18 @@ def short_rope(old: Any) -> Any:
 
 def causal_types() -> list[str]:
     """Values of `model_type`, one of each config class."""
-    kinds = {CONFIG_MAPPING[name]: name for name in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kinds[CONFIG_MAPPING[name]] == name]
+    return one_of_each(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def multimodal_types() -> list[str]:
+    """The same of models that see or hear, and have no class of causal models."""
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return one_of_each([name for name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if name not in causal])
+
+
+def one_of_each(names: Collection[str]) -> list[str]:
+    kinds = {CONFIG_MAPPING[name]: name for name in reversed([*names])}
+    return [name for name in names if kinds[CONFIG_MAPPING[name]] == name]
 
 
 @torch.no_grad()
@@ -232,10 +245,21 @@ def largest(values: Sequence[torch.Tensor]) -> float:
 # Why no model of these is tried.
 OMITTED: dict[str, str] = {
     "blt": "reads bytes in patches, not tokens",
-    "gemma3n": "needs timm",
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "needs timm"),
     "gemma4_assistant": "drafts for gemma4 from its cache",
     "gemma4_unified_assistant": "drafts for gemma4_unified from its cache",
-    "moshi": "speaks",
-    "musicgen": "makes sounds",
-    "musicgen_melody": "makes sounds",
+    "diffusion_gemma": "writes blocks by diffusion",
+    **dict.fromkeys(("evolla", "pi0", "shieldgemma2"), "reads proteins, moves robots, classifies images"),
+    **dict.fromkeys(
+        ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
+        "encodes what it reads apart from what it writes",
+    ),
+    "glm5_next": "has no valid config as small",
+    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "needs an image"),
+    **dict.fromkeys(
+        ("fun_asr_nano", "kyutai_speech_to_text", "nemo_speechlm", "vibevoice_asr", "voxtral_realtime"),
+        "writes speech down",
+    ),
+    **dict.fromkeys(("moshi", "qwen2_5_omni", "qwen3_omni_moe"), "speaks"),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "makes sounds"),
 }

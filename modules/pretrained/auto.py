@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+logger = logging.getLogger("draftsmith")
 
 # Names of these parts, as transformers' `get_encoder` has them.
 TOWER = re.compile(r"(^|\.)(visual|(vision|image|audio|speech)_(tower|model|encoder))$")
@@ -27,9 +30,9 @@ def read_config(directory: Path, raw: Mapping[str, Any], trusted: bool) -> PreTr
 
     if not trusted and raw.get("model_type") not in CONFIG_MAPPING:
         classes = {name: family for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-        for name in raw.get("architectures") or ():
-            if family := classes.get(name):
-                return CONFIG_MAPPING[family].from_dict(dict(raw))
+        for name in filter(classes.get, raw.get("architectures") or ()):
+            logger.info("%s is read as %s, by its class %s", raw.get("model_type"), classes[name], name)
+            return CONFIG_MAPPING[classes[name]].from_dict({**raw, "model_type": classes[name]})
     # Without an answer of ours transformers asks whether to run the model's code.
     return AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
 

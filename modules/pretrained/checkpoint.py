@@ -94,11 +94,9 @@ class Checkpoint:
         Of a family that transformers does not know they are those of config.json.
         """
         config = text_config(self.config)
-        try:
-            known = self.known
-        except Exception:  # each family refuses in its own way
-            return config
-        return {**config, **known.get_text_config().to_dict()}
+        with contextlib.suppress(Exception):  # each family refuses in its own way
+            return {**config, **self.known.get_text_config().to_dict()}
+        return config
 
     @property
     def family(self) -> str:

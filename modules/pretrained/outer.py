@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 # Ends of names, the usual one first: of Llama and most, Mistral's own files, GPT-NeoX, GPT-2, BLOOM, Nemotron-H.
@@ -21,7 +22,7 @@ NORMS = (
     "layer_norm",
 )  # fmt: skip
 # Parts of a checkpoint that are not its decoder, and its layers.
-OTHERS = ("visual", "vision", "audio", "mtp", "eagle", "layers", "h", "blocks", "block")
+OTHERS = re.compile(r"(visual|vision|image|audio|speech|multi_modal|mtp|eagle)(_.*|$)|(layers|h|blocks?)$")
 
 
 def outer_names(shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -> dict[str, str]:
@@ -30,7 +31,7 @@ def outer_names(shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -> dict
     shapes: of all tensors in the files, by name. Returns names by field of `OuterWeights`, of those that there are: a
     model that is tied has no `output`.
     """
-    around = {name: shape for name, shape in shapes.items() if not set(name.split(".")[:-1]) & set(OTHERS)}
+    around = {name: shape for name, shape in shapes.items() if not any(map(OTHERS.match, name.split(".")[:-1]))}
 
     def find(ends: Iterable[str], kind: str, rank: int) -> str | None:
         fitting = [name for name, shape in around.items() if len(shape) == rank and shape[-1] == hidden_size]
