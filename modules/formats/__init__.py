@@ -37,6 +37,4 @@ def check_served(format: HeadFormat, target: TargetFacts) -> None:
     if reason := format.unserved(target):
         others = [other.name for other in formats_of(format.kind) if not other.unserved(target)]
         remedy = f"Choose --format {' or '.join(others)}." if others else "Train an EAGLE-3 head."
-        raise InputError(
-            "target", f"{target.served_family}: {format.system} {reason}", "a family that it takes", remedy
-        )
+        raise InputError("target", f"{target.served_family}: {format.system} {reason}", "one that it takes", remedy)

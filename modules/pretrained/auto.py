@@ -20,10 +20,9 @@ TOWER = re.compile(r"(^|\.)(visual|(vision|image|audio|speech)_(tower|model|enco
 
 
 def read_config(directory: Path, raw: Mapping[str, Any], trusted: bool) -> PreTrainedConfig:
-    """Read config.json by the class of its family. trusted: that class may come with the model.
+    """Read config.json by the class of its family, which may come with the model if `trusted`.
 
-    A family that transformers lacks is read as that of its class in `architectures`, as servers do: Kimi-K2
-    (`kimi_k2`) is a DeepseekV3ForCausalLM. Raises what transformers raises if it has neither.
+    A family that transformers lacks is that of its class in `architectures`, as in servers: Kimi-K2 is DeepSeek-V3.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -50,7 +49,8 @@ def text_part(model: Any) -> Any:
     # Nemotron Omni has a whole causal model as a part, and no output embedding of its own.
     if model.get_output_embeddings() is None and model.get_decoder().get_output_embeddings() is not None:
         return model.get_decoder()
-    towers = [part for name, part in model.named_modules() if TOWER.search(name)]
+    known = type(model).__module__.startswith("transformers.")  # code of a repository may name others so
+    towers = [part for name, part in model.named_modules() if known and TOWER.search(name)]
     for stacks in (vars(part)["_modules"] for tower in towers for part in tower.modules()):
         # Only these: some models ask for the device of a tower, whose other weights are few.
         stacks.update({name: nn.ModuleList() for name, own in stacks.items() if isinstance(own, nn.ModuleList)})
