@@ -20,7 +20,14 @@ from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats import GGUF, MTP, check_served, formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.formats.gguf import head_to_gguf
-from draftsmith.modules.formats.quantized import FORMATS, quantizable, rounded, served_memory, with_quantized
+from draftsmith.modules.formats.quantized import (
+    FORMATS,
+    dequantize,
+    quantizable,
+    quantize,
+    served_memory,
+    with_quantized,
+)
 from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_same_tokenizer
@@ -128,7 +135,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     if eight and not exact:
         expected = "n x k with n % 64 and k % 128, or n % 128 and k % 64, as servers' kernels need"
         raise InputError("weights", f"{weights} for layers of other sizes", expected, "Pass --weights bfloat16.")
-    state |= rounded(exact, weights)
+    state |= {name: dequantize(quantize(weight, weights), name) for name, weight in exact.items()}
     model, written = loadable(source.path), str(config.output)
     package = format.write(head.config, state, dtype, dataclasses.replace(source.facts, path=model))
     if eight:

@@ -90,11 +90,6 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return ((words[..., None] >> torch.arange(0, 32, bits) & 2**bits - 1) - 2 ** (bits - 1)).flatten(1).to(torch.int8)
 
 
-def rounded(weights: Mapping[str, Tensor], scheme: str) -> dict[str, Tensor]:
-    """Return weights with the values that a file of 8 bits holds of them."""
-    return {name: dequantize(quantize(weight, scheme), name) for name, weight in weights.items()}
-
-
 def with_quantized(package: Package, weights: Mapping[str, Tensor], scheme: str) -> Package:
     """Return a directory with these weights, by their names in it, in 8 bits."""
     tensors = {name: tensor for name, tensor in package.tensors.items() if name not in weights}
