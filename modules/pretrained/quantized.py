@@ -51,7 +51,8 @@ ACTIVATION = re.compile(r"\.(input_scale|input_global_scale|activation_scale|out
 # Settings by which numbers mean something else, and their values that are computed here.
 SETTINGS = {"checkpoint_format": "none gptq gptq_v2", "transform_config": "none {}", "sparsity_config": "none {}"}
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places of eight numbers in a word of AutoAWQ
-SERVED = "Use the model that it was made from, or let a vLLM server run it (train --features vllm)."
+RUN_IT = "data responses --engine vllm, train --features vllm, eval served --engine vllm"
+SERVED = f"Use the model that it was made from, or let vLLM run it: {RUN_IT}."
 
 
 @dataclass(frozen=True)

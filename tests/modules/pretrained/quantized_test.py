@@ -186,7 +186,8 @@ def test_numbers_without_their_scales_stop_every_engine_before_weights_are_read(
     monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", None)
     for read in READERS:
         with pytest.raises(
-            InputError, match=rf"quantized \(.*{words}.*vLLM server run it \(train --features vllm"
+            InputError,
+            match=rf"quantized \(.*{words}.*vLLM run it: data responses --engine vllm, train --features vllm",
         ) as error:
             read(str(directory))
         assert "\n" not in str(error.value)
