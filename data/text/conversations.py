@@ -60,7 +60,7 @@ FETCH = (
 SHOWN_CHARS = 200  # of a row, in errors
 # Columns of rows, keys of turns and types of their parts that hold images, videos and sound.
 MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")
-TEXT_ONLY = "Heads learn from text alone. Pass --invalid drop to leave such rows out."
+TEXT_ONLY = "Heads learn from text alone: take it out where it does not matter, or pass --invalid drop."
 
 
 # Columns beside a chat that are read if they hold this; else they are counted as ignored.
