@@ -46,6 +46,7 @@ from draftsmith.modules.types import InputError
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
 LARGEST_DIFFERENCE = 1e-4
 LARGEST_SHARE = 1e-5  # of the largest logit, if that is more: a draft reads its own rounded states
+ROUNDED_SHARE = 0.1  # beside a head that was not rounded to the 8 bits of the directory
 PLACES = 5  # tokens of a draft whose acceptance is compared
 KEPT = 0.9  # least share of the accepted tokens that rounding to 8 bits may leave; sound heads keep all but 1 %
 
@@ -191,18 +192,25 @@ def check_head(
         report.problems += [Problem(f"the model's {key}", other) for key in differing]
     elif like is not None:
         report.problems[:0] = differences(dataclasses.asdict(like.config), hashes_of(like.state), theirs, "trained")
-    report.measures += measure(format, net, head, source, record is not None, trained) if forward else []
+    share = ROUNDED_SHARE if package.quantized and trained is None else LARGEST_SHARE
+    report.measures += measure(format, net, head, source, record is not None, trained, share) if forward else []
     return report
 
 
 @torch.inference_mode()
 def measure(
-    format: HeadFormat, theirs: Any, ours: Any | None, source: StateSource, known: bool, trained: Any | None = None
+    format: HeadFormat,
+    theirs: Any,
+    ours: Any | None,
+    source: StateSource,
+    known: bool,
+    trained: Any | None = None,
+    share: float = LARGEST_SHARE,
 ) -> list[Measure]:
     """Run the head as a system reads it on text of the model, and compare its outputs with those of ours.
 
     known: a record says how the head was trained, so that readings which draft as well do not count. trained: as of
-    `check_head`.
+    `check_head`. share: of the largest logit, by which outputs may differ.
     """
     lm, heads = source.drafter.lm, [head for head in (theirs, ours) if head is not None]
     longest = min([lm.info.max_position, *(getattr(head.config, "max_position", 2**62) for head in heads)])
@@ -230,7 +238,7 @@ def measure(
     measures = [Measure("first tokens", text, strong or known or ours is not None or None)]
     if ours is not None:
         pairs = [pair for text in texts for pair in outputs_along(lm, text, heads, depth)]
-        measures.append(difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs))
+        measures.append(difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs, share))
         return measures if trained is None else [*measures, acceptance(lm, texts, trained, heads[0])]
     lengths = {variant.label: own for variant, own in zip(variants[1:], others, strict=True)}
     whole = isinstance(theirs.config, BlockConfig)
@@ -287,12 +295,12 @@ def acceptance(lm: CausalLM, texts: Sequence[Mapping[str, Any]], trained: Any, e
     return Measure("acceptance before and after", f"{shown[0]}, {shown[1]}; accepted by place", kept)
 
 
-def difference(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Measure:
+def difference(name: str, pairs: Sequence[tuple[Tensor, Tensor]], share: float = LARGEST_SHARE) -> Measure:
     """Compare two heads' outputs."""
     # Tokens that a head cannot draft have -inf.
     worst = max((largest(torch.where(one == two, 0.0, one - two)) for one, two in pairs), default=0.0)
     size = max((largest(two[two.isfinite()]) for _, two in pairs), default=0.0)
-    bar = max(LARGEST_DIFFERENCE, LARGEST_SHARE * size)
+    bar = max(LARGEST_DIFFERENCE, share * size)
     return Measure(name, f"differ by {worst:.1e} (at most {bar:.2g})", worst <= bar)
 
 

@@ -34,8 +34,9 @@ def test_a_head_of_8_bits_is_checked_measured_and_read_again(
     assert {tensor.dtype for name, tensor in stored.items() if name.startswith(("fc", "lm_head", "norm"))} == {
         torch.bfloat16
     }
-    code, said = checked(there, "auto", "eagle3")
-    assert code == 0 and "nothing differs" in said
+    for given in ({}, {"head": head}):
+        code, said = checked(there, "auto", "eagle3", **given)
+        assert code == 0 and "nothing differs" in said
     import_head(ImportConfig(directory=str(there), output=tmp_path / "back", target=target))
     ours, back = load_head(head), load_head(tmp_path / "back")
     weight, again = (one.layer.self_attn.q_proj.weight for one in (ours, back))
