@@ -1,6 +1,6 @@
 """Every architecture of transformers that writes text as a tiny random target: decoding, teaching, being served.
 
-`python tests/architectures.py` writes the tables of docs/models.md, in about two minutes of one core.
+`python tests/architectures.py` writes the tables of docs/models.md, in about three minutes of one core.
 `tests/modules/targets/architectures_test.py` compares some of their rows, and `.ci/run` all of them.
 """
 
