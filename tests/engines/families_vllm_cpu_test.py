@@ -14,6 +14,7 @@ os.environ |= {
 
 import json
 import multiprocessing
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,11 +31,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 from twins import LAYERS, TWINS, save_twin, states_of
 
 from draftsmith.data.engines import vllm_states
+from draftsmith.data.engines.served_proof import Recorded, prove_served
 from draftsmith.data.engines.vllm import family_arguments
 from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, prove_teacher
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_outer
+from draftsmith.modules.targets.proof import Served
 from draftsmith.modules.targets.readout import candidates
 from draftsmith.modules.types import InputError
 
@@ -89,6 +92,38 @@ def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str,
         monkeypatch.setattr(vllm_states, "candidates", others)
         with pytest.raises(InputError, match="teacher: found"):
             prove_teacher(source, outer, [ROW])
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "glm4_moe"])
+def test_vllm_runs_the_target_and_another_model_is_refused(name: str, dtype: str, tmp_path: Path):
+    """Of a trained dense model the rotary base is changed, of a mixture how many experts are taken."""
+    args = tmp_path / "args.json"
+    args.write_text(json.dumps(ARGS))
+    right, other = tmp_path / "right", tmp_path / "other"
+    if name == "llama":
+        shutil.copytree(Checkpoint("embedded:target").directory, right)
+        changed: dict[str, object] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+    else:
+        save_twin(name, right)
+        changed = {"num_experts_per_tok": 1}
+    shutil.copytree(right, other)
+    config = json.loads((right / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **changed}))
+    layers = (2, 3, Checkpoint(right).info.num_layers)
+    recorded = Recorded([[*ROW, *ROW[:64]]], [[True] * 192], None)
+
+    def prove(served: Path) -> Served | None:
+        with VllmStates(Checkpoint(served), layers, dtype, "bf16", tmp_path / f"{served.name}-out", args) as source:
+            return prove_served(source, load_outer(str(right), dtype), recorded, layers, "bf16").served
+
+    found = prove(right)
+    FIGURES.append(f"{name} in {dtype}: {found}".replace("\n", "; "))
+    assert found is not None and found.kl is not None and found.kl < 0.02 and found.layers == [2, 3]
+    with pytest.raises(InputError, match="server: found a model with KL") as error:
+        prove(other)
+    FIGURES.append(f"{name} with {changed}: {error.value}")
 
 
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "GraniteMoeHybridForCausalLM"])
