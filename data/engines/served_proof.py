@@ -141,8 +141,8 @@ def compare_files(
 
 def divergence(reference: Reference, logits: Tensor) -> tuple[float, float]:
     """Return the mean KL(reference || logits [T, V]), nat, and the share of other first choices, but for ties."""
-    log_prob = logits.double().log_softmax(-1)
-    p, q = with_rest(reference.log_prob), with_rest(log_prob.gather(1, reference.tokens))
+    log_prob = logits.log_softmax(-1)
+    p, q = with_rest(reference.log_prob), with_rest(log_prob.gather(1, reference.tokens).double())
     behind = log_prob.amax(-1) - log_prob.gather(1, reference.tokens[:, :1])[:, 0]
     return (p.exp() * (p - q)).sum(-1).mean().item(), (behind > TIE).double().mean().item()
 

@@ -203,7 +203,7 @@ class Checkpoint:
         self.log_unread()
         left_out = set(self.leftovers)
         names = [name for name in self.weights if name not in left_out]
-        return {name: self._weight(name).to(dtype) if name in own.weights else self._map(name) for name in names}
+        return {name: self.view(name).to(dtype) if name in own.weights else self._map(name) for name in names}
 
     def log_unread(self, others: Iterable[str] = ()) -> None:
         """Log which tensors of the files no engine loads: others, for which config.json has no place, and leftovers."""
@@ -220,9 +220,10 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Read a weight by its name; quantized ones in float32."""
-        return self._weight(name).clone()
+        return self.view(name).clone()
 
-    def _weight(self, name: str) -> Tensor:
+    def view(self, name: str) -> Tensor:
+        """Read a weight by its name as `read` does, but one that is not quantized shares the file's pages."""
         parts = self.quantized.weights.get(name)
         if parts is None:
             return self._map(name)

@@ -107,8 +107,11 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 
 def template_hash(tokenizer: Templated) -> str:
-    """Hash the chat template of a tokenizer."""
-    return _hash(tokenizer.chat_template)
+    """Hash the chat template of a tokenizer. A list of the default alone is saved as the template itself."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict) and [*template] == ["default"]:
+        template = template["default"]
+    return _hash(template)
 
 
 def encoding_hash(directory: Path) -> str:

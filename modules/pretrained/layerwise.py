@@ -60,7 +60,7 @@ def _outer_alone(target: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[Any, 
             groups.setdefault(int(match[1]) if match else -1, []).append(key)
 
         def load(number: int) -> Any:
-            return whole(model, {key: target.read(key) for key in groups.get(number, ())}, None, how)
+            return whole(model, {key: target.view(key) for key in groups.get(number, ())}, None, how)
 
         info, index = load(-1)
         # Else they would be filled with random numbers.

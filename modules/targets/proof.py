@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.sampling import wide
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
@@ -50,10 +51,10 @@ class Reference:
     @staticmethod
     def of_logits(logits: Tensor, following: Tensor) -> Reference:
         """Take it from whole logits [T, V]."""
-        log_prob = logits.double().log_softmax(-1)
+        log_prob = wide(logits).log_softmax(-1)
         top = log_prob.topk(min(TOP, log_prob.shape[-1]))
         own = log_prob.gather(1, following.clamp_min(0)[:, None])[:, 0]
-        return Reference(top.indices, top.values, following, own)
+        return Reference(top.indices, top.values.double(), following, own.double())
 
     def at(self, places: Tensor) -> Reference:
         """Return it at some of the T tokens."""
@@ -151,8 +152,8 @@ def compare(logits: Tensor, reference: Reference, dtype: torch.dtype) -> Distanc
     """Compare a teacher's logits [T, V] with the target's log-probabilities. dtype: of target and states, the narrower
     one."""
     tokens, following = reference.tokens, reference.following
-    log_prob = logits.double().log_softmax(-1)
-    ours = log_prob.gather(1, tokens)
+    log_prob = wide(logits).log_softmax(-1)  # [T, V]
+    ours = log_prob.gather(1, tokens).double()
     places = (ours - reference.log_prob).abs().amax(-1)  # [T]
     own = (log_prob.gather(1, following.clamp_min(0)[:, None])[:, 0] - reference.own).abs()
     own = torch.where(following >= 0, own, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from states_server import StatesServer
 from trainings import a_module, config, losses, micro_batch, step_loss, texts
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds import DEVICES, tiny_llama_dir
 
 import draftsmith
@@ -147,6 +148,19 @@ def test_data_made_with_another_template_of_the_target_is_refused(artifacts, tmp
     made = {"source": str(source), "target": str(artifacts.target), "output": tmp_path / "prompts", "supervised": True}
     directory = prompts.run(prompts.PromptsConfig(**made, chat_template=artifacts.target / template.name))
     assert len(text_dataset(directory, Checkpoint(changed))) == 1
+
+
+def test_a_template_that_is_stored_otherwise_is_the_same(artifacts, tmp_path):
+    moved = shutil.copytree(artifacts.target, tmp_path / "target")
+    text = (moved / "chat_template.jinja").read_text()
+    (moved / "chat_template.jinja").unlink()
+    settings = json.loads((moved / "tokenizer_config.json").read_text())
+    for template in (text, [{"name": "default", "template": text}]):
+        (moved / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+        assert len(text_dataset(artifacts.responses, Checkpoint(moved))) > 0
+    AutoTokenizer.from_pretrained(moved).save_pretrained(tmp_path / "saved")
+    shutil.copytree(moved, tmp_path / "saved", dirs_exist_ok=True, ignore=lambda *_: ["tokenizer_config.json"])
+    assert len(text_dataset(artifacts.responses, Checkpoint(tmp_path / "saved"))) > 0
 
 
 def test_the_universal_engine_trains_the_same_head(artifacts, tmp_path):
