@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import log_note
 from draftsmith.data.engines.vllm_states import (
     LONGEST_PROVED,
     LogProbs,
@@ -111,6 +112,8 @@ def compare_files(
 
     reference, slack = reference_of(row, log_probs), QUANTIZED if target.quantized.method else 1
     most = KL * slack, CHANGED * slack
+    size = sum(file.stat().st_size for file in target.files) / 1e9
+    log_note(f"comparing the server with the files of {target.path}, {size:.1f} GB")
     try:
         logits = read_layerwise(target, row, compare)[:-1]
         kl, changed = divergence(reference, logits)
