@@ -91,7 +91,9 @@ def decide(config: Mapping[str, object], other: Mapping[str, object], tensors: M
     """
     text = text_config(config)
     settings = dict(config_object(text, "quantization_config") or config_object(text, "compression_config"))
-    settings = settings or {"quant_method": "modelopt", **config_object(other, "quantization")} if other else settings
+    settings = settings or dict(config_object(other, "quantization"))
+    if "quant_algo" in settings:
+        settings.setdefault("quant_method", "modelopt")
     switched = settings.get("load_in_4bit") or settings.get("load_in_8bit")
     kind = str(settings.get("quant_method") or ("bitsandbytes" if switched else ""))
     method = " ".join(str(name) for name in (kind, *map(settings.get, ("quant_algo", "format", "bits"))) if name)

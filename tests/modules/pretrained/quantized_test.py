@@ -105,6 +105,19 @@ def test_gpt_oss_is_what_transformers_makes_of_it(tmp_path):
     assert all(torch.equal(ours[name], own.float()) for name, own in theirs.items())
 
 
+@pytest.mark.parametrize("kind", ["ModelOpt FP8", "ModelOpt NVFP4"])
+@pytest.mark.parametrize("file", ["hf_quant_config.json", "config.json"])
+def test_modelopts_own_file_and_its_old_settings_name_the_method(kind, file, pair):
+    directory, twin = pair
+    settings, writer = COMPUTED[kind]
+    settings = {"quant_algo": settings["quant_algo"]}
+    quantize(directory, twin, settings if file == "config.json" else None, writer)
+    if file != "config.json":
+        (directory / file).write_text(json.dumps({"quantization": settings}))
+    expected = load_lm(str(twin)).features(IDS)
+    torch.testing.assert_close(load_lm(str(directory)).features(IDS), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("ends", ["lm_head", "embed_tokens"])
 def test_a_quantized_embedding_is_read_with_its_scale(pair, ends):
     directory, twin = pair
@@ -170,16 +183,17 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("files", REFUSED)
-@pytest.mark.parametrize("separate", [False, True])
-def test_numbers_without_their_scales_stop_every_engine_before_weights_are_read(files, separate, pair, monkeypatch):
+MODELOPTS = [name for name, (settings, *_) in REFUSED.items() if settings and "quant_algo" in settings]
+
+
+@pytest.mark.parametrize(("files", "file"), [(name, "config.json") for name in REFUSED]
+                         + [(name, "hf_quant_config.json") for name in MODELOPTS])  # fmt: skip
+def test_numbers_without_their_scales_stop_every_engine_before_weights_are_read(files, file, pair, monkeypatch):
     settings, writer, words = REFUSED[files]
-    if separate and (settings is None or settings.get("quant_method") != "modelopt"):
-        pytest.skip("only ModelOpt has a file of its own")
     directory, twin = pair
-    quantize(directory, twin, None if separate else settings, writer)
-    if separate:
-        (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    quantize(directory, twin, settings if file == "config.json" else None, writer)
+    if file != "config.json":
+        (directory / file).write_text(json.dumps({"quantization": settings}))
     # vLLM's states of such a target are learned from.
     assert torch.equal(load_outer(str(directory)).embed(IDS), load_outer(str(twin)).embed(IDS))
     monkeypatch.setattr(Checkpoint, "state", None)
