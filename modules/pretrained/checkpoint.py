@@ -124,7 +124,7 @@ class Checkpoint:
         """The type of the weights that config.json names; else, as transformers decides, that of the files."""
         if (stated := stated_dtype(self.config)) is not None:
             return stated
-        stored = self.tensors.get(self.outer_names["embeddings"])
+        stored = self.tensors.get(self._outer_names(self.shape.hidden_size).get("embeddings", ""))
         return COMPUTED.get(stored.dtype, "float32") if stored else "float32"
 
     @cached_property
