@@ -197,9 +197,9 @@ class Checkpoint:
         dtype: of quantized weights, which are computed.
         """
         if (own := self.quantized).weights:
-            about = f"{len(own.weights)} weights from their scales, in {str(dtype).removeprefix('torch.')}"
-            more = ". Servers round inputs of layers, too; --features vllm learns from those." if own.inputs else ""
-            logger.info("%s is quantized (%s): computing %s%s", self.directory, own.method, about, more)
+            about = f"{len(own.weights)} weights in {str(dtype).removeprefix('torch.')} from their scales"
+            logger.info("%s is quantized (%s): computing %s. A server may round layers' inputs, too (docs/models.md)",
+                        self.directory, own.method, about)  # fmt: skip
         self.log_unread()
         left_out = set(self.leftovers)
         names = [name for name in self.weights if name not in left_out]

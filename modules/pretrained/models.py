@@ -175,7 +175,7 @@ def _reading_text(model: Any) -> Iterator[None]:
         raise
     except Exception as error:  # each architecture fails in its own way
         what = f"{type(model).__name__}, which fails when it reads a text ({describe_error(error)})"
-        # On a CPU transformers turns FP8 into bfloat16, whatever type was asked for.
+        # Some quantization methods of transformers compute in bfloat16, whatever type was asked for.
         remedy = IN_BFLOAT16 if len({weight.dtype for weight in model.parameters()}) > 1 else OTHER_MODEL
         raise InputError("model", what, "logits and hidden states of a text", remedy) from error
 

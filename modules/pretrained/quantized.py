@@ -38,14 +38,16 @@ FORMS = (
         ("weight.nested_absmax", "weight.nested_quant_map", *STATES),
     ),
     ("weight_packed", "U8", ("weight_scale",), ("weight_global_scale",)),
-    ("weight_packed", "I32", ("weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
+    ("weight_packed", "I32", ("weight_scale", "weight_shape"), ("weight_zero_point",)),
     ("blocks", "U8", ("scales",), ()),
     ("qweight", "I32", ("qzeros", "scales"), ("g_idx",)),
 )
 NUMBERS = re.compile(r"(?:(?<=_)blocks|(?<=\.)(?:weight|weight_packed|qweight))$")
 # Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
 WEIGHT = re.compile(r"(weight|weight_packed|_blocks|proj(\.bias)?)$")
-SCALE = re.compile(r"((weight|proj)_(scale|zero_point|global_scale)\w*|pre_quant_scale|\.(scales|qzeros|SCB|absmax))$")
+SCALE = re.compile(
+    r"((weight|proj)_(scale|zero_point|global_scale|g_idx)\w*|pre_quant_scale|\.(scales|qzeros|SCB|absmax))$"
+)
 # Scales of activations and of a server's cache, which belong to no weight.
 ACTIVATION = re.compile(r"\.(input_scale|input_global_scale|activation_scale|output_scale|[qkv]_scale)$")
 # Settings by which numbers mean something else, and their values that are computed here.
@@ -61,7 +63,6 @@ class Quantized:
 
     method: for messages; empty if it is not quantized. weights: names of the tensors of each weight that is computed
     here, by `FORMS`. problem: why no engine reads it. by_transformers: transformers alone computes the method.
-    inputs: servers round the inputs of layers, too.
     """
 
     method: str = ""
@@ -69,7 +70,6 @@ class Quantized:
     weights: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     problem: str = ""
     by_transformers: bool = False
-    inputs: bool = False
 
     def error(self, model: object, problem: str, remedy: str = SERVED) -> InputError:
         """Return the error of a model that is not computed here."""
@@ -123,8 +123,7 @@ def decide(config: Mapping[str, object], other: Mapping[str, object], tensors: M
     # Settings of a cache of keys alone name no weights.
     if not weights and settings.get("quant_algo" if kind.startswith("modelopt") else "config_groups", kind):
         left.append("files without quantized weights")
-    inputs = kind in ("fp8", "modelopt", "modelopt_fp4") or bool(re.search(r"'input_activations': {", str(settings)))
-    return Quantized(method if weights or left else "", settings, weights, next(iter(left), ""), inputs=inputs)
+    return Quantized(method if weights or left else "", settings, weights, next(iter(left), ""))
 
 
 def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Tensor:
@@ -154,9 +153,6 @@ def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Ten
         zero = None if zero is None else _unpack(zero, bits, 0)[:rows] - 2 ** (bits - 1)
     else:
         values = stored.float()
-    # -1 stands for columns in order.
-    if (order := parts.get("weight_g_idx")) is not None and order.min() >= 0:
-        scale, zero = scale[:, order], None if zero is None else zero[:, order]
     if zero is not None:
         values = values - _spread(zero.float(), values.shape, block)
     return values * _spread(scale, values.shape, block)

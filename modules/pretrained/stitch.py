@@ -20,7 +20,6 @@ from draftsmith.modules.pretrained.reading import FETCH, open_tensors
 from draftsmith.modules.types import InputError
 
 SHARD = "mtp.safetensors"
-UNQUANTIZED = "Export for the model that it was made from."
 # transformers reads a file called model.safetensors alone, without the index.
 WHOLE, FIRST = "model.safetensors", "model-00001-of-00001.safetensors"
 
@@ -80,7 +79,7 @@ def stitch(source: Checkpoint, directory: Path, state: Mapping[str, Tensor]) -> 
         InputError: as of `mtp_state`; the checkpoint is quantized; the disk has no room for what is written.
     """
     if source.quantized.method:
-        raise source.quantized.error(source.directory, "its settings would hold for the module, too", UNQUANTIZED)
+        raise source.quantized.error(source.directory, "its settings would hold for the module, too")
     raw, shape, files = source.config, source.shape, dict[Path, list[str]]()
     family, num_layers = mtp_family(shape.family), shape.num_layers
     for name, stored in source.tensors.items():

@@ -169,6 +169,10 @@ REFUSED = {
     "scales of inputs by channel (ModelOpt W4A16_AWQ)": (
         FP8, adding(fp8_tensor, pre_quant_scale=torch.ones(64)), "proj.pre_quant_scale in F32"
     ),
+    "numbers in another order (`weight_g_idx`)": (
+        groups(num_bits=4), adding(COMPUTED["compressed-tensors W4A16"][1], weight_g_idx=torch.arange(64)),
+        "proj.weight_g_idx in I64"
+    ),
     "scales of plain weights": (
         FP8, lambda rows, columns: ({"weight": torch.ones(rows, columns), "weight_scale": torch.ones(1)},
                                     torch.ones(rows, columns)), "proj.weight_scale in F32",
