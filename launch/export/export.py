@@ -20,14 +20,7 @@ from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats import GGUF, MTP, check_served, formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.formats.gguf import head_to_gguf
-from draftsmith.modules.formats.quantized import (
-    FORMATS,
-    dequantize,
-    quantizable,
-    quantize,
-    served_memory,
-    with_quantized,
-)
+from draftsmith.modules.formats.quantized import FORMATS, quantizable, quantize, served_memory, with_quantized
 from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_same_tokenizer
@@ -53,6 +46,7 @@ from draftsmith.modules.pretrained.heads import (
 )
 from draftsmith.modules.pretrained.hub import check_push, loadable, resolve_model, upload
 from draftsmith.modules.pretrained.models import DTYPES, load_lm
+from draftsmith.modules.pretrained.quantized import Quantized
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.pretrained.stitch import head_package, stitch
 from draftsmith.modules.targets.shape import stated_dtype
@@ -135,7 +129,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     if eight and not exact:
         expected = "n x k with n % 64 and k % 128, or n % 128 and k % 64, as servers' kernels need"
         raise InputError("weights", f"{weights} for layers of other sizes", expected, "Pass --weights bfloat16.")
-    state |= {name: dequantize(quantize(weight, weights), name) for name, weight in exact.items()}
+    state |= {name: Quantized().compute(name, quantize(weight, weights)) for name, weight in exact.items()}
     model, written = loadable(source.path), str(config.output)
     package = format.write(head.config, state, dtype, dataclasses.replace(source.facts, path=model))
     if eight:

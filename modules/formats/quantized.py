@@ -1,7 +1,7 @@
 """Weights of 8 bits, which servers multiply with states of 16 bits (W8A16), in the layout of compressed-tensors.
 
 Sources: compressed-tensors 0.17 (compressors/pack_quantized, naive_quantized), vLLM 0.33 and SGLang 0.5.23
-(layers/quantization/compressed_tensors).
+(layers/quantization/compressed_tensors). `pretrained/quantized.py` reads such weights.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
-from draftsmith.modules.formats.llama import Fields, inner_object
-from draftsmith.modules.types import InputError
+from draftsmith.modules.formats.llama import Fields
 
 # The servers take weight-only int8 as pack-quantized alone. Largest value of a row, by which its scale is chosen.
 FORMATS, LARGEST = {"int8": "pack-quantized", "fp8": "float-quantized"}, {"int8": 127.0, "fp8": 448.0}
@@ -24,8 +23,6 @@ LAYERS = r"(midlayer|layers?(?:\.\d+)?)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|dow
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "o": ("o",), "down": ("down",)}
 # Layers that vLLM would take for quantized ones, and SGLang reads as they are, as it does an lm_head without its name.
 IGNORED = [f"re:.*{name}$" for name in ("fc", "lm_head", "kernel_projection")]
-CONFIG, METHOD = "quantization_config", "compressed-tensors"
-PART = re.compile(r"(.*)\.(weight_packed|weight_scale|weight_shape|weight_zero_point)")
 
 
 def quantizable(state: Mapping[str, Tensor]) -> list[str]:
@@ -57,39 +54,6 @@ def quantize(weight: Tensor, scheme: str) -> dict[str, Tensor]:
     return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
-def dequantize(parts: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return the weight [N, K] with which servers compute, in float32. name: for errors.
-
-    Raises:
-        InputError: other tensors than compressed-tensors has of integers of 4 or 8 bits, or of float8.
-    """
-    try:
-        values, scale, zero = parts.get("weight"), parts["weight_scale"].float(), parts.get("weight_zero_point")
-        if values is None:
-            packed, (rows, columns) = parts["weight_packed"], parts["weight_shape"].tolist()
-            bits = 32 * packed.shape[1] // columns
-            values = _unpacked(packed, bits).reshape(rows, columns)
-            zero = None if zero is None else _unpacked(zero.T, bits).T[:rows]
-        if values.dtype not in (torch.int8, torch.float8_e4m3fn):
-            raise TypeError
-        groups, parts_of_row = scale.shape if scale.ndim == 2 else (1, 1)  # scales of rows, groups, blocks, or one
-        blocks = values.float().reshape(groups, len(values) // groups, parts_of_row, values.shape[1] // parts_of_row)
-        if zero is not None:
-            blocks = blocks - zero.float().reshape(groups, 1, parts_of_row, 1)
-        return (blocks * scale.reshape(groups, 1, parts_of_row, 1)).reshape(values.shape)
-    except (AttributeError, ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        found = ", ".join(f"{part} {list(tensor.shape)} of {tensor.dtype}" for part, tensor in parts.items())
-        expected = "integers of 4 or 8 bits, or float8_e4m3fn, with scales of rows, groups or blocks"
-        raise InputError(name, found, expected, "Import the directory that the weights were made from.") from error
-
-
-def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return the signed integers [N, C * 32 / bits] in words [N, C]."""
-    if words.dtype != torch.int32 or bits not in (4, 8):
-        raise TypeError
-    return ((words[..., None] >> torch.arange(0, 32, bits) & 2**bits - 1) - 2 ** (bits - 1)).flatten(1).to(torch.int8)
-
-
 def with_quantized(package: Package, weights: Mapping[str, Tensor], scheme: str) -> Package:
     """Return a directory with these weights, by their names in it, in 8 bits."""
     tensors = {name: tensor for name, tensor in package.tensors.items() if name not in weights}
@@ -99,40 +63,13 @@ def with_quantized(package: Package, weights: Mapping[str, Tensor], scheme: str)
     whole = [name for layer in whole for name in dict.fromkeys([layer, *JOINED[layer]])]
     kind: Fields = {"num_bits": 8, "type": "int" if scheme == "int8" else "float", "strategy": "channel"}
     config: Fields = {
-        "quant_method": METHOD,
+        "quant_method": "compressed-tensors",
         "format": FORMATS[scheme],
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": kind | {"symmetric": True, "dynamic": False}}},
         "ignore": IGNORED + [rf"re:.*\.{name}_proj$" for name in whole],
     }
-    return dataclasses.replace(package, config={**package.config, CONFIG: config}, tensors=tensors)
-
-
-def dequantized(package: Package) -> Package:
-    """Return a directory of compressed-tensors with the weights that servers compute with, any other one as it is.
-
-    Raises:
-        InputError: as of `dequantize`.
-    """
-    settings, tensors, parts = (
-        inner_object(package.config, CONFIG),
-        dict(package.tensors),
-        dict[str, dict[str, Tensor]](),
-    )
-    for name in package.tensors:
-        if match := PART.fullmatch(name):
-            parts.setdefault(f"{match[1]}.weight", {})[match[2]] = tensors.pop(name)
-    if settings.get("quant_method") != METHOD or not parts:
-        return package
-    for name, own in parts.items():
-        own |= {"weight": tensors.pop(name)} if name in tensors else {}
-        tensors[name] = dequantize(own, name)
-    config = {name: value for name, value in package.config.items() if name != CONFIG}
-    notes = [f"{len(parts)} weights are dequantized from {METHOD} ({settings.get('format')})"]
-    groups = inner_object(settings, "config_groups").values()
-    if any(isinstance(group, Mapping) and group.get("input_activations") for group in groups):
-        notes.append("servers quantize the states before these weights as well, which is not computed here")
-    return dataclasses.replace(package, config=config, tensors=tensors, quantized=tuple(parts), notes=tuple(notes))
+    return dataclasses.replace(package, config={**package.config, "quantization_config": config}, tensors=tensors)
 
 
 def served_memory(state: Mapping[str, Tensor], eight_bits: bool) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -14,11 +14,18 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
-from draftsmith.modules.formats.quantized import dequantized
 from draftsmith.modules.pretrained.gguf import read_gguf_head
 from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.reading import read_model_json, read_object, read_tensors, unreadable, weight_map
+from draftsmith.modules.pretrained.quantized import decide
+from draftsmith.modules.pretrained.reading import (
+    read_model_json,
+    read_object,
+    read_tensors,
+    tensor_headers,
+    unreadable,
+    weight_map,
+)
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.
@@ -51,7 +58,7 @@ def gguf_file(path: Path) -> Path | None:
 def read_package(path: str) -> Package:
     """Read config, tensors and record of a foreign directory or hub id, on the CPU.
 
-    Tensors are as stored, but dequantized if compressed-tensors wrote them.
+    Tensors are as stored, but quantized weights as servers compute with them.
 
     Raises:
         InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
@@ -77,7 +84,26 @@ def read_package(path: str) -> Package:
     # Messages show names, and a terminal obeys control characters.
     if odd := [name for name in tensors if not name.isprintable()]:
         raise InputError(str(directory), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
-    return dequantized(Package(config, tensors, exported))
+    package = Package(config, tensors, exported)
+    quantized = config.get("quantization_config") and files[0].suffix == ".safetensors"
+    return dequantized(package, directory, files) if quantized else package
+
+
+def dequantized(package: Package, directory: Path, files: Sequence[Path]) -> Package:
+    """Return a directory with plain weights; raise InputError for quantized ones that are not computed here."""
+    tensors = dict(package.tensors)
+    headers = {name: header for file in files for name, header in tensor_headers(file, FETCH).items()}
+    found = decide(package.config, {}, headers)
+    if not found.weights or found.problem:
+        raise found.error(directory, found.problem, "Import the directory that the weights were made from.")
+    for name, parts in found.weights.items():
+        stored = {part: tensors.pop(on_disk) for part, on_disk in parts.items()}
+        tensors[name] = found.compute(name, stored)
+    config = {name: value for name, value in package.config.items() if name != "quantization_config"}
+    notes = [f"{len(found.weights)} weights are computed from {found.method}"]
+    if found.inputs:
+        notes.append("servers round the states before these weights as well, which is not computed here")
+    return dataclasses.replace(package, config=config, tensors=tensors, quantized=(*found.weights,), notes=(*notes,))
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -47,6 +48,15 @@ def test_a_head_of_8_bits_is_checked_measured_and_read_again(
     save_file({**stored, name: stored[name].flip(0).contiguous()}, there / "model.safetensors", {"format": "pt"})
     code, said = checked(there, format, "eagle3")
     assert code == 1 and "o_proj.weight is not what was exported" in said
+
+
+def test_a_config_of_quantized_weights_beside_plain_ones_is_refused(exchange, checked, copy_of):
+    """SGLang would leave layers random, and say nothing."""
+    path = copy_of("sglang", "eagle3") / "config.json"
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(InputError, match="files without quantized weights"):
+        checked(path.parent, "sglang", "eagle3")
 
 
 def test_quantized_layers_that_a_system_reads_in_16_bits_are_named(exchange, checked, tmp_path):
