@@ -49,8 +49,10 @@ def fp8_rows(rows: int, columns: int) -> tuple[Parts, Tensor]:
 
 
 def int8(rows: int, columns: int) -> tuple[Parts, Tensor]:
+    """INT8 with static inputs, whose zero points change no weight."""
     stored, scale = torch.randint(-127, 128, (rows, columns)), torch.rand(rows, 1) * 0.005
-    return {"weight": stored.to(torch.int8), "weight_scale": scale}, stored * scale.double()
+    inputs = {"input_scale": torch.tensor([0.1]), "input_zero_point": torch.zeros(1, dtype=torch.int8)}
+    return {"weight": stored.to(torch.int8), "weight_scale": scale, **inputs}, stored * scale.double()
 
 
 def bitsandbytes_8(rows: int, columns: int) -> tuple[Parts, Tensor]:
@@ -165,7 +167,10 @@ COMPUTED: dict[str, tuple[dict[str, Any], Writer]] = {
     "ModelOpt FP8": (MODELOPT | {"quant_algo": "FP8"}, fp8_tensor),
     "ModelOpt NVFP4": (MODELOPT | {"quant_algo": "NVFP4"}, nvfp4),
     "compressed-tensors FP8": (groups(num_bits=8, type="float", strategy="channel"), fp8_rows),
-    "compressed-tensors INT8": (groups(num_bits=8, type="int", strategy="channel"), int8),
+    "compressed-tensors INT8": (
+        groups(num_bits=8, type="int", strategy="channel") | {"sparsity_config": {"format": "dense"}},
+        int8,
+    ),
     "compressed-tensors W4A16": (groups(num_bits=4, type="int", group_size=GROUP), packed_int4),
     "compressed-tensors NVFP4": (groups(num_bits=4, type="float"), lambda *size: nvfp4(*size, modelopt=False)),
     "compressed-tensors MXFP4": (groups(num_bits=4, type="float"), mxfp4),

@@ -49,9 +49,9 @@ SCALE = re.compile(
     r"((weight|proj)_(scale|zero_point|global_scale|g_idx)\w*|pre_quant_scale|\.(scales|qzeros|SCB|absmax))$"
 )
 # Scales of activations and of a server's cache, which belong to no weight.
-ACTIVATION = re.compile(r"\.(input_scale|input_global_scale|activation_scale|output_scale|[qkv]_scale)$")
+ACTIVATION = re.compile(r"\.((input|output)_(scale|zero_point)|input_global_scale|activation_scale|[qkv]_scale)$")
 # Settings by which numbers mean something else, and their values that are computed here.
-SETTINGS = {"checkpoint_format": "none gptq gptq_v2", "transform_config": "none {}", "sparsity_config": "none {}"}
+SETTINGS = {"checkpoint_format": "none gptq gptq_v2", "transform_config": "none {}"}
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places of eight numbers in a word of AutoAWQ
 RUN_IT = "data responses --engine vllm, train --features vllm, eval served --engine vllm"
 SERVED = f"Use the model that it was made from, or let vLLM run it: {RUN_IT}."
@@ -112,6 +112,7 @@ def decide(config: Mapping[str, object], other: Mapping[str, object], tensors: M
             if parts := {part: stem + part for part in next(fitting, ()) if stem + part in tensors}:
                 weights[stem.removesuffix("_") if "blocks" in parts else f"{stem}weight"] = parts
     used, left = {name for parts in weights.values() for name in parts.values()}, list[str]()
+    used.update(filter(ACTIVATION.search, tensors))
     for name, stored in tensors.items():
         odd = stored.dtype not in COMPUTED and (stored.dtype[0] == "F" or WEIGHT.search(name))
         if name not in used and (odd or SCALE.search(name)):
