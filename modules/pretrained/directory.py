@@ -100,10 +100,10 @@ def dequantized(package: Package, directory: Path, files: Sequence[Path]) -> Pac
         stored = {part: tensors.pop(on_disk) for part, on_disk in parts.items()}
         tensors[name] = found.compute(name, stored)
     config = {name: value for name, value in package.config.items() if name != "quantization_config"}
-    notes = [f"{len(found.weights)} weights are computed from {found.method}"]
-    if found.inputs:
-        notes.append("servers round the states before these weights as well, which is not computed here")
-    return dataclasses.replace(package, config=config, tensors=tensors, quantized=(*found.weights,), notes=(*notes,))
+    note = f"{len(found.weights)} weights are computed from {found.method}"
+    if found.settings.get("quant_method") != "compressed-tensors" or "'input_activations': {" in str(found.settings):
+        note += "; a server may round their inputs, too"
+    return dataclasses.replace(package, config=config, tensors=tensors, quantized=(*found.weights,), notes=(note,))
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:
