@@ -56,11 +56,15 @@ class Recorded:
 
 
 def prove_served(
-    source: VllmStates | ServedStates, outer: OuterLM, recorded: Recorded, layers: Sequence[int], dtype: str
+    source: VllmStates | ServedStates,
+    outer: OuterLM,
+    recorded: Recorded,
+    layers: Sequence[int],
+    dtype: str | None = None,
 ) -> Proof:
     """Prove a server's teacher (`prove_teacher`), and that the server runs the target; record both in the source.
 
-    layers: as of `connector_options`. dtype: in which the states are stored.
+    layers: as of `connector_options`. dtype: in which the states are to be stored; None: in any.
 
     Raises:
         InputError: another model, states of other layers, or stored in another type.
@@ -69,7 +73,7 @@ def prove_served(
     proof = prove_teacher(source, outer, recorded.rows)
     row = proof_row(recorded.rows)
     ((_, stored),) = source.read([row])
-    if (kind := "fp8" if len(stored) > 1 else "bf16") != dtype:
+    if (kind := "fp8" if len(stored) > 1 else "bf16") != (dtype or kind):
         remedy = "Start the server with the same --feature-dtype, or pass its type here."
         raise InputError("feature_dtype", f"states in {kind} from the server", dtype, remedy)
     states, hidden_size = decode(stored).float(), target.shape.hidden_size

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.openai import ServerEngine
-from draftsmith.data.engines.vllm_states import ServedStates, check_log_probs, prove_teacher
+from draftsmith.data.engines.served_proof import Recorded, prove_served
+from draftsmith.data.engines.vllm_states import ServedStates, check_log_probs
 from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.text.template import RowError
@@ -44,7 +45,7 @@ class ServedLM(OuterLM):
     """A target whose states come from a server of `draftsmith launch vllm`; any vLLM server gives its distributions.
 
     The final norm, lm_head and embedding are applied here, in `dtype`. The first text proves that this gives the
-    server's own distributions (`prove_teacher`).
+    server's own distributions, and those of the target's files (`prove_served`).
     """
 
     def __init__(self, target: Checkpoint, url: str, dtype: str, device: str):
@@ -81,7 +82,7 @@ class ServedLM(OuterLM):
             raise InputError("target_server", found, "those that the head reads", f"Start it: {self.start(layers)}")
         rows = input_ids.tolist()
         if self._norm is None:
-            proof = prove_teacher(self._states, self, rows[:1])
+            proof = prove_served(self._states, self, Recorded(rows[:1], [[False] * len(rows[0])], None), self.layers)
             # From here on as vLLM has them: not rounded to bf16.
             self._norm, self._states.readout = proof.readout, None
             log_note(str(proof))
