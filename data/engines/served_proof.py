@@ -73,7 +73,8 @@ def prove_served(
     proof = prove_teacher(source, outer, recorded.rows)
     row = proof_row(recorded.rows)
     ((_, stored),) = source.read([row])
-    if (kind := "fp8" if len(stored) > 1 else "bf16") != (dtype or kind):
+    kind = "fp8" if len(stored) > 1 else "bf16"
+    if kind != (dtype := dtype or kind):
         remedy = "Start the server with the same --feature-dtype, or pass its type here."
         raise InputError("feature_dtype", f"states in {kind} from the server", dtype, remedy)
     states, hidden_size = decode(stored).float(), target.shape.hidden_size
