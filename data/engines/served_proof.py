@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,34 +83,27 @@ def prove_served(
         found, expected = f"states of width {states.shape[-1]}", f"{len(layers)} layers of {hidden_size}"
         raise InputError("server", found, expected, "Start it for this target and head: draftsmith launch vllm.")
     served = compare_answers(source, recorded)
-    try:
-        log_probs = source.read_with_log_probs(row)[1]
-        served = compare_files(target, row, states.unflatten(-1, (len(layers), -1)), layers, log_probs, served)
-    except NotCompared as error:
-        served = replace(served, why=str(error))
+    log_probs = source.read_with_log_probs(row)[1]
+    served = compare_files(target, row, states.unflatten(-1, (len(layers), -1)), layers, log_probs, served)
     proof = replace(proof, served=served)
     source.teacher = proof.as_json()
     return proof
 
 
-class NotCompared(Exception):
-    """Says why the target's files give nothing to compare with."""
-
-
 def compare_files(
     target: Checkpoint, row: Sequence[int], states: Tensor, layers: Sequence[int], log_probs: LogProbs, served: Served
 ) -> Served:
-    """Compare a server's states [T, L, H] and log-probabilities of a row [T] with those by the target's own layers.
+    """Compare a server's states [T, L, H] and log-probabilities of a row [T] with those by the target's own layers, if
+    these can be computed here.
 
     Raises:
-        NotCompared: these cannot be computed here.
         InputError: they differ.
     """
     distances: dict[int, list[float]] = {}
 
     def compare(number: int, own: Tensor) -> None:
         if own.shape != (len(row), states.shape[-1]):
-            raise NotCompared("its layers give several states a token")
+            raise InputError("target", "several states a token of a layer", "one", "Compare by answers.")
         away = (states - own[:, None]).norm(dim=-1) / own.norm(dim=-1)[:, None]  # [T, L]
         # Medians, as a few tokens have states a hundred times as large; of parts, as an error may begin anywhere.
         parts = away.chunk(max(1, len(row) // NUM_TOKENS))
@@ -122,13 +116,14 @@ def compare_files(
     try:
         logits = read_layerwise(target, row, compare)[:-1]
         kl, changed = divergence(reference, logits)
-        if not (kl <= most[0] and changed <= most[1]):
-            # Rounding changes some models more than others.
+    except InputError as error:
+        return replace(served, why=str(error))
+    if not (kl <= most[0] and changed <= most[1]):
+        # Rounding changes some models more than others.
+        with suppress(InputError):
             rounded = read_layerwise(target, row, lambda *_: None, torch.bfloat16)[:-1]
             own = divergence(Reference.of_logits(rounded, reference.following), logits)
             most = max(most[0], 2 * own[0]), max(most[1], 2 * own[1])
-    except InputError as error:
-        raise NotCompared(str(error)) from error
     if not (kl <= most[0] and changed <= most[1]):
         found = f"a model with KL {kl:.2g} nat from that of {target.path}, and {changed:.0%} other first choices"
         remedy = "Serve the weights and settings of --target, or name the model that the server runs."
