@@ -71,6 +71,14 @@ class Quantized:
     problem: str = ""
     by_transformers: bool = False
 
+    @property
+    def fp4(self) -> bool:
+        """True if weights are FP4 numbers, to which servers may round the inputs of their layers too."""
+        kinds = {frozenset(parts) for parts in self.weights.values()}
+        return any(
+            "weight_scale_2" in kind or ("weight_packed" in kind and "weight_shape" not in kind) for kind in kinds
+        )
+
     def error(self, model: object, problem: str, remedy: str = SERVED) -> InputError:
         """Return the error of a model that is not computed here."""
         found = f"{model}, which is quantized ({': '.join(filter(None, (self.method, problem)))})"
