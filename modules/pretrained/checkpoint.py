@@ -213,10 +213,17 @@ class Checkpoint:
 
     @cached_property
     def leftovers(self) -> list[str]:
-        """Names of tensors behind the last layer: of MTP modules, which transformers does not load either."""
+        """Names of tensors that belong to no layer of the model.
+
+        Those behind the last one are of MTP modules, which transformers does not load either. AutoGPTQ writes a bias of
+        zeros beside every quantized weight.
+        """
         count = text_config(self.config).get("num_hidden_layers") or self.shape.num_layers
         named = {name: LEFTOVER.match(name) for name in self.weights}
-        return [name for name, match in named.items() if match and (match[1] is None or int(match[1]) >= count)]
+        behind = [name for name, match in named.items() if match and (match[1] is None or int(match[1]) >= count)]
+        packed = (parts["qweight"] for parts in self.quantized.weights.values() if "qweight" in parts)
+        biases = (name for own in packed if (name := own.removesuffix("qweight") + "bias") in self.tensors)
+        return [*behind, *(name for name in biases if name not in behind and not self._map(name).any())]
 
     def read(self, name: str) -> Tensor:
         """Read a weight by its name; quantized ones in float32."""

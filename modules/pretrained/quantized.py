@@ -24,24 +24,24 @@ from draftsmith.modules.types import InputError
 METHODS = ("fp8", "modelopt", "modelopt_fp4", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes")
 # Types that layers compute with, as safetensors names them.
 COMPUTED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS, FP8 = " ".join(COMPUTED), "F8_E4M3 F8_E5M2"
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-# Name and types of the tensor with the numbers, tensors that belong to it, and those that may.
-FORMS = (
-    ("weight", "F8_E4M3 F8_E5M2", ("weight_scale_inv",), ()),
-    ("weight", "F8_E4M3 F8_E5M2 I8", ("weight_scale",), ("weight_zero_point",)),
-    ("weight", "I8", ("SCB", "weight_format"), ()),
-    ("weight", "U8", ("weight_scale", "weight_scale_2"), ()),
-    (
-        "weight",
-        "U8",
-        ("weight.absmax", "weight.quant_map"),
-        ("weight.nested_absmax", "weight.nested_quant_map", *STATES),
-    ),
-    ("weight_packed", "U8", ("weight_scale",), ("weight_global_scale",)),
-    ("weight_packed", "I32", ("weight_scale", "weight_shape"), ("weight_zero_point",)),
-    ("blocks", "U8", ("scales",), ()),
-    ("qweight", "I32", ("qzeros", "scales"), ("g_idx",)),
-)
+NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
+# Tensors of a weight, the one with the numbers first, and those that it may have; each with its types.
+FORMS: tuple[tuple[dict[str, str], dict[str, str]], ...] = (
+    ({"weight": FP8, "weight_scale_inv": f"{FLOATS} F8_E8M0"}, {}),
+    ({"weight": FP8, "weight_scale": FLOATS}, {}),
+    ({"weight": "I8", "weight_scale": FLOATS}, {"weight_zero_point": "I8"}),
+    ({"weight": "I8", "SCB": "F32", "weight_format": "U8"}, {}),
+    ({"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32"}, {}),
+    ({"weight": "U8", "weight.absmax": "U8 F32", "weight.quant_map": "F32"},
+     dict.fromkeys(NESTED, "F32") | dict.fromkeys(STATES, "U8")),
+    ({"weight_packed": "U8", "weight_scale": "F8_E4M3", "weight_global_scale": "F32"}, {}),
+    ({"weight_packed": "U8", "weight_scale": "U8 F8_E8M0"}, {}),
+    ({"weight_packed": "I32", "weight_scale": FLOATS, "weight_shape": "I32 I64"}, {"weight_zero_point": "I32"}),
+    ({"blocks": "U8", "scales": "U8"}, {}),
+    ({"qweight": "I32", "qzeros": "I32", "scales": FLOATS}, {"g_idx": "I32"}),
+)  # fmt: skip
 NUMBERS = re.compile(r"(?:(?<=_)blocks|(?<=\.)(?:weight|weight_packed|qweight))$")
 # Weights, which are integers only if they are quantized. (`attn.bias` is a mask in old files of GPT-2.) Their scales.
 WEIGHT = re.compile(r"(weight|weight_packed|_blocks|proj(\.bias)?)$")
@@ -51,7 +51,11 @@ SCALE = re.compile(
 # Scales of activations and of a server's cache, which belong to no weight.
 ACTIVATION = re.compile(r"\.((input|output)_(scale|zero_point)|input_global_scale|activation_scale|[qkv]_scale)$")
 # Settings by which numbers mean something else, and their values that are computed here.
-SETTINGS = {"checkpoint_format": "none gptq gptq_v2", "transform_config": "none {}"}
+SETTINGS = {"transform_config": "none {}"}
+SETTINGS_OF = {
+    "awq": {"version": "none gemm"},
+    "gptq": {"checkpoint_format": "none gptq gptq_v2", "format": "none gptq gptq_v2"},
+}
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places of eight numbers in a word of AutoAWQ
 RUN_IT = "data responses --engine vllm, train --features vllm, eval served --engine vllm"
 SERVED = f"Use the model that it was made from, or let vLLM run it: {RUN_IT}."
@@ -111,28 +115,41 @@ def decide(config: Mapping[str, object], other: Mapping[str, object], tensors: M
         known = kind in AUTO_QUANTIZATION_CONFIG_MAPPING
         return Quantized(method, settings, {}, "" if known else "an unknown method", known)
 
-    weights = dict[str, dict[str, str]]()
+    weights, left = dict[str, dict[str, str]](), list[str]()
+    promised = _promised(settings)
     for name, stored in tensors.items():
         if stored.dtype not in COMPUTED and (numbers := NUMBERS.search(name)):
             stem = name[: numbers.start()]
-            fitting = ((main, *needed, *more) for main, types, needed, more in FORMS if main == numbers[0]
-                       and stored.dtype in types and {stem + part for part in needed} <= tensors.keys())  # fmt: skip
-            if parts := {part: stem + part for part in next(fitting, ()) if stem + part in tensors}:
-                weights[stem.removesuffix("_") if "blocks" in parts else f"{stem}weight"] = parts
-    used, left = {name for parts in weights.values() for name in parts.values()}, list[str]()
+            for needed, more in FORMS:
+                there = {part for part, types in (needed | more).items()
+                         if stem + part in tensors and tensors[stem + part].dtype in types.split()}  # fmt: skip
+                if next(iter(needed)) == numbers[0] and needed.keys() <= there:
+                    whole = stem.removesuffix("_") if "blocks" in needed else f"{stem}weight"
+                    weights[whole] = {part: stem + part for part in there}
+                    left += [f"{name} without {part}" for part in promised & more.keys() - there]
+                    break
+    used = {name for parts in weights.values() for name in parts.values()}
     used.update(filter(ACTIVATION.search, tensors))
     for name, stored in tensors.items():
         odd = stored.dtype not in COMPUTED and (stored.dtype[0] == "F" or WEIGHT.search(name))
         if name not in used and (odd or SCALE.search(name)):
             left.append(f"{name} in {stored.dtype}")
-    expected = SETTINGS | ({"version": "none gemm"} if kind == "awq" else {})
-    left += [f"{key} {settings[key]}" for key, right in expected.items() if str(settings.get(key)).lower() not in right]
+    expected = SETTINGS | SETTINGS_OF.get(kind, {})
+    left += [f"{key} {settings[key]}" for key, right in expected.items()
+             if str(settings.get(key)).lower() not in right.split()]  # fmt: skip
     if weights and not kind:
         left.append(f"{min(weights)} of a method that config.json does not name")
     # Settings of a cache of keys alone name no weights.
     if not weights and settings.get("quant_algo" if kind.startswith("modelopt") else "config_groups", kind):
         left.append("files without quantized weights")
     return Quantized(method if weights or left else "", settings, weights, next(iter(left), ""))
+
+
+def _promised(settings: Mapping[str, object]) -> set[str]:
+    """Return the tensors of `FORMS` that weights may have, and by these settings all of them do."""
+    groups = [group for group in config_object(settings, "config_groups").values() if isinstance(group, dict)]
+    asymmetric = any(config_object(group, "weights").get("symmetric") is False for group in groups)
+    return {"weight_zero_point"} if asymmetric else {"g_idx"} if settings.get("desc_act") else set()
 
 
 def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Tensor:
@@ -226,7 +243,7 @@ def _integers(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Te
     else:
         values = _unpack(stored, bits, 0)
         # The first format stores zero points less one.
-        zeros = zeros + (settings.get("checkpoint_format") != "gptq_v2")
+        zeros = zeros + ("gptq_v2" not in (settings.get("checkpoint_format"), settings.get("format")))
     stated = settings.get("group_size")
     size = stated if isinstance(stated, int) and stated > 0 else len(values) // len(scales)
     groups = parts.get("g_idx", torch.arange(len(values)) // size)
@@ -237,12 +254,21 @@ def _integers(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Te
 
 def _bitsandbytes(parts: Mapping[str, Tensor]) -> Tensor:
     """Compute a weight of bitsandbytes in 4 bits: numbers of a table in blocks, whose scales may be quantized, too."""
-    about = json.loads(bytes(next(parts[name] for name in STATES if name in parts).tolist()))
-    scale = parts["weight.absmax"]
-    if "weight.nested_absmax" in parts:
-        outer = parts["weight.nested_absmax"].repeat_interleave(about["nested_blocksize"])[: len(scale)]
-        scale = parts["weight.nested_quant_map"][scale.int()] * outer + about["nested_offset"]
+    state = next((parts[name] for name in STATES if name in parts), None)
+    if state is None:
+        raise ValueError("no state of bitsandbytes")
+    about, scale = json.loads(bytes(state.tolist())), parts["weight.absmax"]
+    if scale.dtype == torch.uint8:
+        outer = _each(parts[NESTED[0]], about["nested_blocksize"], len(scale))
+        scale = parts[NESTED[1]][scale.int()] * outer + about["nested_offset"]
     # Of a byte the higher half is first.
     numbers = _unpack(parts["weight"].reshape(-1, 1), 4, 1).flip(1).flatten()
-    scale = scale.repeat_interleave(about["blocksize"])[: len(numbers)]
+    scale = _each(scale, about["blocksize"], len(numbers))
     return (parts["weight.quant_map"][numbers.int()] * scale).reshape(about["shape"])
+
+
+def _each(scale: Tensor, block: int, count: int) -> Tensor:
+    """Repeat scales of blocks to one for each of so many numbers; ValueError if there are not as many blocks."""
+    if len(scale) != -(-count // block):
+        raise ValueError(f"{len(scale)} scales of {count} numbers in blocks of {block}")
+    return scale.repeat_interleave(block)[:count]

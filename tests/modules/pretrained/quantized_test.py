@@ -21,6 +21,7 @@ from quantized_files import (
     groups,
     int8,
     nvfp4,
+    packed_int4,
     quantize,
 )
 from safetensors.torch import load_file, save_file
@@ -209,6 +210,73 @@ def test_numbers_without_their_scales_stop_every_engine_before_weights_are_read(
         ) as error:
             read(str(directory))
         assert "\n" not in str(error.value)
+
+
+def replacing(writer, **changes):
+    """A writer whose tensors of these names are changed by functions."""
+
+    def write(rows, columns):
+        parts, exact = writer(rows, columns)
+        return parts | {name: change(parts[name]) for name, change in changes.items()}, exact
+
+    return write
+
+
+W4A16, W4A16_ZEROS = (groups(num_bits=4, type="int", symmetric=symmetric) for symmetric in (True, False))
+NVFP4, NF4 = COMPUTED["compressed-tensors NVFP4"], COMPUTED["bitsandbytes 4 bits"]
+
+
+def longer(state: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([*bytes(state.tolist()).replace(b": 64", b": 32")], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("settings", "writer", "words"), [
+    (W4A16_ZEROS, without(packed_int4, "weight_zero_point"), "weight_packed without weight_zero_point"),
+    (W4A16_ZEROS, replacing(packed_int4, weight_zero_point=lambda zero: zero.to(torch.int8)), "weight_zero_point"),
+    (NVFP4[0], without(NVFP4[1], "weight_global_scale"), "weight_packed in U8"),
+    (NVFP4[0], replacing(NVFP4[1], weight_scale=lambda scale: scale.view(torch.uint8)), "weight_global_scale in F32"),
+    (COMPUTED["GPTQ"][0], without(gptq, "g_idx"), "qweight without g_idx"),
+    (COMPUTED["GPTQ"][0] | {"format": "marlin"}, gptq, "format marlin"),
+    (NF4[0], without(NF4[1], "weight.nested_absmax"), "nested_absmax"),
+    (NF4[0], without(NF4[1], "weight.quant_state.bitsandbytes__nf4"), "no state of bitsandbytes"),
+    (NF4[0], replacing(NF4[1], **{"weight.quant_state.bitsandbytes__nf4": longer}), "scales of .* numbers in blocks"),
+])  # fmt: skip
+def test_parts_that_are_missing_or_of_another_type_are_not_guessed(settings, writer, words, pair):
+    quantize(*pair, settings, writer)
+    for engine in ("lean", "hf"):
+        with pytest.raises(InputError, match=f"quantized .*{words}"):
+            load_lm(str(pair[0]), engine=engine)
+
+
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+def test_the_second_format_of_gptq_stores_whole_zero_points(key, pair):
+    directory, twin = pair
+    settings = {"quant_method": "gptq", "bits": 4, key: "gptq_v2"}
+    # Zero points of the first format are one less.
+    quantize(directory, twin, settings, gptq)
+    plain = load_lm(str(directory)).model.state_dict()["layers.0.mlp.up_proj.weight"]
+    change_config(directory, quantization_config=settings | {key: "gptq"})
+    first = load_lm(str(directory)).model.state_dict()["layers.0.mlp.up_proj.weight"]
+    scales = load_file(directory / "model.safetensors")["model.layers.0.mlp.up_proj.scales"]
+    groups_of = load_file(directory / "model.safetensors")["model.layers.0.mlp.up_proj.g_idx"]
+    torch.testing.assert_close(plain - first, scales.float()[groups_of].T)
+
+
+def test_biases_of_zeros_that_autogptq_adds_are_dropped(pair):
+    directory, twin = pair
+    settings, writer = COMPUTED["GPTQ"]
+
+    def with_bias(rows, columns):
+        parts, exact = writer(rows, columns)
+        return parts | {"bias": torch.zeros(rows).half()}, exact
+
+    quantize(directory, twin, settings, with_bias)
+    assert torch.equal(load_lm(str(directory)).features(IDS), load_lm(str(twin)).features(IDS))
+    state = load_file(directory / "model.safetensors")
+    state["model.layers.0.self_attn.o_proj.bias"][1] = 1
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"o_proj\.bias"):
+        load_lm(str(directory))
 
 
 def test_blocks_of_unknown_sizes_are_not_guessed(pair):
