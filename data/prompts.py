@@ -23,6 +23,7 @@ from draftsmith.data.store.manifest import MANIFEST, STARTED, Field
 from draftsmith.data.store.shards import SPLIT, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
+    TEXT_ONLY,
     Chat,
     OpenTurns,
     chat_digest,
@@ -142,7 +143,8 @@ def run(config: PromptsConfig) -> Path:
         return ShardContent(rows, dict(counts))
 
     ends = target.end_tokens if config.supervised else ()
-    encoder = RowEncoder(sources, mapping, tokenizer, config, context, dated, ends, part_separator(tokenizer))
+    between, media = part_separator(tokenizer), target.media_tokens
+    encoder = RowEncoder(sources, mapping, tokenizer, config, context, dated, ends, between, media)
     with in_processes(encoder, config.num_proc) as encode:
         run_stage(plan, make_shard)
     return config.output
@@ -247,7 +249,7 @@ def may_drop(error: RowError, config: PromptsConfig) -> bool:
 @dataclass(frozen=True)
 class RowEncoder:
     """Makes rows of the artifact. dated: the date, for a template that shows it. ends: the target's end tokens.
-    between: see `part_separator`."""
+    between: see `part_separator`. media: `Checkpoint.media_tokens` of the target."""
 
     sources: Sequence[RowSource]
     mapping: Mapping[str, str]
@@ -257,6 +259,7 @@ class RowEncoder:
     dated: TemplateInputs
     ends: Collection[int]
     between: str
+    media: Sequence[str]
 
     def __call__(self, place: Place) -> Encoded:
         try:
@@ -276,6 +279,9 @@ class RowEncoder:
         if config.source == SELF:
             return [open_prompt(row, self.tokenizer, self.dated)], counts
         chat = read_chat(row, self.mapping, self.between)
+        said = to_json([chat.messages, chat.later], "a message")
+        if shown := next((token for token in self.media if token in said), None):
+            raise RowError(f"text with {shown}, in whose place the target reads an image or sound", TEXT_ONLY, "media")
         task, inputs = row_label(row, self.mapping, "task"), {**chat.inputs, **self.dated}
         asked = open_turns(chat, config.turns)
         if config.supervised and config.turns == "all":

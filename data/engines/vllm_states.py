@@ -395,12 +395,15 @@ def log_probs_of(reply: Any, row: Sequence[int]) -> LogProbs:
 
 
 def check_log_probs(log_probs: LogProbs, vocab_size: int) -> None:
-    """Raise InputError if a server gives log-probabilities of other tokens than the target's, or numbers that are none,
-    such as logits."""
+    """Raise InputError if a server gives fewer log-probabilities than TOP, those of other tokens than the target's, or
+    numbers that are none, such as logits."""
     tokens = set[int]().union(*log_probs)
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         found = f"log-probabilities of tokens {min(tokens)} to {max(tokens)}"
         raise InputError("server", found, f"0 to {vocab_size - 1} at most", "Serve the model of --target.")
+    if (least := min(map(len, log_probs))) < min(TOP, vocab_size):
+        found, remedy = f"{least} log-probabilities of a token", f"Serve with --max-logprobs {TOP} or more."
+        raise InputError("server", found, f"{TOP}, as asked for", remedy)
     for number, given in enumerate(log_probs, 1):
         # No other token is likelier than the most probable ones, of which the text's own need not be one.
         own = sorted(map(math.exp, given.values()), reverse=True)

@@ -59,7 +59,7 @@ FETCH = (
 )
 SHOWN_CHARS = 200  # of a row, in errors
 # Columns of rows, keys of turns and types of their parts that hold images, videos and sound.
-MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")
+MEDIA = re.compile(r"(input_)?(image|img|picture|photo|video|audio)s?(_(url|path|file|\d+))*|pixel_values")
 TEXT_ONLY = "Heads learn from text alone: take it out where it does not matter, or pass --invalid drop."
 
 
@@ -401,7 +401,8 @@ def _with_text(turn: Mapping[str, Any], between: str) -> Mapping[str, Any]:
     if not isinstance(content, list):
         return turn
     for part in content:
-        _check_text_only({part["type"]: part} if isinstance(part, Mapping) and "type" in part else {})
+        # Of OpenAI a part names its type, of DashScope it is a field.
+        _check_text_only({part["type"]: part} if "type" in part else part) if isinstance(part, Mapping) else None
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         raise RowError("a turn holds something other than text")
     texts = [part.get("text") for part in content]
@@ -412,10 +413,17 @@ def _with_text(turn: Mapping[str, Any], between: str) -> Mapping[str, Any]:
 
 
 def _check_text_only(fields: Mapping[str, Any]) -> None:
-    """Raise RowError for images, videos or sound among these fields."""
+    """Raise RowError for images, videos or sound among these fields, which tables hold as bytes or a path."""
     for name, value in fields.items():
-        if MEDIA.fullmatch(str(name)) and value not in EMPTY:
+        stored = isinstance(value, Mapping) and value.keys() == {"bytes", "path"}
+        if (stored or MEDIA.fullmatch(str(name))) and not _is_empty(value):
             raise RowError(f"text with {name}, expected text alone", TEXT_ONLY, "media")
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a field says nothing: nothing, false, or a list or object of such."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+    return value in (*EMPTY, False) if parts is None else all(map(_is_empty, parts))
 
 
 def _filled(value: Any, what: str) -> str:

@@ -165,7 +165,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     command = format.serve(Served(model, written, count, source.facts.served_family, window, confidence))
     notes = list(format.notes)
     if format.eight_bits:
-        notes.append(f"On the server the head takes {served_memory(full, True)} (--weights).")
+        notes.append(f"On the server the head takes {served_memory(full, True)}{'' if eight else ' (--weights)'}.")
     if format.target_index and (note := index_for_target(source.checkpoint, directory)):
         notes.append(note)
     export = {

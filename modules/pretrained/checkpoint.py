@@ -54,6 +54,8 @@ INDEX = "model.safetensors.index.json"
 # What is read of config.json before a model is built, which checks the rest.
 SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
 CONFIG = {**SIZES, "model_type?": (str, None), "text_config?": (SIZES, None)}
+# Settings of multimodal models.
+MEDIA_TOKEN = re.compile(r"(image|video|audio)_token_(id|index)$")
 # Tensors of modules for speculative decoding, which servers load, and of layers, whose number says if they are some.
 LEFTOVER = re.compile(r"(?:(?:model|language_model)\.)*(?:mtp[._]|layers\.(\d+)\.)")
 
@@ -300,6 +302,13 @@ class Checkpoint:
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end an answer (`tokenizers.end_tokens`)."""
         return end_tokens(self.directory, text_config(self.config), self.tokenizer if self.has_tokenizer else None)
+
+    @cached_property
+    def media_tokens(self) -> list[str]:
+        """Tokens in whose place a multimodal model reads an image, a video or sound."""
+        named = [value for name, value in text_config(self.config).items() if MEDIA_TOKEN.match(name)]
+        ids = [own for own in named if type(own) is int and 0 <= own < len(self.tokenizer)]
+        return list(self.tokenizer.convert_ids_to_tokens(ids))
 
     def text_identity(self, recorded: Mapping[str, object] | None = None) -> dict[str, str]:
         """Return the hashes that token ids of text depend on. recorded: see `template_identity`."""

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
+from draftsmith.modules.llama_config import config_object
 from draftsmith.modules.pretrained.gguf import read_gguf_head
 from draftsmith.modules.pretrained.heads import kind_at
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.quantized import decide
+from draftsmith.modules.pretrained.quantized import Quantized, decide
 from draftsmith.modules.pretrained.reading import (
     read_model_json,
     read_object,
@@ -96,6 +97,8 @@ def dequantized(package: Package, directory: Path, files: Sequence[Path]) -> Pac
     found = decide(package.config, {}, headers)
     if not found.weights or found.problem:
         raise found.error(directory, found.problem, "Import the directory that the weights were made from.")
+    if (odd := next(contradictions(found, tensors), None)) is not None:
+        raise InputError(f"quantization_config of {directory}", odd, "files as it says", "Quantize the head again.")
     for name, parts in found.weights.items():
         stored = {part: tensors.pop(on_disk) for part, on_disk in parts.items()}
         tensors[name] = found.compute(name, stored)
@@ -104,6 +107,30 @@ def dequantized(package: Package, directory: Path, files: Sequence[Path]) -> Pac
     if found.settings.get("quant_method") != "compressed-tensors" or "'input_activations': {" in str(found.settings):
         note += "; a server may round their inputs, too"
     return dataclasses.replace(package, config=config, tensors=tensors, quantized=(*found.weights,), notes=(note,))
+
+
+def contradictions(found: Quantized, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield weights that servers read in another type than the files have: by `targets` and `ignore` of
+    compressed-tensors, which name layers or, as "Linear", all but embeddings and lm_head."""
+    groups = config_object(found.settings, "config_groups").values()
+    targets = [name for group in groups if isinstance(group, dict) for name in group.get("targets") or ()]
+    ignored = found.settings.get("ignore") or ()
+    if not isinstance(ignored, list | tuple) or found.settings.get("quant_method") != "compressed-tensors":
+        return
+
+    def named(layer: str, names: Iterable[object]) -> bool:
+        patterns = [name[3:] if name.startswith("re:") else f".*{re.escape(name)}$" for name in map(str, names)]
+        return any(re.match(pattern, layer) for pattern in patterns)
+
+    for name in found.weights:
+        layer = name.removesuffix(".weight")
+        if named(layer, ignored) or (layer.endswith("lm_head") and not named(layer, targets)):
+            yield f"{name} quantized, which it leaves out"
+    if "Linear" in targets:
+        for name, tensor in tensors.items():
+            layer = name.removesuffix(".weight")
+            if layer.endswith("_proj") and name not in found.weights and not named(layer, ignored):
+                yield f"{name} in {tensor.dtype}, which it does not leave out"
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:

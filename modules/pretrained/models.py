@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import math
 import re
@@ -163,6 +164,10 @@ def _load_hf(checkpoint: Checkpoint, dtype: torch.dtype, device: str, device_map
         lm.info.identity["lm_head"] = tensor_hash(model.get_output_embeddings().weight)
     fit_readout(lm, candidates(checkpoint.text, ("none",)))
     lm.refusals = self_test(model, lm, lm.mixers)
+    # From a position on which the test's texts do not have (Llama 4).
+    if checkpoint.text.get("attn_temperature_tuning"):
+        found = f"{type(model).__name__}, which scales queries by their slots in the cache"
+        lm.refusals = dataclasses.replace(lm.refusals, rows=lm.refusals.rows or found)
     return lm
 
 
@@ -268,8 +273,9 @@ def load_transformers(
             raise InputError("model", f"{directory}, which runs its own code", "leave to run it", TRUST) from error
         if quantized.by_transformers:
             raise quantized.error(directory, describe_error(error)) from error
-        found = f"{directory} ({describe_error(error)})"
-        raise InputError("model", found, "a whole checkpoint", FETCH) from error
+        found, invalid = f"{directory} ({describe_error(error)})", "Validation" in type(error).__name__
+        expected, remedy = ("valid settings", "Correct config.json.") if invalid else ("a whole checkpoint", FETCH)
+        raise InputError("model", found, expected, remedy) from error
     # transformers fills missing tensors with random numbers and only warns.
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"

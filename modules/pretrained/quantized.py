@@ -168,6 +168,8 @@ def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Ten
         if parts["weight_format"].item() != 0:
             raise ValueError("weight_format of another layout than rows")
         scale = scale / 127
+    if scale.ndim == 4:  # FP8_PB_WO of ModelOpt
+        scale, block = scale[:, 0, :, 0], (128, 128)
     if stored.dtype == torch.uint8:
         values = _fp4(stored)
         # One number each: float() refuses others.

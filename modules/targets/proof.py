@@ -110,7 +110,7 @@ class Served:
             numbers = ", ".join(map(str, self.layers))
             lines.append(f"server: states of layers {numbers} are those of the files, off by {self.off:.1%}")
         if not self.answer_tokens:
-            lines.append("server not compared with answers: the data has none of the target's own")
+            lines.append("server not compared with answers of the target's own: none were within 512 tokens")
         elif self.first is not None:
             lines.append(f"server: first choices are {self.first:.1%} of {self.answer_tokens} tokens of greedy answers")
         else:

@@ -256,7 +256,7 @@ ROWS += [
 ]  # fmt: skip
 
 MODELS: list[tuple[str, str, Spoil, str]] = [
-    ("an unknown model type", "config.json", changed(model_type="zebra"), "zebra"),
+    ("an unknown model type", "config.json", changed(model_type="zebra", architectures=["ZebraForCausalLM"]), "zebra"),
     ("text for a width", "config.json", changed(hidden_size="32"), '"32"'),
     ("yarn without a factor", "config.json", changed(rope_parameters={"rope_type": "yarn"}), "factor"),
     ("a text eos id", "generation_config.json", changed(eos_token_id="</s>"), "eos_token_id"),

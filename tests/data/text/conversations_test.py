@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +15,7 @@ from draftsmith.data.engines.openai import chat_body
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.text.conversations import parse_columns, read_chat
-from draftsmith.data.text.template import RowError
+from draftsmith.data.text.template import RowError, load_chat_tokenizer
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import InputError
 
@@ -140,6 +142,11 @@ MEDIA += [  # LLaVA, TRL, Ollama
     {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\nQ"}, {"from": "gpt", "value": "A"}]},
     {"images": ["a.jpg"], "messages": ANSWER},
     {"messages": [{"role": USER, "content": "Q", "images": ["a.jpg"]}, *ANSWER[1:]]},
+    # MMMU, Parquet's own images, DashScope
+    {"image_1": {"bytes": "x", "path": None}, "messages": ANSWER},
+    {"scan": {"bytes": "x", "path": None}, "messages": ANSWER},
+    {"video_path": "a.mp4", "messages": ANSWER},
+    {"messages": [{"role": USER, "content": [{"image": "a.jpg"}, {"text": "Q"}]}, *ANSWER[1:]]},
 ]
 
 
@@ -147,7 +154,7 @@ def test_rows_with_images_and_sound_are_named_and_counted(make):
     for row in MEDIA:
         with pytest.raises(RowError, match="expected text alone"):
             read_chat(row, {})
-    text = {"image": None, "images": [], "messages": ANSWER}
+    text = {"image": {"bytes": None, "path": None}, "images": [None], "audio": False, "messages": ANSWER}
     with pytest.raises(InputError, match=r"text with image_url, expected text alone.*--invalid drop"):
         make([MEDIA[1], text])
     kept, counts = make([*MEDIA, text], invalid="drop")
@@ -318,3 +325,19 @@ def test_a_thought_of_its_own_field_continues_the_prompt_too(make, targets):
         assert {name: value for name, value in counts.items() if value and "not_shown" in name} == count
     (row,), counts = make([{"messages": chat((USER, "Q"), (ASSISTANT, "A"))}], **settings)
     assert text_of(row) == "<|User|>Q<|Assistant|>A<|eos|>" and counts["prompt_not_shown"] == 1
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "image_token_index"])
+def test_text_with_the_token_of_an_image_is_none(chain, remake, tmp_path, key):
+    """A multimodal target reads the image in its place, which is not there."""
+    directory = Path(shutil.copytree(chain.configs["prompts"].target, tmp_path / "target"))
+    config = json.loads((directory / "config.json").read_text())
+    tokenizer = load_chat_tokenizer(str(directory))
+    word = tokenizer("function", add_special_tokens=False)["input_ids"][0]
+    shown = tokenizer.convert_ids_to_tokens(word)
+    (directory / "config.json").write_text(json.dumps({**config, key: word}))
+    with pytest.raises(InputError, match=rf"text with {shown}, in whose place the target reads an image"):
+        remake("prompts", target=str(directory))
+    counts = Manifest.read(remake("prompts", target=str(directory), invalid="drop")).counts
+    rows = Path(chain.configs["prompts"].source).read_text().splitlines()
+    assert 0 < counts["media_dropped"] == sum(shown in json.loads(row)["prompt"] for row in rows)

@@ -69,8 +69,37 @@ def test_quantized_layers_that_a_system_reads_in_16_bits_are_named(exchange, che
     stored["fc.weight"] = (stored["fc.weight"] / 0.01).to(torch.float8_e4m3fn)
     save_file(stored, there / "model.safetensors", {"format": "pt"})
     (there / "draftsmith.json").unlink()
+    with pytest.raises(InputError, match=r"fc\.weight quantized, which it leaves out"):
+        checked(there, "vllm", "eagle3")
+    raw = json.loads((there / "config.json").read_text())
+    raw["quantization_config"]["ignore"].remove("re:.*fc$")
+    (there / "config.json").write_text(json.dumps(raw))
     assert "fc.weight SGLang reads it in 16 bits" in checked(there, "sglang", "eagle3")[1]
     assert "16 bits" not in checked(there, "vllm", "eagle3")[1]
+
+
+def test_files_that_their_own_config_contradicts_are_refused(exchange, checked, tmp_path):
+    """vLLM would take codes for weights, or refuses layers that it joins."""
+    there, target = tmp_path / "there", exchange.target("eagle3")
+    config = ExportConfig(format="vllm", head=exchange.head("eagle3"), target=target, output=there, weights="fp8")
+    assert export(config) == 0
+    stored, raw = load_file(there / "model.safetensors"), json.loads((there / "config.json").read_text())
+    q_proj = next(name for name in stored if name.endswith("q_proj.weight"))
+    plain = {name: tensor for name, tensor in stored.items() if name != q_proj.replace("weight", "weight_scale")}
+    plain[q_proj] = stored[q_proj].bfloat16()
+    lm_head = {"lm_head.weight_scale": torch.ones(len(stored["lm_head.weight"]), 1)}
+    lm_head["lm_head.weight"] = stored["lm_head.weight"].to(torch.float8_e4m3fn)
+    ignored = [name for name in raw["quantization_config"]["ignore"] if "lm_head" not in name]
+    for tensors, ignore, words in (
+        (stored, [*ignored, r"re:.*q_proj$"], "q_proj.weight quantized, which it leaves out"),
+        (plain, ignored, "q_proj.weight in torch.bfloat16, which it does not leave out"),
+        ({**stored, **lm_head}, ignored, "lm_head.weight quantized, which it leaves out"),
+    ):
+        raw["quantization_config"]["ignore"] = ignore
+        (there / "config.json").write_text(json.dumps(raw))
+        save_file(tensors, there / "model.safetensors", {"format": "pt"})
+        with pytest.raises(InputError, match=words):
+            checked(there, "vllm", "eagle3")
 
 
 def test_weights_of_8_bits_are_refused_where_nothing_would_read_them(exchange, tmp_path):

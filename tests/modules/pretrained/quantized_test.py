@@ -34,6 +34,7 @@ from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.layerwise import read_layerwise
 from draftsmith.modules.pretrained.models import load_lm, load_outer
+from draftsmith.modules.pretrained.quantized import Quantized
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 
@@ -277,6 +278,14 @@ def test_biases_of_zeros_that_autogptq_adds_are_dropped(pair):
     save_file(state, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"o_proj\.bias"):
         load_lm(str(directory))
+
+
+def test_modelopts_scales_of_blocks_have_four_dimensions():
+    """vLLM 0.33, modelopt.py: [N / 128, 1, K / 128, 1], of which the last blocks may be cut."""
+    numbers, scale = torch.randn(192, 256).to(torch.float8_e4m3fn), torch.rand(2, 1, 2, 1)
+    found = Quantized("modelopt FP8_PB_WO").compute("weight", {"weight": numbers, "weight_scale": scale})
+    expected = numbers.double() * scale[:, 0, :, 0].double().repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
 def test_blocks_of_unknown_sizes_are_not_guessed(pair):
