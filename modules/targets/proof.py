@@ -84,7 +84,8 @@ class Distance:
 class Served:
     """Comparison of the model that a server runs with the target's files, and with answers that the target gave.
 
-    tokens: compared with the files; 0 if they were not, and `why`. kl: mean KL(server || files), nat. changed: share of
+    tokens: compared with the files; 0 if they were not, and `why`. kl, most: mean KL(server || files), nat, and the
+    largest that was allowed. changed: share of
     other first choices. layers, off: those whose states were compared, and their largest distance as a share.
     answer_tokens: of the answers; 0 if the data has none of the target's. perplexity: to the server. first: share of
     greedy tokens that are its first choices. excess: of sampled ones, how much less likely (nat) they are than its own.
@@ -92,6 +93,7 @@ class Served:
 
     tokens: int = 0
     kl: float | None = None
+    most: float | None = None
     changed: float | None = None
     layers: list[int] = field(default_factory=list)
     off: float | None = None
@@ -105,7 +107,7 @@ class Served:
         lines = [f"server not compared with the files: {self.why}"]
         if self.kl is not None:
             changed = f"{self.changed:.1%} other choices"
-            lines = [f"server: KL {self.kl:.2g} nat from the files, {changed}, on {self.tokens} tokens"]
+            lines = [f"server: KL {self.kl:.2g} of {self.most:.2g} nat to the files, {changed}, {self.tokens} tokens"]
         if self.off is not None:
             numbers = ", ".join(map(str, self.layers))
             lines.append(f"server: states of layers {numbers} are those of the files, off by {self.off:.1%}")

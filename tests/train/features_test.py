@@ -237,7 +237,7 @@ def test_a_head_is_that_of_stored_features_and_the_target_is_not_loaded(
     with StatesServer(target, FINAL, tmp_path / "spool", stored, watch) as server:
         trained = weights(streamed(artifacts, server, tmp_path / "run"))
     assert all(torch.equal(trained[name], value) for name, value in expected.items())
-    assert "nat from the files, 0.0% other choices" in capsys.readouterr().err
+    assert "nat to the files, 0.0% other choices" in capsys.readouterr().err
     # A window of 20 kB, and the headers of its files.
     assert 0 < most < 40_000
     header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
@@ -398,7 +398,7 @@ def test_a_mixture_of_experts_gives_its_states_to_a_dense_head(artifacts, tmp_pa
     with StatesServer(target, FINAL, tmp_path / "spool") as server:
         more = {"data": responses, "target": path, "features": "vllm", "feature_server": server.url}
         served = run(config(artifacts, tmp_path / "served", **more))
-    assert "nat from the files, 0.0% other choices" in capsys.readouterr().err
+    assert "nat to the files, 0.0% other choices" in capsys.readouterr().err
     stored = make_features(FeaturesConfig(responses, path, tmp_path / "features"))
     here = run(config(artifacts, tmp_path / "here", data=stored, target=path, tau_prompts=0))
     for name, value in weights(here).items():
