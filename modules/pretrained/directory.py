@@ -97,7 +97,11 @@ def dequantized(package: Package, directory: Path, files: Sequence[Path]) -> Pac
     found = decide(package.config, {}, headers)
     if not found.weights or found.problem:
         raise found.error(directory, found.problem, "Import the directory that the weights were made from.")
-    if (odd := next(contradictions(found, tensors), None)) is not None:
+    try:
+        odd = next(contradictions(found, tensors), None)
+    except re.error as error:
+        odd = f"a pattern that is none ({error})"
+    if odd is not None:
         raise InputError(f"quantization_config of {directory}", odd, "files as it says", "Quantize the head again.")
     for name, parts in found.weights.items():
         stored = {part: tensors.pop(on_disk) for part, on_disk in parts.items()}
@@ -113,9 +117,10 @@ def contradictions(found: Quantized, tensors: Mapping[str, Tensor]) -> Iterator[
     """Yield weights that servers read in another type than the files have: by `targets` and `ignore` of
     compressed-tensors, which name layers or, as "Linear", all but embeddings and lm_head."""
     groups = config_object(found.settings, "config_groups").values()
-    targets = [name for group in groups if isinstance(group, dict) for name in group.get("targets") or ()]
-    ignored = found.settings.get("ignore") or ()
-    if not isinstance(ignored, list | tuple) or found.settings.get("quant_method") != "compressed-tensors":
+    lists = [group.get("targets") for group in groups if isinstance(group, dict)]
+    targets = [name for names in lists if isinstance(names, list) for name in names]
+    ignored = found.settings.get("ignore") or []
+    if not isinstance(ignored, list) or found.settings.get("quant_method") != "compressed-tensors":
         return
 
     def named(layer: str, names: Iterable[object]) -> bool:

@@ -94,6 +94,7 @@ def test_files_that_their_own_config_contradicts_are_refused(exchange, checked, 
         (stored, [*ignored, r"re:.*q_proj$"], "q_proj.weight quantized, which it leaves out"),
         (plain, ignored, "q_proj.weight in torch.bfloat16, which it does not leave out"),
         ({**stored, **lm_head}, ignored, "lm_head.weight quantized, which it leaves out"),
+        (stored, [*ignored, "re:*"], "a pattern that is none"),
     ):
         raw["quantization_config"]["ignore"] = ignore
         (there / "config.json").write_text(json.dumps(raw))
