@@ -162,8 +162,9 @@ def tables(outcomes: Mapping[str, Outcome]) -> str:
             "|---|---|---|---|---|---|---|\n",
             *(f"| {'; '.join(alike)} | {cells} |\n" for cells, alike in names.items()),
             "\n",
-            f"Whole are {len(taught)} of {len(outcomes) - len(VARIANTS)} types that were tried. ",
-            f"Of the {len(multimodal)} that only multimodal classes load, {len(multimodal & {*taught})} are. ",
+            f"{len(taught)} of the {len(outcomes) - len(VARIANTS)} types that were tried pass every column, "
+            "apart from trees and rows. ",
+            f"So do {len(multimodal & {*taught})} of the {len(multimodal)} that only multimodal classes load. ",
             "Not tried: ",
             "; ".join(f"{', '.join(own)} ({why})" for why, own in omitted.items()),
             ".\n\n",

@@ -258,7 +258,7 @@ OMITTED: dict[str, str] = {
     **dict.fromkeys(("evolla", "pi0", "shieldgemma2"), "reads proteins, moves robots, classifies images"),
     **dict.fromkeys(
         ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
-        "encodes what it reads apart from what it writes",
+        "has an encoder for its input",
     ),
     "glm5_next": "has no valid config as small",
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "needs an image"),

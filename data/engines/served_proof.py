@@ -176,8 +176,8 @@ def divergence(reference: Reference, logits: Tensor) -> tuple[float, float]:
 def compare_answers(source: VllmStates | ServedStates, recorded: Recorded) -> Served:
     """Ask a server for the log-probabilities of recorded answers, and compare them with how these were sampled.
 
-    Each token of a greedy answer is the likeliest, but for ties. A sampled one is as likely, in the mean, as the
-    server's own distributions say: what they differ by is a martingale.
+    Each token of a greedy answer is the likeliest, but for ties. Sampled tokens have, in the mean, the log-probability
+    that the server's own distributions give to a sample.
 
     Raises:
         InputError: another model answered.

@@ -73,7 +73,7 @@ def with_quantized(package: Package, weights: Mapping[str, Tensor], scheme: str)
 
 
 def served_memory(state: Mapping[str, Tensor], eight_bits: bool) -> str:
-    """Return the memory of a head on a server of 16 bits. eight_bits: add what it is with weights of 8 bits."""
+    """Return the memory that a head takes on a server in 16 bits. eight_bits: and with layers in 8 bits."""
     sizes = {name: tensor.numel() * (2 if tensor.is_floating_point() else 8) for name, tensor in state.items()}
     whole, saved = sum(sizes.values()), sum(sizes[name] // 2 - 2 * len(state[name]) for name in quantizable(state))
     less = f", {(whole - saved) / 1e6:,.1f} MB in fp8 or int8" if eight_bits and saved else ""

@@ -175,7 +175,7 @@ class Checkpoint:
 
     @cached_property
     def quantized(self) -> Quantized:
-        """How the weights are stored, and who computes them."""
+        """The form in which the weights are stored, and the engines that compute them (`quantized.decide`)."""
         other = self.directory / "hf_quant_config.json"
         return decide(self.config, read_model_json(other) if other.exists() else {}, self.tensors)
 

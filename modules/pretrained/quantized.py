@@ -1,4 +1,4 @@
-"""Quantized checkpoints: who computes their weights, and a weight from the tensors that it is stored in.
+"""Quantized checkpoints: the engines that compute their weights, and a weight from the tensors that it is stored in.
 
 Published methods store a weight as numbers with scales. Those of `FORMS` are multiplied at load, so that every engine
 has plain weights, in any floating-point type. All other files are refused before weights are read: numbers without
@@ -63,7 +63,7 @@ SERVED = f"Use the model that it was made from, or let vLLM run it: {RUN_IT}."
 
 @dataclass(frozen=True)
 class Quantized:
-    """How a checkpoint is quantized.
+    """Quantization of a checkpoint.
 
     method: for messages; empty if it is not quantized. weights: names of the tensors of each weight that is computed
     here, by `FORMS`. problem: why no engine reads it. by_transformers: transformers alone computes the method.

@@ -98,7 +98,7 @@ def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "glm4_moe"])
 def test_vllm_runs_the_target_and_another_model_is_refused(name: str, dtype: str, tmp_path: Path):
-    """Of a trained dense model the rotary base is changed, of a mixture how many experts are taken."""
+    """The server has another rotary base, or takes fewer experts of a mixture."""
     args = tmp_path / "args.json"
     args.write_text(json.dumps(ARGS))
     right, other = tmp_path / "right", tmp_path / "other"

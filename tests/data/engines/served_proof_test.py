@@ -99,7 +99,8 @@ def noise(share: float) -> Callable[[str, Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """What a server has of the target, and KL(server || target) in nat. refused: what the error says, if it is."""
+    """Changes that a server has made to the target, and KL(server || target) in nat. refused: words of the error; empty
+    if it passes."""
 
     kl: float
     refused: str = ""
@@ -194,7 +195,7 @@ def test_so_is_one_of_a_family_that_only_transformers_computes(experts, tmp_path
 
 
 def test_sampled_answers_are_as_likely_as_the_servers_own(target, recorded, tmp_path, monkeypatch) -> None:
-    """Where the files cannot be computed, the answers alone tell a server of another model."""
+    """If the files cannot be computed, the answers are compared alone."""
 
     def fail(*_: object) -> None:
         raise InputError("target", "a family that transformers lacks", "another one", "None.")

@@ -56,7 +56,7 @@ def read_whole(model: LlamaModel, text: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Wrong:
-    """What another process has in the target's place: weights, settings, a readout, or a reading of the text.
+    """Changed weights, settings, readout or reading of the text that another process has in the target's place.
 
     refused: by the bars of which types. kl: KL(target || teacher) of the whole text, in nat.
     """
