@@ -171,9 +171,8 @@ def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting
     # On a CPU vLLM compiles for minutes.
     eager = not torch.cuda.is_available()
     for length in sorted({0, *config.lengths}):
-        printed = (
-            vllm_command(kind, Served(target, directory, length)) if length else f"vllm serve {shlex.quote(target)}"
-        )
+        served = Served(target, directory, length, opened.facts.served_family)
+        printed = vllm_command(kind, served) if length else f"vllm serve {shlex.quote(target)}"
         words = server_words_vllm(python, printed, "auto", context, eager, config.loads[-1])
         with running(words, {**ENVIRONMENT, "OMP_NUM_THREADS": str(config.threads)}) as url:
             yield {Setting(length): VllmClient(url, opened, config.max_new_tokens, config.temperature)}

@@ -162,8 +162,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     count = config.num_drafted or num_drafted(measured, format.kind, drafts, tau)
     window = getattr(getattr(settings, "llama", None), "sliding_window", None)
     confidence = bool(getattr(settings, "confidence", False))
-    command = format.serve(Served(model, written, count, source.facts.served_family, window, confidence))
-    notes = list(format.notes)
+    served = Served(model, written, count, source.facts.served_family, window, confidence)
+    command, notes = format.serve(served), format.serve_notes(served)
     if format.eight_bits:
         notes.append(f"On the server the head takes {served_memory(full, True)}{'' if eight else ' (--weights)'}.")
     if format.target_index and (note := index_for_target(source.checkpoint, directory)):

@@ -171,7 +171,7 @@ class HeadFormat(ABC):
     classes: tuple[str, ...] = ()
     # The system finds the target's tensors through an index of shards.
     target_index: bool = False
-    # Lines for users, printed with the command and on the card.
+    # Lines for users that hold for every head (`serve_notes`).
     notes: tuple[str, ...] = ()
     # Pattern of the weights, by our names, that the system reads in 8 bits; empty if it reads none, for this reason.
     eight_bits: str = ""
@@ -220,6 +220,10 @@ class HeadFormat(ABC):
     def serve(self, served: Served) -> str:
         """Return the command that serves the head."""
         raise NotImplementedError(f"{self.name} is read only")
+
+    def serve_notes(self, served: Served) -> list[str]:
+        """Return what users should know of the command, printed with it and on the card."""
+        return [*self.notes]
 
     def holds(self, config: Any) -> bool:
         """Return whether `check` passes."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Served, TargetFacts
+from draftsmith.modules.formats.systems import DRAWN
 from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import InputError
 
@@ -125,6 +126,7 @@ class MtpFormat(HeadFormat):
     system = "the target's checkpoint"
     sixteen_bits = "has one quantization_config for the target and its module"
     notes = (
+        DRAWN,
         "SGLang: --speculative-algorithm NEXTN. llama.cpp: convert this directory, then --spec-type draft-mtp.",
         "The copy links to the target's files: keep them, or copy it with cp -rL.",
     )

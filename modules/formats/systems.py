@@ -73,6 +73,18 @@ EAGLE3 = "LlamaForCausalLMEagle3"  # the class of vLLM and SGLang
 NUM_STATES, COUNT = 3, "num_aux_hidden_states"  # of the target, that systems read by default
 BOTH = ("attention_bias", "bias")  # fields of either bias in models/llama.py of vLLM and SGLang
 OTHERS_VLLM, OTHERS_SGLANG = "Export it with --format vllm.", "Export it with --format vllm or --format sglang."
+# What its options are by default, and what they exclude (config/speculative.py, config/vllm.py).
+DRAWN = (
+    'For temperatures above 0 add "draft_sample_method": "probabilistic": by default vLLM drafts the likeliest tokens.'
+)
+V2 = "vLLM drafts with it in its V2 model runner alone, which needs Triton."
+ADAPTIVE = 'Without full CUDA graphs, with LoRA or pipeline parallelism remove "enable_adaptive_verification".'
+# arg_groups/speculative_hook.py and speculative/dspark_components/dspark_planner.py.
+REQUESTS = "With a drafter SGLang answers 48 requests at once, unless --max-running-requests says more."
+RAGGED = (
+    "The confidences shorten drafts with SGLANG_RAGGED_VERIFY_MODE=compact before the command and "
+    "--speculative-dspark-sps-table-path, a table by sglang.benchmark.dspark_sps_profiler; else all are verified."
+)
 TREE = "Its tree of total_token 60, depth {0} and top_k 10 counts the root: here it is {1}:nodes=59:depth={0}:topk=10."
 
 
@@ -245,6 +257,7 @@ class ServedByVllm(LlamaFormat[C]):
     # lm_head of EAGLE-3, if its config names it.
     eight_bits = rf"{LAYERS}|(fc|lm_head|.*kernel_projection)\.weight"
     whose = ""
+    notes = (DRAWN,)
 
     def without_states(self, target: TargetFacts) -> str:
         if target.served_family in families.VLLM or not target.hybrid:
@@ -258,6 +271,10 @@ class ServedByVllm(LlamaFormat[C]):
 
     def serve(self, served: Served) -> str:
         return vllm_command(self.kind, served)
+
+    def serve_notes(self, served: Served) -> list[str]:
+        only = [V2] if self.kind in ("dflash2", "dspark") else []
+        return [*super().serve_notes(served), *only, *([ADAPTIVE] if served.confidence else [])]
 
 
 class Vllm(ServedByVllm[C]):
@@ -336,6 +353,7 @@ class Sglang(LlamaFormat[C]):
     eight_bits = rf"{LAYERS}|lm_head\.weight"
     whole_context = True
     lacking = "raises: its {} class does not capture the states of its layers"
+    notes = (REQUESTS,)
 
     def problems(self, files: HeadFiles) -> Wrong:
         raw, target = files.raw, files.target
@@ -357,6 +375,9 @@ class Sglang(LlamaFormat[C]):
 
     def serve(self, served: Served) -> str:
         return sglang_command(self.kind, served)
+
+    def serve_notes(self, served: Served) -> list[str]:
+        return [*super().serve_notes(served), *([RAGGED] if served.confidence else [])]
 
 
 class SglangEagle1(Sglang[EagleConfig], Eagle1Format):

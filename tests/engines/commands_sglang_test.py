@@ -1,4 +1,4 @@
-"""The command that `export` prints for DSpark heads, in SGLang's own parser and its own check of DSpark's options.
+"""Every SGLang command that we print or document, in SGLang's own parser and its own check of drafting's options.
 
 Its server runs them on a GPU only. Run by `make test-engines`.
 """
@@ -12,35 +12,60 @@ from typing import Any
 import own_code  # noqa: F401
 import pytest
 import sglang_stubs  # noqa: F401  (before SGLang)
-from exported import cases, read
+from exported import cases, command, documented, read
 from sglang.srt.arg_groups.model_override_base import resolved_view
-from sglang.srt.arg_groups.speculative_hook import _handle_dspark
+from sglang.srt.arg_groups.speculative_hook import handle_speculative_decoding
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
 from draftsmith.modules.formats.base import Served
-from draftsmith.modules.formats.systems import sglang_command
+from draftsmith.modules.formats.systems import RAGGED, sglang_command
+
+EXPORTS = [
+    (kind, case) for kind in ("eagle", "eagle3", "dflash", "dflash2", "dspark") for case in cases(kind, "sglang")
+]
+PARSER = argparse.ArgumentParser()
+ServerArgs.add_cli_args(PARSER)
 
 
 def resolved(words: list[str]) -> Any:
     """What SGLang makes of the words behind its module's name."""
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    args = ServerArgs.from_cli_args(parser.parse_args([*words, "--device", "cuda"]))
-    _handle_dspark(args)
+    args = ServerArgs.from_cli_args(PARSER.parse_args([*words, "--device", "cuda"]))
+    handle_speculative_decoding(args)
     return resolved_view(args)
 
 
-@pytest.mark.parametrize("case", cases("dspark", "sglang"))
-@pytest.mark.parametrize("count", [1, 3])
-def test_as_many_tokens_are_drafted_as_the_command_says(case: str, count: int):
-    """Fewer than the file's `block_size` too, and of fill-in heads, whose block has a slot more than it drafts."""
-    exported = read("dspark", case, "sglang")
-    served = Served(str(exported.target), str(exported.directory), count)
-    _, _, _, *words = shlex.split(sglang_command("dspark", served))
+@pytest.mark.parametrize(("kind", "case"), EXPORTS)
+def test_a_printed_command_drafts_as_it_says(kind: str, case: str):
+    """At most 48 requests at once, as the note says."""
+    exported = read(kind, case, "sglang")
+    _, _, _, *words = command(exported.directory)
     view = resolved(words)
-    assert view.speculative_num_draft_tokens == count + 1 and view.speculative_algorithm == "DSPARK"
+    drafts = 4 if kind == "dspark" and case != "filling" else 3
+    assert view.speculative_algorithm == kind.replace("dflash2", "dflash").upper()
+    assert view.speculative_num_draft_tokens == drafts + 1 and view.max_running_requests == 48
+    assert view.speculative_num_steps == (drafts if "eagle" in kind else 1)
+    assert view.speculative_draft_window_size == (11 if (kind, case) == ("eagle3", "window") else None)
+
+
+@pytest.mark.parametrize("case", ["filling", "vanilla"])
+def test_fewer_tokens_than_a_dspark_block_has(case: str):
+    exported = read("dspark", case, "sglang")
+    _, _, _, *words = shlex.split(sglang_command("dspark", Served(str(exported.target), str(exported.directory), 1)))
+    assert resolved(words).speculative_num_draft_tokens == 2
     # SGLang refuses the same count given by this flag alone.
     place = words.index("--speculative-dspark-block-size")
-    words[place : place + 2] = ["--speculative-num-draft-tokens", str(count + 1)]
+    words[place : place + 2] = ["--speculative-num-draft-tokens", "2"]
     with pytest.raises(ValueError, match="must equal gamma"):
         resolved(words)
+
+
+def test_documented_commands_and_options_of_notes_are_those_of_sglang(monkeypatch: pytest.MonkeyPatch):
+    others = [["", "", "", "--speculative-algorithm", "NEXTN", "--speculative-adaptive-config", "sglang-schedule.json"]]
+    for _, _, _, *words in [*documented("python -m sglang.launch_server"), *others]:
+        PARSER.parse_args([*words, "--model-path", "target"])
+    known = {option for action in PARSER._actions for option in action.option_strings}
+    assert {"--speculative-dspark-sps-table-path", "--max-running-requests"} <= known and "sps-table-path" in RAGGED
+    assert read_ragged_verify_mode() is RaggedVerifyMode.STATIC
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    assert read_ragged_verify_mode() is RaggedVerifyMode.COMPACT

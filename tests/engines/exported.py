@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,22 @@ def cases(kind: str, format: str) -> list[str]:
 def read(kind: str, case: str, format: str) -> Exported:
     place = WORLD / kind / case
     return Exported(place / "target", place / format, load_file(place / "ours.safetensors"), [])
+
+
+def command(directory: Path) -> list[str]:
+    """Return the words of the command on an export's card."""
+    card = (directory / "README.md").read_text().partition("## How to use it")[2]
+    return shlex.split(card.split("```")[1].removeprefix("sh"))
+
+
+def documented(program: str) -> list[list[str]]:
+    """Return the words of every command of a program in blocks of the documents, without `...` and what follows #."""
+    root, found = Path(__file__).parents[2], list[str]()
+    for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        blocks = "".join(page.read_text().split("```")[1::2]).replace("\\\n", " ")
+        found += [line for line in blocks.splitlines() if line.startswith(program)]
+    assert found, program
+    return [[word for word in shlex.split(line, comments=True) if word != "..."] for line in found]
 
 
 def asked(kind: str, format: str) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from exported import command, documented
 from torch import Tensor
 
 from draftsmith.data.engines.process import running
@@ -69,6 +71,19 @@ def edited(to: Path, edit: Edit, case: str = "three") -> Path:
     edit(metadata, tensors)
     write_gguf(to / "head.gguf", kind, metadata, tensors)
     return to
+
+
+def test_every_printed_and_documented_command_is_read_and_one_is_started(tmp_path: Path):
+    printed = {path.parent.name: command(path) for path in sorted(SERVED.glob("*/llamacpp"))}
+    mtp = ["llama-server", "-m", "TARGET.gguf", "--spec-type", "draft-mtp"]
+    for _, *words in [*printed.values(), *documented("llama-server"), mtp]:
+        assert not subprocess.run([SERVER, *words, "--help"], capture_output=True, check=False).returncode, words
+    assert subprocess.run([SERVER, "--spec-type", "draft-none", "--help"], capture_output=True, check=False).returncode
+    write_gguf_model(tmp_path / "target.gguf", Checkpoint(TARGET))
+    words = [{"TARGET.gguf": str(tmp_path / "target.gguf")}.get(word, word) for word in printed["three"][1:]]
+    with running([str(SERVER), *words], {}) as url:
+        answer = httpx.post(f"{url}/completion", json={"prompt": [5, 6, 7], "n_predict": 16}, timeout=60).json()
+    assert answer["timings"]["draft_n"] > 0
 
 
 BLOCKS = ["dflash", "dflash2", "dspark", "filling", "dflash-window", "dflash2-window", "dspark-window"]
