@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.machinery
 import io
+import json
 import logging
 import os
 import sys
@@ -30,8 +33,25 @@ SITE = next(ROOT.glob(".engines/makers/lib/python*/site-packages"), None)
 if SITE is None:
     sys.exit("No .engines/makers: run `make engines ENGINES=makers` first.")
 sys.path.append(str(SITE))
-# What a trainer imports and these cases do not run. Unsloth's package wants a GPU, its submodules do not.
-sys.modules |= {name: MagicMock() for name in ("pulp", "nvtx")}
+
+
+class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stand-ins of packages that a trainer imports and these cases do not run."""
+
+    names = ("pulp", "nvtx", "torchao", "torchdata")
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        known = name.split(".")[0] in self.names
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
+
+    def create_module(self, spec: Any) -> Any:
+        return MagicMock()
+
+    def exec_module(self, module: Any) -> None: ...
+
+
+sys.meta_path.append(Stubs())
+# Unsloth's package wants a GPU, its submodules do not.
 sys.modules["unsloth_zoo"] = types.ModuleType("unsloth_zoo")
 sys.modules["unsloth_zoo"].__path__ = [str(SITE / "unsloth_zoo")]
 warnings.simplefilter("ignore")
@@ -39,6 +59,7 @@ logging.disable(logging.ERROR)
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from worlds import tiny_llama_dir  # noqa: E402
 
@@ -69,12 +90,13 @@ class Text:
     @classmethod
     def of(cls, path: Path) -> Text:
         lm, model = load_lm(str(path)), transformers.AutoModelForCausalLM.from_pretrained(path)
-        residual: list[Tensor] = []
-        for module in (model.model.embed_tokens, *model.model.layers):
-            module.register_forward_hook(lambda module, inputs, output: residual.append(output[0]))
         ids = torch.randint(lm.info.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(5))
+        # The last one is normed there.
+        last: list[Tensor] = []
+        model.model.layers[-1].register_forward_hook(lambda module, inputs, output: last.append(output[0]))
         with torch.no_grad():
             model(ids[None])
+            residual = [lm.features(ids[None], aux_layers=(number,))[0] for number in range(LAYERS)] + last
         return cls(path, lm, ids, residual)
 
     def states(self, layers: Sequence[int]) -> Tensor:
@@ -118,7 +140,7 @@ def randomized(model: nn.Module, but: Sequence[str] = ("embed_tokens", "lm_head"
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if not any(word in name for word in but):
-                weight.nan_to_num_(0.0).add_(0.2 * torch.randn(weight.shape, generator=generator))
+                weight.nan_to_num_(0.0).add_(0.1 * torch.randn(weight.shape, generator=generator))
     return model.eval()
 
 
@@ -275,7 +297,433 @@ def speculators() -> Iterator[Case]:
                 yield Case("speculators", kind, name, write, drafts, family, near)
 
 
-MAKERS = (speculators,)
+# -- what other trainers' classes have in common
+
+
+def filled(model: Any, path: Path, text: Text) -> Any:
+    """Load a directory's tensors into a model that its class made of config.json; the target's may be missing."""
+    state = dict(item for file in sorted(path.glob("*.safetensors")) for item in load_file(file).items())
+    # The target's embedding, which some exports round.
+    state = {name: t for name, t in state.items() if "embed_tokens" not in name or t.dtype == torch.float32}
+    absent, unknown = model.float().load_state_dict(state, strict=False)
+    for name in absent:
+        if name.endswith("embed_tokens.weight"):
+            model.get_parameter(name).data.copy_(text.lm.embed(torch.arange(text.lm.info.vocab_size)))
+        elif not name.endswith(("t2d", "d2t")):
+            unknown.append(name)
+    assert not unknown, unknown
+    return model.eval()
+
+
+def config_of(target: Path, **changes: Any) -> Any:
+    config = transformers.AutoConfig.from_pretrained(target)
+    if "num_hidden_layers" in changes and config.to_dict().get("layer_types"):
+        changes["layer_types"] = ["full_attention"] * changes["num_hidden_layers"]
+    return type(config).from_dict(config.to_dict() | changes)
+
+
+def in_passes(text: Text, hidden: Tensor, step: Callable[[Tensor, Tensor], Tensor],
+              logits: Callable[[Tensor], Tensor], ids: Tensor | None = None) -> Drafts:  # fmt: skip
+    """Unroll an EAGLE-3 class over the text, as its training does. hidden [1, T - 1, H]: of fc.
+
+    step: (token ids [1, T - 1], states) -> states. ids: those that it drafts; None for all.
+    """
+    passes, vocab = [], text.lm.info.vocab_size
+    for number in range(PASSES):
+        read = nn.functional.pad(text.ids[None, 1 + number :], (0, number))
+        hidden = step(read, hidden)
+        passes.append(whole(logits(hidden)[0], torch.arange(vocab) if ids is None else ids, vocab))
+    return by_rows(passes)
+
+
+def offsets(model: Any) -> Tensor | None:
+    """Return the ids that a class drafts, by its table of offsets."""
+    table = getattr(model, "d2t", None)
+    return None if table is None else table + torch.arange(len(table))
+
+
+class Arguments(dict[str, Any]):
+    """Options that are read as keys and as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+# -- Automodel
+
+
+def write_automodel(
+    kind: str, target: Path, output: Path, *, window: int | None = None, drafted: int | None = None,
+    trained: Sequence[str] = (), **options: Any,
+) -> None:  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    config, embedding = model.config, model.get_input_embeddings()
+    if kind in ("dflash", "dflash2"):
+        from nemo_automodel.components.speculative.dflash.registry import resolve_dflash_draft_spec
+        from nemo_automodel.recipes.llm.train_dflash import TrainDFlashRecipe
+        from nemo_automodel.recipes.llm.train_dflash2 import TrainDFlash2Recipe
+
+        recipe: Any = object.__new__(TrainDFlashRecipe if kind == "dflash" else TrainDFlash2Recipe)
+        recipe.__dict__.update(draft_sliding_window=window, block_size=BLOCK, mask_token_id=MASK)
+        made = recipe._draft_cls(resolve_dflash_draft_spec(["Qwen3ForCausalLM"]))
+        options = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5, **options}
+        head = made(
+            recipe._build_qwen3_draft_config(
+                options, target_text_config=config, draft_cls=made, draft_num_hidden_layers=2,
+                num_target_layers=LAYERS, target_layer_ids=[1, 3, 5], attention_backend="eager",
+            )
+        )  # fmt: skip
+    elif kind == "dspark":
+        from nemo_automodel.components.speculative.dspark.config import build_draft_config
+        from nemo_automodel.components.speculative.dspark.draft_qwen3 import Qwen3DSparkModel
+
+        given = {"num_draft_layers": 2, "target_layer_ids": [1, 3, 5], "confidence_head_alpha": 1.0, "num_anchors": 4}
+        given |= {"confidence_head_with_markov": True, "markov_rank": 6, "markov_head_type": "vanilla"}
+        head = Qwen3DSparkModel(
+            build_draft_config(config, Arguments(given | {"block_size": BLOCK, "mask_token_id": MASK} | options))
+        )
+        head.initialize_embeddings_and_head(embed_tokens=embedding, lm_head=model.lm_head)
+    elif kind == "eagle":
+        from nemo_automodel.components.speculative.eagle.draft_llama_v12 import LlamaEagleDraftModel
+
+        head = LlamaEagleDraftModel(config_of(target, num_hidden_layers=1, architectures=["LlamaEagleDraftModel"]))
+        head.copy_embeddings_from_target(embedding)
+    else:
+        from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
+
+        # As train_eagle3.py writes it.
+        fields = {"draft_vocab_size": drafted or config.vocab_size, "target_hidden_size": config.hidden_size}
+        fields |= {"architectures": ["LlamaEagle3DraftModel"], "tie_word_embeddings": False, "fc_norm": False}
+        fields |= {"attn_implementation": "eager", "norm_output": False, "parallel_drafting": kind == "peagle"}
+        head = LlamaEagle3DraftModel(config_of(target, **fields | options)).float()
+        head.copy_embeddings_from_target(embedding)
+        head.set_vocab_mapping(drafted_ids(config.vocab_size) if drafted else torch.arange(config.vocab_size))
+    but = {"embed_tokens"} if "eagle" in kind else {"embed_tokens", "lm_head"}
+    randomized(head, [*but - {*trained}]).save_pretrained(output)
+
+
+def automodel_drafts(kind: str, path: Path, text: Text) -> Drafts:
+    fields = read_object(path / "config.json", {})
+    if kind == "eagle3":
+        from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
+
+        model = filled(LlamaEagle3DraftModel(transformers.AutoConfig.from_pretrained(path)), path, text)
+        cache: list[list[Tensor]] = [[], []]
+        mask = torch.ones(1, LENGTH - 1, dtype=torch.long)
+        # The layers that its target wrapper captures by default.
+        hidden = model.project_hidden_states(text.states([2, LAYERS // 2, LAYERS - 3])[None, :-1])
+        step = functools.partial(model, attention_mask=mask, cache_hidden=cache)
+        return in_passes(text, hidden, step, model.compute_logits, offsets(model))
+    config = transformers.Qwen3Config.from_dict(fields)
+    config._attn_implementation = "eager"
+    if kind == "dspark":
+        from nemo_automodel.components.speculative.dspark.draft_qwen3 import Qwen3DSparkModel
+
+        model = filled(Qwen3DSparkModel(config), path, text)
+
+        def run(block: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+            return model._forward_backbone(
+                position_ids=positions, noise_embedding=model.embed_tokens(block), target_hidden_states=states
+            )
+
+        return by_anchors(text, text.outputs(model.target_layer_ids), 0, run, markov_bias(model.markov_head))
+    from nemo_automodel.components.speculative.dflash.draft_qwen3 import Qwen3DFlashDraftModel
+    from nemo_automodel.components.speculative.dflash.draft_qwen3_dflash2 import Qwen3DFlash2DraftModel
+
+    model = filled((Qwen3DFlashDraftModel if kind == "dflash" else Qwen3DFlash2DraftModel)(config), path, text)
+
+    def select(logits: Tensor, previous: Tensor, hidden: Tensor) -> Tensor:
+        unary, candidates = logits.topk(model.candidate_selector.top_k)
+        return of_candidates(
+            logits, candidates, model.candidate_selector.pair_scores(hidden, unary, candidates, previous)
+        )
+
+    states, add = text.outputs(model.target_layer_ids), select if kind == "dflash2" else None
+    return by_anchors(text, states, 1, functools.partial(zlab_block, model, text, None), add)
+
+
+def zlab_block(model: Any, text: Text, mask: Any, block: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+    """Run a block by the classes that descend from z-lab's. mask: makes one for a context's length."""
+    made = None if mask is None else mask(states.shape[1])
+    return model(
+        position_ids=positions, attention_mask=made, noise_embedding=text.lm.embed(block), target_hidden=states
+    )
+
+
+def markov_bias(head: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return what DeepSpec's Markov head adds to a block's logits, in all of its copies."""
+    if head is None:
+        return None
+    return lambda logits, previous, hidden: head.apply_block_logits(logits, token_ids=previous, hidden_states=hidden)
+
+
+def automodel() -> Iterator[Case]:
+    variants: dict[str, dict[str, dict[str, Any]]] = {
+        "eagle3": {
+            "default": {}, "reduced": {"drafted": DRAFTED}, "3.1": {"fc_norm": True, "norm_output": True},
+            "3.1 reduced": {"fc_norm": True, "norm_output": True, "drafted": DRAFTED},
+            "own embedding": {"trained": ("embed_tokens",)},
+        },
+        "dflash": {"default": {}, "window": {"window": WINDOW}},
+        "dflash2": {"default": {}, "window": {"window": WINDOW}},
+        "dspark": {
+            "default": {}, "no confidence": {"confidence_head_alpha": 0.0}, "gated": {"markov_head_type": "gated"},
+            "rnn": {"markov_head_type": "rnn"}, "rank 0": {"markov_rank": 0, "confidence_head_alpha": 0.0},
+            "confidence of the state": {"confidence_head_with_markov": False},
+            "embedding state": {"target_layer_ids": [-1, 3, 5]}, "last state": {"target_layer_ids": [1, 3, LAYERS - 1]},
+        },
+        "peagle": {"default": {"mask_token_id": MASK, "num_hidden_layers": 2}},
+        "eagle": {"default": {}},
+    }  # fmt: skip
+    for kind, cases in variants.items():
+        for name, options in cases.items():
+            families = ("qwen3", "llama", "qwen2") if (kind, name) == ("eagle3", "default") else ("qwen3",)
+            for family in ("qwen3", "llama") if name == "reduced" else families:
+                write = functools.partial(write_automodel, kind, **options)
+                drafts = None if kind in ("peagle", "eagle") else functools.partial(automodel_drafts, kind)
+                yield Case("Automodel", kind, name, write, drafts, family)
+
+
+# -- SpecForge
+
+
+def write_specforge(kind: str, export: str, target: Path, output: Path, *, drafted: int | None = None,
+                    inner: Any = None, **fields: Any) -> None:  # fmt: skip
+    from specforge.export import export_to_hf, export_to_sglang
+    from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
+
+    base = config_of(target).to_dict() | {"tie_word_embeddings": False, "layer_types": None}
+    vocab = base["vocab_size"]
+    if kind == "eagle3":
+        made = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+        made |= {"draft_vocab_size": drafted or vocab, "pretraining_tp": 1}
+    else:
+        classes = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+        made = {"architectures": [classes[kind]], "model_type": "qwen3", "num_hidden_layers": 2, "block_size": BLOCK}
+        made |= {"num_target_layers": LAYERS, "layer_types": ["full_attention"] * 2, "draft_vocab_size": vocab}
+        config = {"target_layer_ids": [1, 3, 5], "mask_token_id": MASK}
+        if kind == "dspark":
+            config |= {"projector_type": "dspark", "markov_rank": 6, "markov_head_type": "vanilla"}
+        made["dflash_config"] = config | (inner or {})
+    output.mkdir(parents=True)
+    described = output.parent / "draft.json"
+    described.write_text(json.dumps(base | made | fields))
+    model = randomized(AutoDraftModel.from_config(AutoDraftModelConfig.from_file(str(described))), ("embed_tokens",))
+    if drafted is not None:
+        ids = drafted_ids(vocab)
+        model.d2t.copy_(ids - torch.arange(len(ids)))
+        model.t2d.zero_()[ids] = True
+    state = {name: tensor for name, tensor in model.state_dict().items() if "embed" not in name}
+    torch.save({"draft_state_dict": state, "strategy": kind}, output.parent / "training_state.pt")
+    checkpoint = str(output.parent / "training_state.pt"), str(described), str(output)
+    if export == "sglang":
+        export_to_sglang(*checkpoint)
+    else:
+        export_to_hf(*checkpoint, embedding_source=str(target))
+
+
+def specforge_drafts(kind: str, path: Path, text: Text) -> Drafts:
+    from specforge.algorithms.common.dflash_family_model import create_dflash_sdpa_mask
+    from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
+
+    config = AutoDraftModelConfig.from_file(str(path / "config.json"))
+    config._attn_implementation = "eager"
+    model = filled(AutoDraftModel.from_config(config), path, text)
+    if kind == "eagle3":
+        layers = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+        states = text.states([2, LAYERS // 2, LAYERS - 3]) if layers is None else text.outputs(layers)
+        return unrolled_specforge(model, text, states, offsets(model))
+
+    def masks(context: int) -> dict[str, Tensor]:
+        shared = torch.tensor([[context]]), torch.ones(1, 1, dtype=torch.bool), context, BLOCK, torch.device("cpu")
+        windows = {"full_attention": None, "sliding_attention": model.sliding_window}
+        return {name: create_dflash_sdpa_mask(*shared, sliding_window=window) for name, window in windows.items()}
+
+    run = functools.partial(zlab_block, model, text, masks)
+    add = markov_bias(getattr(model, "markov_head", None))
+    # DSpark's blocks are laid from the anchor, whatever shift_label is (algorithms/common/dflash_family_model.py).
+    return by_anchors(text, text.outputs(model.target_layer_ids), int(kind == "dflash"), run, add)
+
+
+def unrolled_specforge(model: Any, text: Text, states: Tensor, ids: Tensor | None) -> Drafts:
+    """Unroll SpecForge's EAGLE-3 class, or verl's copy of it."""
+    cache: list[list[Tensor]] = [[], []]
+    hidden = model.project_hidden_states(states[None, :-1])
+    seen = torch.ones(1, LENGTH - 1, dtype=torch.bool)
+    module = sys.modules[type(model).__module__]
+    mask = module.prepare_decoder_attention_mask(seen, (1, LENGTH - 1), hidden, 0)
+    positions = torch.arange(LENGTH - 1)[None]
+
+    def step(read: Tensor, hidden: Tensor) -> Tensor:
+        return model.backbone(model.embed_input_ids(read), hidden, cache, mask, positions)
+
+    return in_passes(text, hidden, step, model.compute_logits, ids)
+
+
+def specforge() -> Iterator[Case]:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5], "use_aux_hidden_state": True}}
+    window = {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+    mixed = {**window, "layer_types": ["full_attention", "sliding_attention"]}
+    variants: dict[str, dict[str, dict[str, Any]]] = {
+        "eagle3": {
+            "default": {}, "reduced": {"drafted": DRAFTED}, "yarn": {"rope_scaling": yarn, "rope_parameters": yarn},
+            "layers": layers, "fc_norm": {"fc_norm": True}, "norm_output": {"fc_norm": True, "norm_output": True},
+            "no norm": {"norm_output": False},
+        },
+        "dflash": {"default": {}, "window": window, "mixed": mixed},
+        "dspark": {
+            "default": {}, "gated": {"inner": {"markov_head_type": "gated"}}, "window": window, "mixed": mixed,
+            "rnn": {"inner": {"markov_head_type": "rnn"}}, "rank 0": {"inner": {"markov_rank": 0}},
+            "confidence": {"inner": {"enable_confidence_head": True, "confidence_head_with_markov": True}},
+            "confidence of the state": {"inner": {"enable_confidence_head": True}},
+        },
+    }  # fmt: skip
+    for kind, cases in variants.items():
+        for name, options in cases.items():
+            for export in ("hf", "sglang") if kind == "eagle3" else ("hf",):
+                for family in ("qwen3", "llama") if name in ("default", "reduced") else ("qwen3",):
+                    write = functools.partial(write_specforge, kind, export, **options)
+                    drafts = functools.partial(specforge_drafts, kind)
+                    label = f"{name}, {export}" if kind == "eagle3" else name
+                    yield Case("SpecForge", kind, label, write, drafts, family)
+
+
+# -- Unsloth
+
+
+def write_unsloth(kind: str, target: Path, output: Path, *, drafted: int | None = None, **options: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    vocab = model.config.vocab_size
+    if kind == "eagle3":
+        from unsloth_zoo.speculative import eagle3
+
+        ids = torch.arange(vocab) if drafted is None else drafted_ids(vocab)
+        marks = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+        head = eagle3.build_eagle3_drafter(model, ids - torch.arange(len(ids)), marks, **options)
+        eagle3.save_eagle3_drafter(str(output), randomized(head), str(target), dtype=torch.float32)
+    else:
+        from unsloth_zoo.speculative.dspark import Qwen3DSparkDrafter
+
+        given = {"target_layer_ids": [1, 3, 5], "mask_token_id": MASK, "num_draft_layers": 2, "block_size": BLOCK}
+        head = Qwen3DSparkDrafter.from_target(model, **given | {"markov_rank": 6} | options)
+        randomized(head).save_pretrained(str(output), dtype=torch.float32)
+
+
+def unsloth_drafts(kind: str, path: Path, text: Text) -> Drafts:
+    vocab = text.lm.info.vocab_size
+    if kind == "eagle3":
+        from unsloth_zoo.speculative import eagle3
+
+        head = eagle3.load_eagle3_drafter(str(path), transformers.AutoModelForCausalLM.from_pretrained(text.path))
+        ids = offsets(head) if head.uses_draft_vocab else torch.arange(vocab)
+        passes = head.forward_train(text.states(head.aux_layer_ids)[None], text.ids[None], ttt_steps=PASSES)
+        return by_rows([whole(logits[0], ids, vocab) for logits in passes])
+    from unsloth_zoo.speculative.dspark import Qwen3DSparkDrafter
+
+    head = Qwen3DSparkDrafter.from_pretrained(str(path))
+    anchors = torch.arange(1, LENGTH - BLOCK)[None]
+    out = head.forward_train(
+        text.outputs(head.target_layer_ids)[None], text.ids[None], torch.ones(1, LENGTH),
+        anchors=(anchors, torch.ones_like(anchors, dtype=torch.bool)),
+    )  # fmt: skip
+    return list(head.logits(out["hidden"], out["prev_ids"])[0].unbind(1))
+
+
+def unsloth() -> Iterator[Case]:
+    variants: dict[str, dict[str, dict[str, Any]]] = {
+        "eagle3": {
+            "default": {}, "reduced": {"drafted": DRAFTED}, "layers": {"aux_layer_ids": [1, 3, 6]},
+            "residual": {"norm_before_residual": True},
+        },
+        "dspark": {
+            "default": {}, "no confidence": {"confidence_head": False},
+            "embedding state": {"target_layer_ids": [-1, 3]},
+            "rank 0": {"markov_rank": 0, "confidence_head": False},
+            "last state": {"target_layer_ids": [1, 3, LAYERS - 1]},
+        },
+    }  # fmt: skip
+    for kind, cases in variants.items():
+        for name, options in cases.items():
+            both = kind == "eagle3" and name in ("default", "reduced")
+            for family in ("qwen3", "llama") if both else ("qwen3",):
+                write = functools.partial(write_unsloth, kind, **options)
+                yield Case("Unsloth", kind, name, write, functools.partial(unsloth_drafts, kind), family)
+
+
+# -- verl-SpeCo
+
+
+def verl_class(kind: str) -> tuple[Any, Any]:
+    """Return the classes of a head and of its config."""
+    from verl_speco.models import dflash, dspark
+    from verl_speco.models.eagle.llama_eagle import LlamaForCausalLMEagle3
+
+    own = {"dflash": (dflash.DFlashDraftModel, dflash.DFlashConfig)}
+    own |= {"dspark": (dspark.DSparkDraftModel, dspark.DSparkConfig)}
+    return own.get(kind, (LlamaForCausalLMEagle3, transformers.LlamaConfig))
+
+
+def write_verl(kind: str, target: Path, output: Path, *, drafted: int | None = None, **options: Any) -> None:
+    head, config = verl_class(kind)
+    base = config_of(target).to_dict() | {"tie_word_embeddings": False}
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    sizes = {name: base[name] for name in (*names, "rms_norm_eps", "max_position_embeddings")}
+    if kind == "eagle3":
+        # As eagle3_trainer_backend.py makes it without a draft's directory.
+        base |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"], "layer_types": None}
+        base |= {"draft_vocab_size": drafted or base["vocab_size"], "target_hidden_size": base["hidden_size"]}
+        model = head(config.from_dict(base | {"model_type": "llama", "pretraining_tp": 1} | options))
+    else:
+        # As dflash_trainer_backend.py and dspark_trainer_backend.py do.
+        given = {"num_hidden_layers": 2, "num_target_layers": LAYERS, "target_num_hidden_layers": LAYERS}
+        given |= {"num_context_layers": 3, "target_layer_ids": [1, 3, 5], "mask_token_id": MASK}
+        given |= {"target_hidden_size": base["hidden_size"], "rope_theta": 10000.0, "block_size": BLOCK}
+        given |= {"architectures": [head.__name__], **({"markov_rank": 6} if kind == "dspark" else {})}
+        model = head(config(**sizes | given | options))
+    randomized(model, ("embed_tokens",))
+    if drafted is not None:
+        ids = drafted_ids(base["vocab_size"])
+        model.d2t.copy_(ids - torch.arange(len(ids)))
+        model.t2d.zero_()[ids] = True
+    state = {name: tensor for name, tensor in model.state_dict().items() if "embed" not in name}
+    model.save_pretrained(output, state_dict=state)
+
+
+def verl_drafts(kind: str, path: Path, text: Text) -> Drafts:
+    head, config = verl_class(kind)
+    model = filled(head(config.from_dict(read_object(path / "config.json", {}))), path, text)
+    if kind == "eagle3":
+        ids = None if model.draft_vocab_size == model.vocab_size else offsets(model)
+        return unrolled_specforge(model, text, text.states([2, LAYERS // 2, LAYERS - 3]), ids)
+
+    def run(block: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+        context = model.extract_context_feature(list(states.chunk(model.num_context_layers, -1)))
+        return model(block, context, positions[:, -BLOCK:], positions[:, :-BLOCK])
+
+    add = None
+    if getattr(model, "markov_head", None) is not None:
+        add = markov_bias(model.markov_head)
+    return by_anchors(text, text.outputs(model.target_layer_ids), int(kind == "dflash"), run, add)
+
+
+def verl() -> Iterator[Case]:
+    variants: dict[str, dict[str, dict[str, Any]]] = {
+        "eagle3": {"default": {}, "reduced": {"drafted": DRAFTED}, "fc_norm": {"fc_norm": True}},
+        "dflash": {"default": {}},
+        "dspark": {
+            "default": {}, "rnn": {"markov_head_type": "rnn"},
+            "confidence": {"enable_confidence_head": True},
+        },
+    }  # fmt: skip
+    for kind, cases in variants.items():
+        for name, options in cases.items():
+            for family in ("qwen3", "llama") if name in ("default", "reduced") else ("qwen3",):
+                write = functools.partial(write_verl, kind, **options)
+                yield Case("verl", kind, name, write, functools.partial(verl_drafts, kind), family)
+
+
+MAKERS = (speculators, automodel, specforge, unsloth, verl)
 
 # -- ours
 
@@ -308,6 +756,7 @@ def difference(ours: Drafts, theirs: Drafts, near: int) -> float:
 def judged(case: Case, text: Text, folder: Path) -> tuple[str, str]:
     """Return a verdict and why."""
     theirs, ours = folder / "theirs", folder / "ours"
+    torch.manual_seed(0)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         case.write(text.path, theirs)
         try:
@@ -334,7 +783,7 @@ def main(words: Sequence[str]) -> None:
     counts = Counter[tuple[str, str]]()
     with tempfile.TemporaryDirectory() as scratch:
         texts = {}
-        for family in ("qwen3", "llama"):
+        for family in ("qwen3", "llama", "qwen2"):
             path = tiny_llama_dir(Path(scratch) / family, layers=LAYERS, family=family)
             texts[family] = Text.of(path)
         for number, case in enumerate(case for maker in MAKERS for case in maker()):

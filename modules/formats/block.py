@@ -21,6 +21,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, de
 from draftsmith.modules.formats.base import NotReadHere, Package, Raw, TargetFacts, same_values
 from draftsmith.modules.formats.llama import (
     Fields,
+    architecture,
     flat,
     inner_object,
     layer_ids,
@@ -213,6 +214,8 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         confidence, make = self._confidence(files, rank), self._config(files)
         # The latter is ModelOpt's.
         first = raw.get("sample_from_anchor", raw.get("shift_label"))
+        # A DSpark head without a Markov head is read as DFlash, and laid as DSpark.
+        default = self.kind in self.anchored or "dspark" in architecture(raw).lower()
         return make(
             llama=dataclasses.replace(
                 llama,
@@ -225,7 +228,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
             aux_layers=self._aux_layers(files, llama.hidden_size),
             block_size=block_size,
             mask_token=_mask_token(raw, llama.vocab_size),
-            layout="anchor-first" if (self.kind in self.anchored if first is None else first) else "fill-in",
+            layout="anchor-first" if (default if first is None else first) else "fill-in",
             markov_rank=rank,
             markov_type=raw.get("markov_head_type") or "vanilla",
             confidence=confidence,
