@@ -87,7 +87,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
 
     class_names: `classes` by kind.
     own_names: beginnings of tensors' names that no other system knows, and ours.
-    anchored: kinds whose blocks are anchor-first if `config.json` does not say.
+    anchored: kinds and classes whose blocks are anchor-first if `config.json` does not say.
     reads_part: the system rotates a part of each head where the target's settings name one, not `rope_dim` alone.
     asks_confidence: `config.json` says whether the system uses a confidence head.
     neox_fields: fields of `config.json` that may say that neighbors rotate in place of halves.
@@ -215,7 +215,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         # The latter is ModelOpt's.
         first = raw.get("sample_from_anchor", raw.get("shift_label"))
         # A DSpark head without a Markov head is read as DFlash, and laid as DSpark.
-        default = self.kind in self.anchored or "dspark" in architecture(raw).lower()
+        default = self.kind in self.anchored or architecture(raw) in self.anchored
         return make(
             llama=dataclasses.replace(
                 llama,

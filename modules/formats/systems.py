@@ -695,6 +695,7 @@ class DeepSpecBlock(BlockFormat):
 class SpecForgeBlock(BlockFormat):
     name, system, writes = "specforge", "SpecForge", False
     marks = ("DSparkDraftModel",)
+    anchored = ("dspark", *marks)
     reads_part = False
 
 
