@@ -16,7 +16,7 @@ from draftsmith.modules.formats.llama import Fields, layer_window, llama_fields
 from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, check_layer
 from draftsmith.modules.llama_config import LlamaConfig
 
-FIRST_NORM = "layers.0.input_layernorm.weight"
+FIRST_NORM, LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
 TAKES = "takes the target's, which differs"
 
 
@@ -47,6 +47,8 @@ class Eagle1Format(LlamaFormat[EagleConfig]):
     def read_config(self, files: HeadFiles, llama: LlamaConfig) -> EagleConfig:
         if window := layer_window(files.raw, llama.num_layers):
             raise NotReadHere("config.json, sliding_window", window, "layers without a window")
+        if LAST_NORM in files.tensors:
+            raise NotReadHere(LAST_NORM, "a norm of its states, as NeMo Automodel trains", "none, as EAGLE-1 has")
         # A published file may have tensors that no EAGLE-1 head computes with.
         for name in [name for name in files.tensors if name.startswith("lm_head") or name == FIRST_NORM]:
             tensor, theirs = files.tensors.pop(name), None if files.target is None else files.target.lm_head

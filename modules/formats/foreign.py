@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import HeadFormat, Package, TargetFacts
 from draftsmith.modules.formats.block import KINDS
+from draftsmith.modules.formats.eagle1 import LAST_NORM
 from draftsmith.modules.formats.llama import architecture, inner_object
 from draftsmith.modules.formats.systems import EAGLE1_CLASSES
 from draftsmith.modules.types import InputError
@@ -119,6 +120,7 @@ class Names:
         inner = inner_object(self.config, "dflash_config")
         ranked = self.config.get("markov_rank") or inner.get("markov_rank")
         parts = self.has(r"markov_(head\.|w1\.)|confidence_(head|proj)\.")
+        parts |= self.config.get("speculators_model_type") == "dspark"  # which has one without a Markov head
         if name.startswith("dflash2") or self.has(SELECTS):
             return "dflash2"
         return "dspark" if ranked or parts else "dflash"
@@ -180,7 +182,8 @@ def unsupported(names: Names) -> Iterator[tuple[str, bool, str]]:
     other = any(word in name for word in ("dflash", "dspark")) and not names.block
     yield "a block drafter whose layers are not Qwen3's", other or (conv and bool(names.block)), NOT_YET
     yield "a causal language model", names.causal_lm, "A whole model drafts as it is: pass it with --draft."
-    other = names.kind == "eagle" and names.architecture not in ("", *EAGLE1_CLASSES)
+    # One with a last norm is told from others as it is read.
+    other = names.kind == "eagle" and names.architecture not in ("", *EAGLE1_CLASSES) and LAST_NORM not in names.bare
     yield "an EAGLE-1 head of a class that is not read", other, NOT_YET
     quantized = names.has(r".*\.(qweight|qzeros|weight_scale|weight_packed|SCB)$")
     yield "quantized weights", quantized, "Import the directory that they were made from."

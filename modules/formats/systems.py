@@ -517,10 +517,11 @@ class SpeculatorsEagle3(Speculators[Eagle3Config], Eagle3Format):
         other, reduced = raw.get("model_type", "qwen3"), raw.get("draft_vocab_size") != raw.get("vocab_size")
         layers = "qwen3" if files.qk_norm else "llama"
         nested = not wrong["transformer_layer_config"][0]
+        if not files.has("embed_tokens.weight"):
+            files.notes.append("embed_tokens.weight is not in the file: vLLM takes the target's, speculators may not")
         return {
             **wrong,
             "model_type": (nested and other != layers, f"builds the layer of {other!r}: write {layers}"),
-            "embed_tokens.weight": (not files.has("embed_tokens.weight"), "may leave it undefined"),
             "t2d": (reduced and not files.has("t2d"), "raises: t2d tensor hasn't been set"),
         }
 

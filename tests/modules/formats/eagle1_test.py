@@ -165,6 +165,7 @@ def test_attention_and_mlp_biases_are_kept_if_their_system_uses_them():
 
 REFUSED = [
     ({}, {"layers.0.foo.weight": BIAS, "d2t": BIAS}, "d2t is unknown, layers.0.foo.weight is unknown"),
+    ({}, {"norm.weight": torch.ones(H)}, "norm.weight: found a norm of its states, as NeMo Automodel trains"),
     ({}, {"fc.weight": None}, "fc.weight is missing"),
     ({}, {"layers.0.post_attention_layernorm.weight": None}, "layers.0.post_attention_layernorm.weight is missing"),
     ({}, {"fc.weight": torch.ones(H, 3 * H)}, r"fc.weight is \[12, 36\] in place of \[12, 24\]"),

@@ -231,7 +231,7 @@ DEFECTS = {
     "ids in d2t": ({}, {"d2t": D2T}, {key: ["d2t"] for key in EAGLE3}),
     "no d2t": ({}, {"d2t": None}, {key: ["d2t"] for key in EAGLE3}),
     "no t2d": ({}, {"t2d": None}, {"vllm": [], "sglang": [], "eagle": [], "speculators": ["t2d"]}),
-    "no embedding": ({}, {"embed_tokens.weight": None}, {"vllm": [], "speculators": ["embed_tokens.weight"]}),
+    "no embedding": ({}, {"embed_tokens.weight": None}, {"vllm": [], "speculators": []}),
     "norm_before_residual": ({"norm_before_residual": True}, {},
                              {"eagle": ["norm_before_residual"], "sglang": ["norm_before_residual"]}),
     "another class": ({"architectures": ["LlamaEagle3DraftModel"]}, {},

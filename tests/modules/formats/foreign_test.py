@@ -59,6 +59,7 @@ def specdec(blocks: int, stored: int | None = None) -> dict:
     return shapes | {f"model.{blocks}.weight": (2, H), f"model.{blocks}.bias": (2,)}
 
 
+LAST = {"norm.weight": (H,)}
 SPECDEC = {"hidden_size": H, "num_layers": 3}
 
 # Name of the case -> (format, config.json, tensors).
@@ -85,6 +86,7 @@ READ = {
     "SafeAILab's bias under SGLang's class name": (
         "eagle", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, EAGLE | {"fc.bias": (H,)},
     ),
+    "Automodel's, with a last norm": ("eagle", EAGLE_1 | {"architectures": ["LlamaEagleDraftModel"]}, EAGLE | LAST),
     "SpecDec_pp, safetensors": ("specdec_pp", SPECDEC, specdec(3, stored=1)),
     "SpecDec_pp, .bin": ("specdec_pp", SPECDEC, specdec(3)),
 }  # fmt: skip
@@ -170,6 +172,7 @@ BLOCKS_READ = [
     ("vllm", "dspark", of("Qwen3DSparkModel") | {"markov_rank": 4}, DFLASH),  # that lost its Markov head
     ("speculators", "dflash", speculators("dflash"), DFLASH),
     ("speculators", "dflash2", speculators("dflash2"), DFLASH | SELECTOR),
+    ("speculators", "dspark", speculators("dspark"), DFLASH),  # without a Markov head
     ("vllm", "dflash2", of("DFlash2DraftModel"), DFLASH),  # that lost its selector
     ("modelopt", "dspark", of("DFlashDraftModel"), DFLASH | {"markov_w1.weight": (V, 4)}),
 ]
