@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from draftsmith.data.console import print_table, print_text, table_from_cells
 from draftsmith.eval.check.record import against_model, differences, hashes_of
 from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
-from draftsmith.eval.diagnose.diagnosis import STRONG
 from draftsmith.eval.diagnose.drafts import (
     COMPARED,
+    STRONG,
     HeadVariant,
     better_variants,
     head_variants,
@@ -36,6 +36,7 @@ from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import GGUF, MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHere, Problem, largest
 from draftsmith.modules.formats.foreign import detect, head_kind, named_format
+from draftsmith.modules.formats.readings import TRAINER
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import RECORD, foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
@@ -241,12 +242,14 @@ def measure(
         measures.append(difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs, share))
         return measures if trained is None else [*measures, acceptance(lm, texts, trained, heads[0])]
     lengths = {variant.label: own for variant, own in zip(variants[1:], others, strict=True)}
+    # No file means what a trainer does otherwise than all servers: that counts only where it drafts better.
+    settled = {variant.label for variant in variants if known or variant.factor == TRAINER}
     whole = isinstance(theirs.config, BlockConfig)
     better = better_variants(as_it_is, lengths, whole)
     for label in sorted(lengths, key=lambda label: label not in better):
         text = f"{right(lengths[label]):.1%}, two {right(lengths[label], 2):.1%}"
         # The same test the other way round, by as many comparisons: does it draft worse for certain?
-        ruled_out = known or better_variants(lengths[label], dict.fromkeys(lengths, as_it_is), whole)
+        ruled_out = label in settled or better_variants(lengths[label], dict.fromkeys(lengths, as_it_is), whole)
         measures.append(Measure(f"read with {label}", text, False if label in better else bool(ruled_out) or None))
     return measures
 

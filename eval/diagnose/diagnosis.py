@@ -21,6 +21,7 @@ from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.diagnose.drafts import (
     CHANCE,
     COMPARED,
+    STRONG,
     HeadVariant,
     Rows,
     TextMeasures,
@@ -58,9 +59,6 @@ MISPLACED = 0.05
 UNKNOWN = 0.05
 # Loss of defects whose cost is unknown: they rank after those that are measured.
 UNMEASURED = 0.01
-# Share of right first tokens from which every misreading that costs tokens showed on 1,815 positions (EAGLE and EAGLE-3
-# of the embedded pair, benchmarks/README.md); at 0.40 a wrong rotary base did not.
-STRONG = 0.5
 SHOWN = 4  # variants of a factor, the best ones
 
 

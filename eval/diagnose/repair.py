@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.eval.diagnose.diagnosis import STRONG
 from draftsmith.eval.diagnose.drafts import (
     COMPARED,
+    STRONG,
     HeadVariant,
     Rows,
     TextMeasures,

@@ -14,8 +14,8 @@ from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, writing_alone
-from draftsmith.eval.diagnose.diagnosis import STRONG, diagnose
-from draftsmith.eval.diagnose.drafts import answered, known_rope, mask_tokens
+from draftsmith.eval.diagnose.diagnosis import diagnose
+from draftsmith.eval.diagnose.drafts import STRONG, answered, known_rope, mask_tokens
 from draftsmith.eval.diagnose.repair import search
 from draftsmith.eval.settings import DiagnoseConfig
 from draftsmith.launch.export.export import GGUF_HEAD, ExportConfig

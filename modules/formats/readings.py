@@ -33,6 +33,8 @@ C = TypeVar("C", bound=LlamaHeadConfig)
 USUAL_WINDOW = 2048  # speculators' default
 ROTATED = re.compile(r".*\.[qk]_proj\.(weight|bias)")
 NORMS = re.compile(r".*\.[qk]_norm\.weight")
+TRAINER = "trainer"  # factor of readings that no file and no server has: the head as its trainer computed it
+MODELOPT, SPECFORGE = "ModelOpt 0.47", "SpecForge 0.2"
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,28 @@ def readings(
     if isinstance(config, Eagle3Config):
         # Switches that no tensor shows.
         normed = dataclasses.replace(config, norm_output=not config.norm_output)
-        yield Reading("switches", f"norm_output {'on' if normed.norm_output else 'off'}", normed, state)
+        label = "norm_output on" if normed.norm_output else f"norm_output off (as {SPECFORGE} and verl-SpeCo 0.1 train)"
+        yield Reading("switches", label, normed, state)
         before = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
         label = f"norm_before_residual {'on' if before.norm_before_residual else 'off'}"
         yield Reading("switches", label, before, state)
+        yield from other_norms(config, state)
+
+
+def other_norms(config: Eagle3Config, state: Mapping[str, Tensor]) -> Iterator[Reading]:
+    """Yield readings by the norms that trainers compute and no server does, as weights that servers read."""
+    name = "layer.hidden_norm.weight"
+    first, second, last = state["layer.input_layernorm.weight"].float(), state[name].float(), state["norm.weight"]
+    # A normed state times w, normed again, is itself times w / rms(w), but for a factor near 1 that differs by token.
+    # Source: modelopt/torch/speculative/plugins/modeling_eagle.py, whose layer is transformers' with a hook.
+    twice = second * first / first.square().mean().sqrt()
+    if not torch.allclose(twice, second, rtol=1e-3):
+        label = f"the state normed twice (as {MODELOPT} trains)"
+        yield Reading(TRAINER, label, config, {**state, name: twice.to(state[name].dtype)})
+    # A factor of a token's logits changes no first choice. Source: specforge/modeling/draft/llama3_eagle.py.
+    if not config.norm_output and bool((last != last[0]).any()):
+        label = f"no norm before lm_head (as {SPECFORGE} trains where norm_output is false)"
+        yield Reading(TRAINER, label, config, {**state, "norm.weight": torch.ones_like(last)})
 
 
 def other_layers(config: CaptureConfig, state: Mapping[str, Tensor], num_layers: int) -> Iterator[Reading]:
@@ -118,7 +138,14 @@ def other_rotary(
     """Yield readings by rotary settings that are often taken for a head's: the target's, and transformers' defaults."""
     llama = config.llama
     tried = [frequencies(llama)]
-    for whose, rope in {"the target's": target_rope, "the default": RotarySettings(BASE, RopeScaling())}.items():
+    others = {"the target's": target_rope, "the default": RotarySettings(BASE, RopeScaling())}
+    if isinstance(config, BlockConfig):
+        # Under transformers 5 it takes the target's base from a field that is not there, and exports the target's.
+        others[f"the default, as {MODELOPT} trains"] = others.pop("the default")
+    if llama.rope_scaling.kind == "yarn":
+        plain = RopeScaling(partial_rotary_factor=llama.rope_scaling.partial_rotary_factor)
+        others = {f"without YaRN, which {MODELOPT} adds at export": RotarySettings(llama.rope_theta, plain), **others}
+    for whose, rope in others.items():
         if rope is None or rope.kind not in ROPE_KINDS:
             continue
         turns = frequencies(llama, rope)

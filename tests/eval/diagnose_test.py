@@ -28,6 +28,7 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.launch.training import run as train_and_explain
 from draftsmith.modules.formats.readings import other_weights, reversed_states
+from draftsmith.modules.llama_config import RopeScaling, RotarySettings
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import build_head, load_draft_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
@@ -131,7 +132,7 @@ def test_a_sound_head_has_a_clean_bill(diagnosed, sound):
     found = diagnosed(sound)
     assert found.pop("verdict") == "Nothing is wrong."
     names = ["answers", "template", "temperature", "amount", "vocabulary", "depth", "layers", "weights", "switches"]
-    assert list(found) == names
+    assert list(found) == [*names, "trainer"]
     assert "100.0% of the answers begin where a served prompt ends" in found["template"]
     assert "100.0% of the answers' tokens are the target's first choice" in found["answers"]
 
@@ -201,6 +202,44 @@ def repaired(world, head: Path, output: Path, **more: Any) -> tuple[int, Any]:
     code = run(DiagnoseConfig(draft=str(head), target=str(world.target), write=output, **options))
     written = output / "repaired"
     return code, load_draft_head(written, load_lm(str(world.target))) if written.exists() else None
+
+
+TRAINERS = {
+    "normed twice": ("layer.hidden_norm.weight", "the state normed twice (as ModelOpt 0.47 trains)"),
+    "no last norm": ("norm.weight", "no norm before lm_head (as SpecForge 0.2 trains where norm_output is false)"),
+    "YaRN": ("", "(without YaRN, which ModelOpt 0.47 adds at export)"),
+}
+
+
+def of_another_trainer(mistake: str, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same head with a norm that its weights absorb, and this norm in the files of a trainer that has another."""
+    spread = (0.5 * torch.randn(64, generator=torch.Generator().manual_seed(0))).exp()
+    if mistake == "no last norm":
+        return {**state, "lm_head.weight": state["lm_head.weight"] * state["norm.weight"]} | {
+            "norm.weight": torch.ones(64)
+        }, spread
+    first, columns = "layer.input_layernorm.weight", torch.cat([spread, torch.ones(64)])
+    state = {**state, first: state[first] * spread}
+    state |= {name: state[name] / columns for name in (f"layer.self_attn.{part}_proj.weight" for part in "qkv")}
+    return state, state["layer.hidden_norm.weight"] / state[first] * state[first].square().mean().sqrt()
+
+
+@pytest.mark.parametrize("mistake", TRAINERS)
+def test_what_other_trainers_compute_is_named_and_written_as_servers_read_it(world, sound, tmp_path, capsys, mistake):
+    right, (name, label) = load_draft_head(sound, load_lm(str(world.target))), TRAINERS[mistake]
+    state, changes = stored_tensors(right), {}
+    if name:
+        state, norm = of_another_trainer(mistake, state)
+        planted = {**state, name: norm}
+    else:
+        yarn = RopeScaling("yarn", 32.0, original_max_position=2048)
+        planted, changes = state, {"llama": dataclasses.replace(right.config.llama, rope_scaling=yarn)}
+    code, found = repaired(world, changed(world, sound, tmp_path / "head", planted, **changes), tmp_path / "out")
+    out = " ".join(capsys.readouterr().out.split())
+    assert code == 0 and out.count("WRONG") == 1 and label in out
+    assert RotarySettings.of(found.config.llama) == RotarySettings.of(right.config.llama)
+    # Two roundings of a product.
+    assert all(torch.allclose(tensor, state[name], rtol=1e-5) for name, tensor in stored_tensors(found).items())
 
 
 @pytest.mark.parametrize("mistake", ["none", "order of layers", "switch", "pairs of q and k, and layers"])

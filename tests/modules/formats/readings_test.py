@@ -8,7 +8,7 @@ import pytest
 import torch
 from foreign_heads import LAYERS, H, llama, random_eagle3, random_head, state_of
 
-from draftsmith.modules.formats.readings import engine_readings, readings
+from draftsmith.modules.formats.readings import TRAINER, engine_readings, readings
 from draftsmith.modules.llama_config import BASE, RopeScaling, RotarySettings
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 
@@ -42,8 +42,11 @@ def test_every_reading_is_a_head_and_says_what_differs():
     head = random_eagle3(norm_output=True, norm_before_fc=True)
     state = stored_tensors(head)
     found |= {one.label: one for one in readings(head.config, state, LAYERS)}
-    assert {"layers 1, 5, 8 in place of 2, 6, 9", "layers 3, 7, 10 in place of 2, 6, 9", "norm_output off",
-            "norm_before_residual on", "the state before the embedding in q, k and v"} < found.keys()  # fmt: skip
+    assert {
+        "layers 1, 5, 8 in place of 2, 6, 9", "layers 3, 7, 10 in place of 2, 6, 9",
+        "norm_output off (as SpecForge 0.2 and verl-SpeCo 0.1 train)", "norm_before_residual on",
+        "the state before the embedding in q, k and v",
+    } < found.keys()  # fmt: skip
     lost = {one.label: one for one in engine_readings(head.config, state)}
     assert list(lost) == ["drafted ids as the target's own (no d2t)", "the target's states without their norm"]
     for other in lost.values():
@@ -53,6 +56,36 @@ def test_every_reading_is_a_head_and_says_what_differs():
     again = {one.label: one for one in readings(twice.config, twice.state, LAYERS)}
     back = again["q and k as if not converted from interleaved pairs"].state
     assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_norms_of_other_trainers_are_read_but_for_a_factor_of_each_token():
+    """ModelOpt's first layer norms the state with both norms; SpecForge may have none before lm_head."""
+    head, x = random_eagle3(), 3 * torch.randn(7, H)
+    for name in ("layer.input_layernorm", "layer.hidden_norm", "norm"):
+        torch.nn.init.uniform_(head.get_submodule(name).weight, 0.5, 1.5)
+    twice, bare = (
+        build_head("eagle3", one.config, one.state)
+        for one in readings(head.config, stored_tensors(head), LAYERS)
+        if one.factor == TRAINER
+    )
+    layer = head.layer
+    factors = layer.hidden_norm(layer.input_layernorm(x)) / twice.layer.hidden_norm(x)
+    torch.testing.assert_close(factors, factors[:, :1].expand(-1, H))
+    assert bool(((factors > 0.8) & (factors < 1.25)).all())
+    factors = x / bare.norm(x)
+    torch.testing.assert_close(factors, factors[:, :1].expand(-1, H))
+    # Nothing is read otherwise where these norms are constant, as at the start of a training.
+    for norm in (layer.input_layernorm, head.norm):
+        torch.nn.init.ones_(norm.weight)
+    assert TRAINER not in {one.factor for one in readings(head.config, stored_tensors(head), LAYERS)}
+
+
+def test_a_scaling_that_an_export_adds_may_be_left_out():
+    yarn = RopeScaling("yarn", 32.0, original_max_position=2048)
+    head = random_eagle3(llama(rope_theta=500.0, rope_scaling=yarn))
+    other = next(one for one in readings(head.config, stored_tensors(head), LAYERS) if one.factor == "rotary")
+    assert other.label.startswith("rope of base 500 (without YaRN, which ModelOpt 0.47 adds at export) in place of ")
+    assert RotarySettings.of(other.config.llama) == RotarySettings(500.0, RopeScaling())
 
 
 def test_a_window_may_be_left_out_counted_otherwise_or_lent():
