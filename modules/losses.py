@@ -254,16 +254,17 @@ def distances(
 
 
 def _draftable(
-    target_logits: Tensor, d2t: Tensor | None, measured: bool
+    target_logits: Tensor, d2t: Tensor | None, measured: bool, log_counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Return p of the tokens that can be drafted, their share of the whole p if measured, its argmax, if it is of them.
 
-    target_logits: [C, V], which are overwritten. Returns [C, draft vocabulary], [C, 1], [C] and [C] bool.
+    target_logits: [C, V], which are overwritten. log_counts: of `Columns`, added to them. Returns [C, draft
+    vocabulary], [C, 1], [C] and [C] bool.
     """
     if d2t is None:
         known = torch.ones(len(target_logits), dtype=torch.bool, device=target_logits.device)
         first = target_logits.argmax(-1) if measured else known
-        return softmax_(target_logits), None, first, known
+        return softmax_(target_logits if log_counts is None else target_logits + log_counts), None, first, known
     first = target_logits.argmax(-1)
     # A look-up, because `isin` waits for the device.
     known = first.new_zeros(target_logits.shape[-1], dtype=torch.bool).index_fill_(0, d2t, True)[first]
@@ -299,6 +300,8 @@ def compare_blocks(
     log_counts: Tensor | None = None,
     own_loss: TokenLoss | None = None,
     selection: Selection | None = None,
+    own_lm_head: LmHead | None = None,
+    d2t: Tensor | None = None,
 ) -> Measured:
     """Sum w (ce * -log q(label) + l1 * sum_v |p_v - q_v|) over N predictions, with p at P positions of the text.
 
@@ -308,6 +311,10 @@ def compare_blocks(
     z [N, r] and W2 [V, r], which add W2 z to the draft's logits. ce, l1: weights of the two terms. log_counts: of
     `Columns`, if lm_head, W2 and labels cover these only. own_loss: takes the place of both terms. selection: adds the
     selector's loss; acceptance is then that of the selector's choices.
+
+    own_lm_head, d2t: of a head with a reduced vocabulary; d2t [draft vocabulary] has the target's ids. The terms are
+    over these tokens, with p renormalized. A label that is none of them becomes the target's likeliest one of them,
+    which speculators takes for the label everywhere. Acceptance is that of the whole p.
     """
     measures: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -315,14 +322,17 @@ def compare_blocks(
         begin, end = int(position[0]), int(position[-1]) + 1
         own = to_device(position - begin, hidden.device)  # [C]
         with torch.no_grad():
-            target_logits = wide(lm_head(wanted[begin:end]))
-            first = target_logits.argmax(-1)[own]  # [C]
-            p = softmax_(target_logits if log_counts is None else target_logits + log_counts)[own]  # [C, V]
-        logits = wide(lm_head(hidden.to(wanted.dtype)))  # [C, V]
+            p, share, first, _ = _draftable(wide(lm_head(wanted[begin:end])), d2t, True, log_counts)
+            p, first = p[own], first[own]  # [C, draft vocabulary], [C]
+            if d2t is not None:
+                places = torch.searchsorted(d2t, labels).clamp_max(len(d2t) - 1)
+                labels = torch.where(d2t[places] == labels, places, p.argmax(-1))
+        logits = wide(own_lm_head(hidden) if own_lm_head else lm_head(hidden.to(wanted.dtype)))  # [C, V]
         if markov:
             logits += F.linear(*more)
         selected = None if selection is None else select(logits, more[0], more[1], selection.top_k, p, first)
-        right = logits.argmax(-1) == first
+        choice = logits.argmax(-1)
+        right = (choice if d2t is None else d2t[choice]) == first
         if log_counts is not None:
             logits = logits + log_counts
         if own_loss is None:
@@ -331,7 +341,7 @@ def compare_blocks(
         else:
             values, q = divergence_of(own_loss, logits, p)
             apart = (q - p).abs().sum(-1)
-        accepted = 1 - apart.detach() / 2
+        accepted = 1 - apart.detach() / 2 if share is None else torch.minimum(p * share[own], q).sum(-1)
         if selected is not None and selection is not None:
             entropy, accepted, right = selected
             values = values + selection.weight * entropy

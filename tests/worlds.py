@@ -227,22 +227,34 @@ def quick_eagle3_head(
     settings = Eagle3Settings(draft_vocab=draft_vocab, ttt_steps=ttt_steps, version="3")
     head = Eagle3Head(dataclasses.replace(Eagle3Head.new_config(settings, target.config), **shape))
     ids = _rectangle(rows)
-    counts = torch.bincount(ids.flatten(), minlength=head.config.vocab_size)
-    tokens = draft_vocabulary(counts, head.config.draft_vocab_size) if head.config.reduced else head.d2t
-    head.use_draft_vocabulary(tokens, target.model.lm_head.weight)
+    use_tokens_of(head, ids, target)
     batch = _batch(target, ids, Eagle3Head.loss_layers(head.config, target.info.num_layers))
     return _learn(head, lambda step: head.loss(batch, target, settings, None).loss, steps, 5e-3)
 
 
+def use_tokens_of(head: Any, ids: Tensor, target: Any) -> None:
+    """Let the head draft the most frequent of these tokens, by the target's rows."""
+    counts, tokens = torch.bincount(ids.flatten(), minlength=head.config.vocab_size), head.tokens
+    tokens = head.d2t if tokens is None else draft_vocabulary(counts, len(tokens))
+    head.use_draft_vocabulary(tokens, target.model.lm_head.weight)
+
+
 def quick_block_head(
-    target: Any, rows: Sequence[Sequence[int]], steps: int, kind: str = "dspark", rate: float = 5e-3, **options: Any
-) -> Any:
-    """Train a DFlash or DSpark head of one layer by its own loss. options: of its training."""
+    target: Any, rows: Sequence[Sequence[int]], steps: int, kind: str = "dspark", rate: float = 5e-3,
+    draft_vocab: int = 0, **options: Any,
+) -> Any:  # fmt: skip
+    """Train a DFlash or DSpark head of one layer by its own loss. draft_vocab: tokens that it can draft, those of the
+    rows first. options: of its training."""
     torch.manual_seed(0)
     head_type = head_class(kind)
     settings = head_type.Settings(**{"num_layers": 1, "markov_rank": 16 * (kind == "dspark"), **options})
-    head: Any = head_type(head_type.new_config(settings, target.config))
-    batch = _batch(target, _rectangle(rows), head_type.loss_layers(head.config, target.info.num_layers))
+    head: Any = head_type(
+        dataclasses.replace(head_type.new_config(settings, target.config), draft_vocab_size=draft_vocab or None)
+    )
+    ids = _rectangle(rows)
+    if draft_vocab:
+        use_tokens_of(head, ids, target)
+    batch = _batch(target, ids, head_type.loss_layers(head.config, target.info.num_layers))
     return _learn(head, lambda step: head.loss(batch, target, settings, None).loss, steps, rate)
 
 

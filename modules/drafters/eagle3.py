@@ -14,6 +14,7 @@ from draftsmith.modules.drafters.base import DocumentParts, TargetWeights
 from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.settings import Eagle3Settings, Options
 from draftsmith.modules.drafters.unrolled import UnrolledHead
+from draftsmith.modules.drafters.vocabulary import VocabularyHead, draft_vocabulary
 from draftsmith.modules.layers import Layer, Pair, PairLayer, RMSNorm
 from draftsmith.modules.llama_config import PLAIN, CaptureConfig, LlamaConfig, RopeScaling, captured_layers, layers_of
 from draftsmith.modules.rotary import add_rope_table
@@ -66,21 +67,12 @@ def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope:
     return layers_of(target, num_layers=1, rope_theta=theta, rope_scaling=scaling, **PLAIN)
 
 
-def _check_d2t(net: Eagle3Head, _: object) -> None:
-    """Raise InputError unless `d2t` holds ids of the target, each once, ascending."""
-    ids = net.d2t
-    if not bool((ids[1:] > ids[:-1]).all()) or not 0 <= int(ids[0]) <= int(ids[-1]) < net.config.vocab_size:
-        span = f"ids from {int(ids.min())} to {int(ids.max())} in no order"
-        expected = f"ascending ids below {net.config.vocab_size}"
-        raise InputError("d2t", span, expected, "Take the head's directory from where it was trained.")
-
-
 # Version -> fc_norm, norm_before_fc, norm_output of its config.
 VERSIONS = {"3": (False, False, False), "3-norm": (False, True, False), "3.1": (True, False, True)}
 DRAFT_VOCAB = 32_000
 
 
-class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
+class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
     """EAGLE-3: it reads the inputs of some of the target's layers, and its own state in the place of the next ones. It
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
     directory.
@@ -88,8 +80,6 @@ class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
     Network g_t = fc([states of the layers at t]); h_t = layer(embed(x_{t+1}), g_t); lm_head(norm(h_t)) ~ x_{t+2}.
 
     Later in a draft h takes the place of g.
-
-    d2t: [draft_vocab_size] int64, the target's id of each token that it can draft, ascending.
     """
 
     kind, title = "eagle3", "EAGLE-3 head"
@@ -103,8 +93,6 @@ class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
 
     # -- network
 
-    d2t: Tensor
-
     def __init__(self, config: Eagle3Config):
         super().__init__()
         self.config = config
@@ -115,9 +103,7 @@ class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
         self.input_norm = RMSNorm(len(config.aux_layers) * size, eps) if config.norm_before_fc else None
         self.layer = PairLayer(config.llama, config.norm_before_residual)
         self.norm = RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
-        self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=config.reduced)
-        self.register_load_state_dict_post_hook(_check_d2t)
+        self.add_lm_head(config, config.draft_vocab_size)
         add_rope_table(self, config.llama, config.max_position)
 
     def read(self, states: Tensor) -> Tensor:
@@ -159,29 +145,11 @@ class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return logits [.., V] of states [.., H] by the head's own lm_head; -inf for tokens that it cannot draft."""
-        logits = self.lm_head(self.logits_input(hidden))
-        if not self.config.reduced:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return whole.index_copy_(-1, self.d2t, logits)
+        return self.over_target(self.lm_head(self.logits_input(hidden)))
 
     @property
     def output_weight(self) -> Tensor:
         return self.lm_head.weight
-
-    @property
-    def tokens(self) -> Tensor | None:
-        return self.d2t if self.config.reduced else None
-
-    def use_draft_vocabulary(self, tokens: Tensor, lm_head: Tensor | None = None) -> None:
-        """Restrict drafts to these tokens (int64 [draft_vocab_size], ascending).
-
-        lm_head: [V, H] of the target, whose rows of these tokens become the head's own.
-        """
-        self.d2t.copy_(tokens)
-        if lm_head is not None:
-            with torch.no_grad():
-                self.lm_head.weight.copy_(lm_head[tokens.to(lm_head.device)])
 
     # -- a new head
 
@@ -217,10 +185,6 @@ class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
         self.norm.weight.data.mul_(weights.logit_scale)
         self.tied_to_target = ("lm_head.weight",)
 
-    def update_from_target(self, weights: TargetWeights) -> None:
-        if self.tied_to_target:
-            self.use_draft_vocabulary(self.d2t, weights.lm_head())
-
     def freeze(self, settings: Eagle3Settings) -> None:
         self.lm_head.requires_grad_(settings.train_lm_head)
         if settings.train_lm_head:
@@ -251,13 +215,3 @@ class Eagle3Head(UnrolledHead[Eagle3Config, Eagle3Settings]):
         # Besides, gradients of the first pass's keys and values: their sum, and those of a pass.
         kept = rows * (once + settings.ttt_steps * layer + 4 * width * keys) + earlier * (4 * size + 6 * width * keys)
         return kept, share * rows
-
-
-def draft_vocabulary(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
-    """Return the ids [size], ascending, of the most frequent tokens of counts [V].
-
-    Of equally frequent tokens the lower ids are taken; those of `always` in any case.
-    """
-    wanted = counts.clone()
-    wanted[list(always)] = wanted.max() + 1
-    return wanted.sort(descending=True, stable=True).indices[:size].sort().values

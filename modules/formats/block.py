@@ -31,17 +31,19 @@ from draftsmith.modules.formats.llama import (
     window_fields,
 )
 from draftsmith.modules.formats.llama_format import PLAIN_VALUES, BiasFields, HeadFiles, LlamaFormat, Refusal
+from draftsmith.modules.formats.vocabulary import draft_size, take_tables, take_vocabulary
 from draftsmith.modules.llama_config import PARTIAL, LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
 KINDS = ("dflash", "dflash2", "dspark")
-# Tensors of a file; the embedding and lm_head are the target's, and servers share them.
+# Tensors of a file; the embedding is the target's, and so is lm_head if the vocabulary is whole: servers share them.
+# Of a reduced vocabulary it is there, with d2t and t2d as of EAGLE-3, and Vd is the number of its rows, else V.
 #
 #   fc.weight                                         [H, n H]     over the target's n states
 #   hidden_norm.weight, norm.weight                   [H]
 #   layers.{i}.*                                                   as in Qwen3, with q_norm and k_norm [head_dim]
 #   markov_head.markov_w1.weight                      [V, r]       of the token before
-#   markov_head.markov_w2.weight                      [V, r]
+#   markov_head.markov_w2.weight                      [Vd, r]
 #   markov_head.gate_proj.{weight,bias}               [r, H + r]   of a gated one
 #   markov_head.joint_proj.{weight,bias}              [3r, 2r + H] of an rnn
 #   confidence_head.proj.{weight,bias}                [1, H + r]
@@ -95,7 +97,6 @@ class BlockFormat(LlamaFormat[BlockConfig]):
     """
 
     model_type = "qwen3"
-    vocabularies = ("vocab_size", "draft_vocab_size")
     # Layers may have a window, and are causal within it.
     plain_values = {name: value for name, value in PLAIN_VALUES.items() if name != "is_causal"}
     bias_fields = BiasFields(qkv=("attention_bias",), o=("attention_bias",))
@@ -143,6 +144,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
             "block_size": config.block_size,
             **(own if self.kind == "dspark" else {"dflash_config": own}),
             **self.switches(config),
+            **({} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}),
         }
 
     def switches(self, config: BlockConfig) -> Fields:
@@ -174,6 +176,8 @@ class BlockFormat(LlamaFormat[BlockConfig]):
 
     def scaled(self, state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
         """Scale the states after the last norm, and what else reads them by the inverse."""
+        if "lm_head.weight" in state:
+            return dict(state)
         scaled, size = dict(state), len(state["norm.weight"])
         scaled["norm.weight"] = state["norm.weight"] * factor
         for name in READ_STATE:
@@ -201,7 +205,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         unknown = (FLAT | CONTEXT).keys() - self.own_names.keys()
         if names := [name for name in files.package.tensors if bare_module(name) in unknown]:
             files.add_problems({names[0]: (True, f"knows it as {self.our_name(names[0].removeprefix('model.'))}")})
-        self._drop_tables(files, llama.vocab_size)
+        drafted = self._vocabulary(files, llama.vocab_size)
         # A gated Markov head's gate_proj is none of an MLP.
         markov = {name: files.tensors.pop(name) for name in [*files.tensors] if name.startswith("markov_head.")}
         biases = files.take_biases()
@@ -232,6 +236,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
             markov_rank=rank,
             markov_type=raw.get("markov_head_type") or "vanilla",
             confidence=confidence,
+            draft_vocab_size=drafted,
         )
 
     def _config(self, files: HeadFiles) -> Callable[..., BlockConfig]:
@@ -269,23 +274,26 @@ class BlockFormat(LlamaFormat[BlockConfig]):
             files.notes.append("confidence_head: zeros are added for the token before, which it does not read")
         return True
 
-    def _drop_tables(self, files: HeadFiles, vocab: int) -> None:
-        """Remove copies of the target's weights."""
+    def _vocabulary(self, files: HeadFiles, vocab: int) -> int | None:
+        """Return the size of a reduced vocabulary; remove copies of the target's weights."""
         tensors, target = files.tensors, files.target
         for name in OF_TARGET:
             tensors.pop(name, None)
-        offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
-        if (offsets is not None and bool(offsets.any())) or (marks is not None and not bool(marks.all())):
-            text = f"{vocab if offsets is None else len(offsets)} of {vocab} tokens"
-            raise NotReadHere("d2t", text, "the whole vocabulary: a block's head has the target's lm_head")
+        if draft_size(files, vocab) != vocab:
+            return take_vocabulary(files, vocab, ("lm_head.weight", "markov_head.markov_w2.weight"))
+        if not torch.equal(take_tables(files, vocab, vocab), torch.arange(vocab)):
+            raise InputError(
+                "d2t", "another order", "that of the target's tokens: all are drafted", "Correct the file."
+            )
         if (lm_head := tensors.pop("lm_head.weight", None)) is None:
-            return
+            return None
         if target is None or target.lm_head is None:
             raise InputError("lm_head.weight", "a copy", "the target to compare it with", "Pass --target.")
         if not same_values(lm_head, target.lm_head):
             text, expected = "one that differs from the target's", "the target's, which our head and all servers use"
             raise InputError("lm_head.weight", text, expected, "Pass the target that the head was trained for.")
         files.notes.append("lm_head.weight is left out: it is the target's")
+        return None
 
     def _aux_layers(self, files: HeadFiles, size: int) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
-from draftsmith.modules.formats.base import NotReadHere, Problem, Raw, TargetFacts
+from draftsmith.modules.formats.base import NotReadHere, Raw, TargetFacts
 from draftsmith.modules.formats.llama import Fields, flat, inner_object, layer_ids, layer_window, llama_fields
 from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, check_layer
-from draftsmith.modules.llama_config import LlamaConfig, positive
+from draftsmith.modules.formats.vocabulary import take_vocabulary
+from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
@@ -78,14 +77,6 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
         expected = "no bias of q, k and v: SafeAILab/EAGLE and SGLang have none in EAGLE-3"
         check_layer(config.llama, {"qkv_bias": (config.llama.qkv_bias, expected)})
 
-    def disk_tensors(self, config: Eagle3Config, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        tensors = {self.disk_name(name): tensor for name, tensor in state.items() if name != "d2t"}
-        if config.reduced:
-            ids = state["d2t"].cpu()
-            tensors["d2t"] = ids - torch.arange(len(ids))
-            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        return tensors
-
     def disk_name(self, name: str) -> str:
         return re.sub(r"^layer\.", f"{self.layer_names[0]}.", name)
 
@@ -116,7 +107,7 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
                 remedy = f'Write "{name}": {str(normed).lower()} in config.json.'
                 raise InputError(f"config.json, {name}", text, f"what config.json says ({said})", remedy)
         aux_layers = self._aux_layers(files, llama.hidden_size)
-        drafted = take_vocabulary(files, llama)
+        drafted = take_vocabulary(files, llama.vocab_size)
         biases = files.take_biases()
         llama = dataclasses.replace(
             llama,
@@ -146,75 +137,3 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
 def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
     """Return the layers that all systems read of a target by default; None if its number of layers is unknown."""
     return None if target.num_layers is None else layers_of_target(target.num_layers)
-
-
-def valid_table(ids: Tensor, marks: Tensor | None, vocab: int) -> bool:
-    """Return whether ids [N] are different ones of the target's, those that t2d marks."""
-    marked = torch.zeros(vocab, dtype=torch.bool)
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        return False
-    marked[ids] = True
-    return int(marked.sum()) == len(ids) and (marks is None or torch.equal(marked, marks.bool()))
-
-
-def take_vocabulary(files: HeadFiles, llama: LlamaConfig) -> int:
-    """Return the size of the draft vocabulary.
-
-    Replaces the tables by ascending ids `d2t`, if the vocabulary is reduced; adds a missing lm_head.
-    """
-    raw, tensors, target, vocab = files.raw, files.tensors, files.target, llama.vocab_size
-    offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    lm_head = tensors.get("lm_head.weight")
-    for name, tensor, dims in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
-        if tensor is not None and tensor.ndim != dims:
-            raise InputError(name, f"a tensor {list(tensor.shape)}", f"{dims} dimension(s)", "Fetch the head again.")
-    rows = vocab if lm_head is None else len(lm_head)
-    drafted = positive(raw, "draft_vocab_size", rows) if raw.get("draft_vocab_size") else rows
-    if lm_head is not None and len(lm_head) != drafted:
-        remedy = "Correct config.json."
-        raise InputError("config.json, draft_vocab_size", drafted, f"the {len(lm_head)} rows of lm_head", remedy)
-    if drafted != vocab and not raw.get("draft_vocab_size"):
-        files.problems.append(Problem("draft_vocab_size", f"is missing, and lm_head has {drafted} rows"))
-    ids = drafted_ids(offsets, marks, vocab, drafted, files.problems)
-    if len(ids) != drafted or not valid_table(ids, marks, vocab):
-        expected = f"{drafted} different ones of the target's {vocab}, those that t2d marks"
-        raise InputError("d2t", f"ids of {len(ids)} tokens", expected, "Fetch the head again.")
-    if lm_head is None:
-        if target is None or target.lm_head is None:
-            raise InputError("lm_head.weight", "none", "one, or the target whose own it is", "Pass --target.")
-        tensors["lm_head.weight"] = target.lm_head[ids].clone()
-        files.notes.append("lm_head is not in the file: it is the target's")
-        if drafted != vocab:
-            files.problems.append(Problem("lm_head.weight", "is missing, and the target's has rows for other tokens"))
-    # Ours are ascending: a training draws the most frequent tokens in any order.
-    order = ids.argsort()
-    if not torch.equal(ids[order], ids):
-        ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
-        files.notes.append("the draft vocabulary is sorted by id")
-    if drafted != vocab:
-        tensors["d2t"] = ids
-    return drafted
-
-
-def drafted_ids(
-    offsets: Tensor | None, marks: Tensor | None, vocab: int, drafted: int, problems: list[Problem]
-) -> Tensor:
-    """Return the target's ids of the drafted tokens, by d2t or, without it, by t2d."""
-    if offsets is not None and offsets.numel():
-        ids = offsets.long() + torch.arange(len(offsets))  # [draft_vocab_size]
-        # Some trainers store ids where all servers add the entry to the place; of a GGUF file it was subtracted.
-        for other, text in (
-            (offsets.long(), "has ids where every server wants offsets (d2t[i] = id - i)"),
-            (offsets.long() + 2 * torch.arange(len(offsets)), "has offsets where llama.cpp wants ids"),
-        ):
-            if not valid_table(ids, marks, vocab) and valid_table(other, marks, vocab):
-                problems.append(Problem("d2t", text))
-                return other
-        return ids
-    if drafted == vocab:
-        return torch.arange(vocab)
-    if marks is None:
-        expected = f"the target's ids of lm_head's {drafted} rows (of {vocab} tokens)"
-        raise InputError("d2t", "none, and no t2d", expected, "Fetch the head again: nothing else has them.")
-    problems.append(Problem("d2t", "is missing: servers take drafted ids for the target's. t2d tells them here"))
-    return marks.nonzero()[:, 0]

@@ -56,6 +56,7 @@ NAMES = {
         "fc": "fc",
         "hidden_norm": "enc.output_norm",
         "norm": "output_norm",
+        "lm_head": "output",
         "markov_head.markov_w1": "markov_w1",
         "markov_head.markov_w2": "markov_w2",
         "confidence_head.proj": "conf_proj",

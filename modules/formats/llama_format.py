@@ -283,8 +283,13 @@ class LlamaFormat(HeadFormat, Generic[C]):
         return dict(state)
 
     def disk_tensors(self, config: C, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a head's tensors by their names in the file."""
-        return dict(state)
+        """Return a head's tensors by their names in the file; of a reduced vocabulary both tables."""
+        tensors = {self.disk_name(name): tensor for name, tensor in state.items()}
+        if (ids := state.get("d2t")) is not None:
+            ids = ids.cpu()
+            tensors["d2t"] = ids - torch.arange(len(ids))
+            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        return tensors
 
     # -- of a system
 
@@ -376,7 +381,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
         if target is not None and target.scale != 1:
             files.tensors = self.scaled(files.tensors, 1 / target.scale)
         files.notes += self.serving_notes(config, target)
-        if target is not None and target.left_out and self.kind not in ("eagle3", "dflash2"):
+        if target is not None and target.left_out and "lm_head.weight" not in files.tensors and self.kind != "dflash2":
             files.notes.append(f"{self.system} drafts from logits without the target's {target.left_out}")
         # A setting that this system does not compute with.
         refused = [one for one in self.refused(config, None) if one[0] not in self.loads]

@@ -210,15 +210,14 @@ def engine_readings(
         zeros = {key: torch.zeros_like(state[key]) for key in state if re.fullmatch(pattern, key)}
         if any(bool(state[key].any()) for key in zeros):
             yield Reading("biases", f"no bias of {name}", config, {**state, **zeros})
-    if isinstance(config, Eagle3Config):
-        if config.reduced:
-            d2t = torch.arange(config.draft_vocab_size)
-            yield Reading("vocabulary", "drafted ids as the target's own (no d2t)", config, {**state, "d2t": d2t})
-        if config.norm_before_fc or config.fc_norm:
-            bare = {name: tensor for name, tensor in state.items() if not name.startswith(("input_norm.", "fc_norm."))}
-            plain = dataclasses.replace(config, norm_before_fc=False, fc_norm=False)
-            label = f"the target's states without their norm{'s' if config.fc_norm else ''}"
-            yield Reading("norms", label, plain, bare)
+    if "d2t" in state:
+        d2t = torch.arange(len(state["d2t"]))
+        yield Reading("vocabulary", "drafted ids as the target's own (no d2t)", config, {**state, "d2t": d2t})
+    if isinstance(config, Eagle3Config) and (config.norm_before_fc or config.fc_norm):
+        bare = {name: tensor for name, tensor in state.items() if not name.startswith(("input_norm.", "fc_norm."))}
+        plain = dataclasses.replace(config, norm_before_fc=False, fc_norm=False)
+        label = f"the target's states without their norm{'s' if config.fc_norm else ''}"
+        yield Reading("norms", label, plain, bare)
     if isinstance(config, BlockConfig):
         if config.layout == "anchor-first":  # vLLM lays as many slots as it takes
             longer = dataclasses.replace(config, layout="fill-in", block_size=config.block_size + 1)

@@ -281,6 +281,10 @@ class Vllm(ServedByVllm[C]):
     name, system = "vllm", "vLLM"
     whose = "has no states of its layers: its own"
 
+    def tables(self, files: HeadFiles) -> Wrong:
+        whole = files.has("d2t") and files.raw.get("draft_vocab_size") == files.raw.get("vocab_size")
+        return {"d2t": (whole, "raises: it has no such parameter where the vocabulary is whole")}
+
 
 class VllmEagle1(Vllm[EagleConfig], Eagle1Format):
     classes = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
@@ -315,10 +319,9 @@ class VllmEagle3(Vllm[Eagle3Config], ServedEagle3):
 
     def problems(self, files: HeadFiles) -> Wrong:
         raw, classes = files.raw, ("Eagle3Qwen3ForCausalLM",) if files.qk_norm else self.classes
-        whole = files.has("d2t") and raw.get("draft_vocab_size") == raw.get("vocab_size")
         # A directory of speculators has its kind in another field.
         wrong = {} if TYPE in raw else built_by_class(files, classes, raw)
-        return {**wrong, "d2t": (whole, "raises: it has no such parameter where the vocabulary is whole")}
+        return {**wrong, **self.tables(files)}
 
 
 class VllmBlock(Vllm[BlockConfig], BlockFormat):
@@ -338,7 +341,7 @@ class VllmBlock(Vllm[BlockConfig], BlockFormat):
         text = f"lays {'bidirectional' if slides else 'causal'} blocks: write {str(not slides).lower()}"
         # What block drafters have inside an object, servers do not read.
         wrong = {} if TYPE in raw else built_by_class(files, self.classes, files.package.config)
-        return {**wrong, NON_CAUSAL: (other, text)}
+        return {**wrong, **self.tables(files), NON_CAUSAL: (other, text)}
 
 
 # -- SGLang
@@ -464,6 +467,12 @@ class SglangBlock(Sglang[BlockConfig], BlockFormat):
             return "multiplies embeddings of Gemma by the root of their width, which the head reads as they are"
         return super().without_states(target)
 
+    def refused(self, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
+        yield from super().refused(config, target)
+        if config.draft_vocab_size is not None:
+            expected = f"the target's whole vocabulary: {self.system} maps no drafted tokens"
+            yield "draft_vocab_size", config.draft_vocab_size, expected, OTHERS_VLLM
+
     def problems(self, files: HeadFiles) -> Wrong:
         raw = files.raw
         untyped = raw.get("markov_rank") and raw.get("markov_head_type") is None
@@ -505,7 +514,12 @@ class Speculators(ServedByVllm[C]):
     def problems(self, files: HeadFiles) -> Wrong:
         raw, layer = files.raw, isinstance(files.raw.get("transformer_layer_config"), Mapping)
         text = f"does not load {shown(raw.get(TYPE))} as a head of kind {self.kind}"
-        return {TYPE: (raw.get(TYPE) != self.kind, text), "transformer_layer_config": (not layer, "does not find it")}
+        reduced = raw.get("draft_vocab_size") != raw.get("vocab_size")
+        return {
+            TYPE: (raw.get(TYPE) != self.kind, text),
+            "transformer_layer_config": (not layer, "does not find it"),
+            "t2d": (reduced and not files.has("t2d"), "raises: t2d tensor hasn't been set"),
+        }
 
 
 class SpeculatorsEagle3(Speculators[Eagle3Config], Eagle3Format):
@@ -514,7 +528,7 @@ class SpeculatorsEagle3(Speculators[Eagle3Config], Eagle3Format):
 
     def problems(self, files: HeadFiles) -> Wrong:
         raw, wrong = files.raw, super().problems(files)
-        other, reduced = raw.get("model_type", "qwen3"), raw.get("draft_vocab_size") != raw.get("vocab_size")
+        other = raw.get("model_type", "qwen3")
         layers = "qwen3" if files.qk_norm else "llama"
         nested = not wrong["transformer_layer_config"][0]
         if not files.has("embed_tokens.weight"):
@@ -522,7 +536,6 @@ class SpeculatorsEagle3(Speculators[Eagle3Config], Eagle3Format):
         return {
             **wrong,
             "model_type": (nested and other != layers, f"builds the layer of {other!r}: write {layers}"),
-            "t2d": (reduced and not files.has("t2d"), "raises: t2d tensor hasn't been set"),
         }
 
     def fields(self, config: Eagle3Config, dtype: torch.dtype, target: TargetFacts | None) -> Fields:
@@ -570,7 +583,7 @@ class SpeculatorsBlock(Speculators[BlockConfig], BlockFormat):
             "architectures": [*self.classes],
             "speculators_config": speculators_config(self.kind, config.drafts, target),
             "transformer_layer_config": qwen3_fields(config, dtype),
-            "draft_vocab_size": config.vocab_size,
+            "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
             "block_size": config.block_size,
             "target_hidden_size": None,
             STATES: list(config.aux_layers),

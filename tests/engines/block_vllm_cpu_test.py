@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from vllm_code import engine_config, one_process  # isort: skip (before vLLM)
-from exported import assert_close, cases, emptied, read, uninitialized_is_nan
+from exported import assert_close, cases, emptied, read, uninitialized_is_nan, whole
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
@@ -88,6 +89,21 @@ def test_convolutions_and_selector_compute_as_ours(case: str):
     edges = torch.einsum("bspr,bsr,bscr->bspc", a[before], projected, b[candidates])
     scores = draft.model.candidate_selector(candidates, unary, hidden, anchors)
     assert_close(f"vLLM DFlash2 {case}", {"scores": unary[:, :, None] + edges}, scores=scores)
+
+
+@pytest.mark.parametrize(("kind", "made"), [("dflash", DFlashQwen3ForCausalLM), ("dspark", Qwen3DSparkForCausalLM)])
+@torch.inference_mode()
+def test_logits_of_a_reduced_vocabulary_are_the_targets(kind: str, made: type[nn.Module]):
+    exported, config = read(kind, "reduced", "vllm"), config_of(kind, "reduced", "vllm")
+    draft, state, d2t = loaded_whole(config, made, exported.state), exported.state, exported.ours["d2t"]
+    hidden = torch.randn(7, state["norm.weight"].shape[0])
+    own, vocab = hidden @ state["lm_head.weight"].T, len(exported.ours["lm_head"])
+    mine, theirs = whole(own, d2t, vocab), draft.compute_logits(hidden)
+    assert torch.equal(mine.isfinite(), theirs.isfinite())
+    assert_close(f"vLLM {kind} reduced", {"logits": mine[:, d2t]}, logits=theirs[:, d2t])
+    if kind == "dspark":
+        assert_close("vLLM DSpark reduced", {"drafted": own}, drafted=draft.compute_draft_logits(hidden))
+        assert torch.equal(draft.map_draft_to_target(torch.arange(len(d2t))), d2t)
 
 
 @pytest.mark.parametrize("case", cases("dspark", "vllm"))

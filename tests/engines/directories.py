@@ -7,13 +7,13 @@ OUT/KIND/CASE/ours.safetensors:
 
 ids [T + 1]; features [T, H] of EAGLE-1, states [T, n H] of EAGLE-3
     Row t has ids[t + 1] and the target's states of ids[t], sits at position t and scores ids[t + 2]; float32.
-logits.J [T, V], of EAGLE-3 [T, draft vocabulary]
+logits.J [T, V], of EAGLE-3 and block drafters [T, draft vocabulary]
     Of the J-th token of a draft from every row; beyond the text it is fed token 0. EAGLE-1 has J = 0 alone. Of a block
     drafter, J = 0 and 1: of the blocks at positions 1, 2, .. of a text whose last token has states too; -inf for what a
     selector does not choose among.
 final [T, H], loss of DFlash2
     The target's states that give its logits, and the loss of the blocks at positions 1 to T - 5, by `LOSS`.
-embed_tokens, lm_head [V, H], state.NAME; d2t of EAGLE-3
+embed_tokens, lm_head [V, H], state.NAME; d2t of EAGLE-3, and of block drafters with a reduced vocabulary
     Of the target, and the head's parameters.
 
 For every defect of `defects.py` and every format of its case it writes OUT/broken/KIND/DEFECT/FORMAT, the export with
@@ -130,6 +130,7 @@ CASES = {
     "dflash": {
         "block": Case(ALL[1:], shape={"layout": "fill-in"}),
         "window": Case(ALL[1:], shape={"layout": "fill-in"}, window=WINDOW),
+        "reduced": Case(("vllm", "speculators"), shape={"layout": "fill-in", "draft_vocab_size": 100}),
         "int8": Case(THREE[1:], WIDE, shape={"layout": "fill-in"}, weights="int8"),
     },
     "dflash2": {
@@ -143,6 +144,7 @@ CASES = {
         "gpt-oss": Case(ALL[1:], shape={"markov_rank": 6}, rope=GPT_OSS),
         "part": Case(("vllm", "sglang"), shape={"markov_rank": 6}, rope=PART),
         "window": Case(ALL[1:], shape={"markov_rank": 6}, window=WINDOW),
+        "reduced": Case(("vllm", "speculators"), shape={"markov_rank": 6, "confidence": True, "draft_vocab_size": 100}),
         "int8": Case(THREE[1:], WIDE, shape={"markov_rank": 6, "confidence": True}, weights="int8"),
         "gated": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "gated"}),
         "rnn": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "rnn", "confidence": True}),
@@ -164,26 +166,29 @@ def random_head(kind: str, case: Case, lm: Any) -> Any:
         made = head_class(kind)
         shape = made.Config(layers, (1, 3, 5), 4, lm.info.vocab_size - 1, **case.shape)
         head = made(shape).requires_grad_(False)
-        for weight in head.parameters():
-            weight.add_(2 * SPREAD * torch.randn_like(weight))
-        return head
+        return scattered(head)
     plain = Eagle3Config(case.layers(layer_like(lm.config, case.rope_theta)), (2, 4, 5), lm.info.vocab_size)
-    head = Eagle3Head(dataclasses.replace(plain, **case.shape)).requires_grad_(False)
+    return scattered(Eagle3Head(dataclasses.replace(plain, **case.shape)).requires_grad_(False))
+
+
+def scattered(head: Any) -> Any:
+    """Spread a head's weights, and draw the tokens that it can draft."""
     for weight in head.parameters():
         weight.add_(2 * SPREAD * torch.randn_like(weight))
-    if head.config.reduced:
-        head.use_draft_vocabulary(torch.randperm(lm.info.vocab_size)[: head.config.draft_vocab_size].sort().values)
+    if head.tokens is not None:
+        head.use_draft_vocabulary(torch.randperm(head.config.vocab_size)[: len(head.tokens)].sort().values)
     return head
 
 
 def block_logits(head: Any, lm: Any, ids: Tensor, states: Tensor) -> Tensor:
-    """Logits [T - 1, 2, V] of the first two tokens of the blocks at every position of a text but the first."""
+    """Logits [T - 1, 2, draft vocabulary] of the first two tokens of the blocks at every position of a text but the
+    first."""
     config, anchors = head.config, torch.arange(1, len(ids))
     slots = torch.full((len(anchors), config.block_size), config.mask_token)
     slots[:, 0] = ids[anchors]
     blocks = DocumentBlocks.of(0, anchors, config.block_size, config.llama.sliding_window)
     hidden = head(lm.embed(slots), states, [blocks])[:, config.first_slot :][:, :2]
-    logits = lm.lm_head(hidden)
+    logits = lm.lm_head(hidden) if head.tokens is None else head.lm_head(hidden)
     if head.sequential is None:
         return logits
     previous = ids[(anchors[:, None] + torch.arange(2)).clamp_max(len(ids) - 1)]
@@ -224,6 +229,7 @@ def write(kind: str, case: Case, directory: Path) -> None:
         states = lm.features(ids, aux_layers=head.config.aux_layers)[0]
         logits = block_logits(head, lm, ids[0], states)
         ours |= {"states": states.contiguous(), "logits.0": logits[:, 0].clone(), "logits.1": logits[:, 1].clone()}
+        ours |= {} if head.tokens is None else {"d2t": head.d2t.clone()}
         if kind == "dflash2":
             ours |= {"final": lm.features(ids)[0].contiguous()}
             ours |= {"loss": block_loss(head, lm, ids, torch.cat([states, ours["final"]], -1)[None])}

@@ -63,7 +63,7 @@ def edited(export: str, to: Path, config: dict[str, Any]) -> Path:
 EXPORTS = ["eagle/vllm", "taught/vllm", "reduced/speculators", "dflash/vllm", "dflash/speculators", "window/vllm"]
 
 
-@pytest.mark.parametrize("export", [*EXPORTS, "dflash-window/vllm"])
+@pytest.mark.parametrize("export", [*EXPORTS, "dflash-window/vllm", "dflash-reduced/vllm"])
 def test_an_export_is_served_as_it_drafts_here(gate, export: str):
     code, shown = gate(SERVED / export, head=SERVED / export / "../head")
     assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown

@@ -86,6 +86,8 @@ CASES = {
     "dflash": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash"),
     "dflash2": Case(("llamacpp",), {"selector_top_k": 7}, first=4, block="dflash2"),
     "dspark": Case(("llamacpp", "vllm"), first=4, block="dspark"),
+    "dflash-reduced": Case(("llamacpp", "vllm"), draft_vocab=512, first=4, block="dflash"),
+    "dspark-reduced": Case(("llamacpp",), draft_vocab=512, first=4, block="dspark"),
     "filling": Case(("llamacpp",), {"layout": "fill-in"}, first=4, block="dspark"),
     "window": Case(("vllm", "speculators"), draft_vocab=512, first=4, window=12),
     "int8": Case(("vllm",), draft_vocab=512, first=4, weights="int8"),
@@ -105,7 +107,7 @@ def answers(target: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 def trained(target: Any, case: Case, rows: Sequence[Sequence[int]]) -> Any:
     if case.block:
         options = {"block": 5, "anchors": 256, "window": case.window, **(case.shape or {})}
-        return quick_block_head(target, rows, BLOCK_STEPS, case.block, **options)
+        return quick_block_head(target, rows, BLOCK_STEPS, case.block, draft_vocab=case.draft_vocab, **options)
     if case.shape is None:
         return quick_eagle_head(target, rows, STEPS, fc_bias=case.fc_bias)
     llama = dataclasses.replace(layer_like(target.config, case.rope_theta), sliding_window=case.window)

@@ -25,7 +25,7 @@ GOOD = [
     LLAMA,
     EagleConfig(PLAIN),
     Eagle3Config(PLAIN, (0, 1), 60),
-    BlockConfig(LLAMA, (0, 1), 4, 3),
+    BlockConfig(LLAMA, (0, 1), 4, 3, draft_vocab_size=40),
     MedusaConfig(8, 60, 64),
     HydraConfig(PLAIN),
     AcceptanceHeadConfig(8),

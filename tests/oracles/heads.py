@@ -142,7 +142,9 @@ class PlainBlock(Plain):
 
     def __init__(self, tensors: Mapping[str, Tensor], config: BlockConfig, embedding: Tensor, output: Tensor):
         super().__init__(tensors, config.llama, torch.float64)
-        self.config, self.embedding, self.output = config, embedding.double(), output.double()
+        self.config, self.embedding = config, embedding.double()
+        self.output = self.tensors.get("lm_head.weight", output.double())
+        self.ids = tensors.get("d2t", torch.arange(len(output)))  # of the tokens that it can draft
 
     def slots(self, anchor: int, states: Tensor, count: int) -> Tensor:
         """Return states [count, H] of a block's slots behind the target's states [a, n H] of what precedes the
@@ -193,7 +195,7 @@ class PlainBlock(Plain):
 
     def token(self, h: Tensor, previous: int, memory: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return logits [V] and confidence of a slot's token behind this one, and the memory of an rnn."""
-        logits, inputs, kind = self.output @ h, h, self.config.markov_type
+        drafted, inputs, kind = self.output @ h, h, self.config.markov_type
         if self.config.markov_rank:
             e = self.tensors["markov_head.markov_w1.weight"][previous]
             inputs, z = torch.cat([h, e]), e
@@ -203,7 +205,8 @@ class PlainBlock(Plain):
                 g, c, o = self.linear("markov_head.joint_proj", torch.cat([memory, e, h])).chunk(3)
                 memory = torch.sigmoid(g) * memory + (1 - torch.sigmoid(g)) * torch.tanh(c)
                 z = torch.tanh(o)
-            logits = logits + self.tensors["markov_head.markov_w2.weight"] @ z
+            drafted = drafted + self.tensors["markov_head.markov_w2.weight"] @ z
+        logits = torch.full((len(self.embedding),), -torch.inf).double().index_copy(0, self.ids, drafted)
         if self.config.selector_rank:
             worst = sorted(logits.tolist())[-self.config.selector_top_k]
             logits = torch.where(logits >= worst, logits + self.edges(h, previous), -torch.inf)

@@ -53,7 +53,6 @@ class SlotNet(DraftNet):
         super().__init__(head.kind, target.device, target.embed)
         plain, config, llama = head.like(target), head.config, head.config.llama
         self.config, self.aux_layers, self.longest_draft = config, head.aux_layers, config.drafts
-        self._lm_head: Callable[[Tensor], Tensor] = head.output or target.lm_head
 
         # Context states are the same in every layer: one product makes the keys and values of all.
         layers: Any = plain.layers
@@ -74,6 +73,8 @@ class SlotNet(DraftNet):
 
         convolutions = [(layer.attention_conv, layer.mlp_conv) for layer in layers if layer.mlp_conv is not None]
         self.head: BlockNet = swap_modules(plain, target.packed)
+        own = head.output if config.draft_vocab_size is None else self.head.lm_head
+        self._lm_head: Callable[[Tensor], Tensor] = own or target.lm_head
         lean_layers: Any = self.head.layers
         for lean, convs in zip(lean_layers, convolutions, strict=bool(convolutions)):
             attention, mlp = (swap_modules(conv, target.packed) for conv in convs)
@@ -132,7 +133,7 @@ class SlotNet(DraftNet):
         self._read_context(features)
         anchor = torch.tensor(tokens[-1:], device=self.device)
         self._hidden = self._run_block(anchor)  # [n, H], of the slots
-        self._logits = self._lm_head(self._hidden)  # [n, V], of the slots alone
+        self._logits = self._lm_head(self._hidden)  # [n, draft vocabulary], of the slots alone
         self._memory: Tensor | None = None
         return self._slot(0, anchor)
 
@@ -186,7 +187,7 @@ class SlotNet(DraftNet):
         if (sequential := self.head.sequential) is not None:
             z, self._memory = sequential.step(hidden, previous, self._memory)
             logits = sequential.add(logits, z)
-        return Level(hidden, logits)
+        return Level(hidden, self.head.over_target(logits))
 
     # -- branches
 
@@ -232,7 +233,7 @@ class SlotNet(DraftNet):
     def logits(self, hidden: Tensor) -> Tensor:
         size = self.config.hidden_size
         logits, sequential = self._lm_head(hidden[..., :size]), self.head.sequential
-        return logits if sequential is None else sequential.add(logits, hidden[..., size:])
+        return self.head.over_target(logits if sequential is None else sequential.add(logits, hidden[..., size:]))
 
     def drop(self) -> None:
         del self._hidden

@@ -179,6 +179,8 @@ class BlockHead(BlockNet):
         return super().shape(config) | layers | sizes
 
     def freeze(self, settings: BlockSettings) -> None:
+        if self.config.draft_vocab_size is not None:
+            self.lm_head.requires_grad_(False)
         if settings.only_confidence:
             if self.confidence_head is None:
                 raise InputError("only_confidence", "a head without one", "a confidence head", "Leave it out.")
@@ -243,14 +245,15 @@ class BlockHead(BlockNet):
             selection = Selection(z[block, token], successors, config.selector_top_k, settings.selector_weight)
         if self.markov_head is not None:
             z = self.markov_head(hidden, ids[behind])  # [M, n, r]
-            markov = z[block, token], self.markov_head.markov_w2.weight  # [N, r], [V, r]
+            markov = z[block, token], self.markov_head.markov_w2.weight  # [N, r], [draft vocabulary, r]
 
         # 3. The target's distributions of the tokens, over the whole vocabulary or sampled columns.
         wanted = features[positions, -size:].to(target.dtype)  # [P, H]
         lm_head: LmHead = target.lm_head
         vocab_size, log_counts = config.vocab_size, None
         sampled = 0 < settings.loss_vocab < target.info.vocab_size and not settings.only_confidence
-        if sampled and step is not None:
+        own_lm_head = None if self.tokens is None else partial(F.linear, weight=self.lm_head.weight)
+        if sampled and step is not None and own_lm_head is None:
             rng = torch.Generator().manual_seed(step.seeds[0])
             columns = sampled_columns(lm_head, wanted, labels, settings.loss_vocab, rng)
             lm_head = target.lm_head_of(columns.tokens)
@@ -263,7 +266,7 @@ class BlockHead(BlockNet):
         compare = partial(
             compare_blocks, lm_head, vocab_size, wanted, rows, position, labels, markov=markov, ce=settings.ce_weight,
             l1=settings.l1_weight, log_counts=log_counts, own_loss=cast("TokenLoss | None", settings.loss),
-            selection=selection,
+            selection=selection, own_lm_head=own_lm_head, d2t=self.tokens,
         )  # fmt: skip
         decay = torch.exp(-torch.arange(counted.shape[1], device=device, dtype=wide) / settings.decay)
         weights = (decay / decay.sum())[token]  # [N]
@@ -311,7 +314,7 @@ class BlockHead(BlockNet):
         # The rows of the text are read for their keys and values.
         of_text = flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
         layers += llama.num_layers * (flops.attention(llama, round(seen)) + of_text)
-        columns = min(settings.loss_vocab or llama.vocab_size, llama.vocab_size)
+        columns = config.draft_vocab_size or min(settings.loss_vocab or llama.vocab_size, llama.vocab_size)
         others = flops.linear(config.markov_rank, columns, logit_rows)
         others += flops.linear(config.selector_rank, size + config.selector_top_k, logit_rows)
         logits = flops.FROZEN_PASSING * flops.linear(size, columns, logit_rows)

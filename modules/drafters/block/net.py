@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.settings import Layout, MarkovType
+from draftsmith.modules.drafters.vocabulary import VocabularyHead
 from draftsmith.modules.engine.cache import attend
 from draftsmith.modules.layers import Attend, DecoderLayer, RMSNorm
 from draftsmith.modules.llama_config import MOST_LAYERS, MOST_SIZE, PLAIN, CaptureConfig, LlamaConfig, layers_of
@@ -48,6 +49,7 @@ class BlockConfig(CaptureConfig):
         and the anchor's nothing (DFlash).
     markov_rank: width of the Markov head, 0 without one. markov_type: its inputs (`MarkovHead`).
     confidence: it has a confidence head.
+    draft_vocab_size: tokens that it can draft, the rows of its own lm_head; None: all, by the target's.
     """
 
     block_size: int
@@ -56,6 +58,7 @@ class BlockConfig(CaptureConfig):
     markov_rank: int = 0
     markov_type: MarkovType = "vanilla"
     confidence: bool = False
+    draft_vocab_size: int | None = None
     windowed = True
     # Of DFlash2 alone.
     conv_kernel = conv_group = selector_rank = selector_top_k = 0
@@ -67,6 +70,7 @@ class BlockConfig(CaptureConfig):
             block_size=(1 + self.first_slot, MOST_SLOTS),
             mask_token=(0, self.vocab_size - 1),
             markov_rank=(0, MOST_SIZE),
+            draft_vocab_size=(1, self.vocab_size - 1),
         )
         check_range("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
 
@@ -107,6 +111,9 @@ class DFlash2Config(BlockConfig):
             raise InputError("conv_group", self.conv_group, f"a divisor of {self.hidden_size}", "Change it.")
         if self.markov_rank:
             raise InputError("markov_rank", self.markov_rank, "0: a selector takes its place", "Leave it out.")
+        if self.draft_vocab_size is not None:
+            expected = "none: a selector chooses among the target's whole vocabulary"
+            raise InputError("draft_vocab_size", self.draft_vocab_size, expected, "Leave it out.")
 
 
 class MarkovHead(nn.Module):
@@ -120,7 +127,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         size, rank, self.markov_type = config.hidden_size, config.markov_rank, config.markov_type
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if self.markov_type == "gated":
             self.gate_proj = nn.Linear(size + rank, rank)
         elif self.markov_type == "rnn":
@@ -152,7 +159,7 @@ class MarkovHead(nn.Module):
         return torch.stack(outputs, 1)
 
     def add(self, logits: Tensor, z: Tensor) -> Tensor:
-        """Return the logits [.., V] of tokens, from those of their slots and z [.., r]."""
+        """Return the logits [.., draft vocabulary] of tokens, from those of their slots and z [.., r]."""
         return logits + self.markov_w2(z)
 
 
@@ -306,8 +313,11 @@ def seen_from(anchor: int, window: int | None) -> int:
     return 0 if window is None else max(0, anchor - window + 1)
 
 
-class BlockNet(DraftHead):
-    """Layers over blocks and the target's states, the norm behind them, and the heads behind that."""
+class BlockNet(VocabularyHead, DraftHead):
+    """Layers over blocks and the target's states, the norm behind them, and the heads behind that.
+
+    It has an lm_head only if its vocabulary is reduced.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -324,6 +334,8 @@ class BlockNet(DraftHead):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = Selector(config) if config.selector_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
+        if config.draft_vocab_size is not None:
+            self.add_lm_head(config, config.draft_vocab_size)
         # The slots of a block may stand behind the context's end.
         add_rope_table(self, config.llama, config.max_position + config.block_size)
 

@@ -50,6 +50,8 @@ HEADS = {
     "gated": {"markov_rank": 5, "markov_type": "gated", "confidence": True, "layout": "fill-in"},
     "rnn": {"markov_rank": 5, "markov_type": "rnn", "confidence": True},
     "windowed": {"markov_rank": 5, "confidence": True, "window": 7},
+    "reduced": {"markov_rank": 5, "confidence": True, "share": 0.6},
+    "reduced fill-in": {"layout": "fill-in", "share": 0.6},
 }
 LAYERS, SLOTS, MASK = 4, 6, 7
 FIRST = TrainStep(0, 1, (11, 8), (1, 2))
@@ -64,6 +66,8 @@ def target(tmp_path_factory) -> LlamaLM:
 def config_of(llama: LlamaConfig, layers: tuple[int, ...], slots: int, mask: int, name: str) -> BlockConfig:
     shape = dict(HEADS[name])
     made = DFlash2Config if "selector_rank" in shape else BlockConfig
+    if "share" in shape:
+        shape["draft_vocab_size"] = int(shape.pop("share") * llama.vocab_size)
     return made(layers_like(llama, 2, shape.pop("window", None)), layers, slots, mask, **shape)
 
 
@@ -71,15 +75,20 @@ def kind_of(config: BlockConfig) -> str:
     return "dspark" if config.markov_rank else "dflash2" if config.selector_rank else "dflash"
 
 
+def random_head(config: BlockConfig, seed: int, std: float) -> Any:
+    """Random everywhere: what a new one has of zeros would hide mistakes."""
+    torch.manual_seed(seed)
+    head: Any = head_class(kind_of(config))(config).double()
+    for weight in head.parameters():
+        weight.data.normal_(std=std)
+    if config.draft_vocab_size is not None:
+        head.use_draft_vocabulary(torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values)
+    return head
+
+
 @pytest.fixture(params=HEADS)
 def head(request, target) -> Any:
-    """Random everywhere: what a new one has of zeros would hide mistakes."""
-    config = config_of(target.config, (1, 3), SLOTS, MASK, request.param)
-    torch.manual_seed(3)
-    head = head_class(kind_of(config))(config).double()
-    for weight in head.parameters():
-        weight.data.normal_(std=0.4)
-    return head
+    return random_head(config_of(target.config, (1, 3), SLOTS, MASK, request.param), 3, 0.4)
 
 
 def plain(head: Any, target: Any) -> PlainBlock:
@@ -137,7 +146,8 @@ def test_spans_of_a_batch_add_up_to_it(head, target):
         names = [(kind, name) for kind in ("sums", "counts") for name in outputs[-1].sums]
         zero = torch.zeros(())
         totals = [sum(getattr(out, kind).get(name, zero).double() for out in outputs) for kind, name in names]
-        found.append([loss, *totals, *(weight.grad.clone() for weight in head.parameters())])
+        gradients = [weight.grad.clone() for weight in head.parameters() if weight.requires_grad]
+        found.append([loss, *totals, *gradients])
     for whole, *others in zip(*found, strict=True):
         assert all((whole - other).abs().max() < 1e-9 for other in others)
 
@@ -151,14 +161,14 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
     weighting |= {"selector_weight": 0.7} if config.selector_rank else {}
     settings = head.Settings(**weighting, loss_vocab=size)
     output = head.loss(batch, target, settings, FIRST)
-    tokens, log_counts = torch.arange(300), torch.zeros(300)
-    if size:
+    oracle, total, blocks = plain(head, target), 0.0, 0
+    tokens, log_counts = oracle.ids, torch.zeros(len(oracle.ids))
+    if size and config.draft_vocab_size is None:
         # Answers are at 3..8 and 10 of the first text, at 3..7 of the second.
         known = torch.cat([batch.input_ids[0, 4:9], batch.input_ids[1, 4:8]])
         states = torch.cat([batch.features[0, 3:8, -width:], batch.features[1, 3:7, -width:]])
         tokens, log_counts = sampled_columns(target.lm_head, states, known, size, torch.Generator().manual_seed(1))
 
-    oracle, total, blocks = plain(head, target), 0.0, 0
     decay = torch.exp(-torch.arange(config.drafts).double() / 3.0)
     for ids, features, mask, length in zip(batch.input_ids, batch.features, batch.loss_mask, (11, 8), strict=True):
         for anchor in range(1, length - 1):
@@ -173,16 +183,20 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
                 # Teacher forcing: the plain draft's tokens are replaced by the text's.
                 logits, odds, h = forced(oracle, ids[anchor : label + 1].tolist(), states, j)
                 q = (logits[tokens] + log_counts).softmax(0)
-                p = (features[label - 1, -width:] @ oracle.output.T[:, tokens] + log_counts).softmax(0)
+                wanted = target.lm_head(features[label - 1, -width:])
+                p = (wanted[tokens] + log_counts).softmax(0)
                 apart = (p - q).abs().sum()
-                chances.append(float(q[tokens == ids[label]].sum()))
-                own = 0.3 * -q[tokens == ids[label]].log().sum() + 0.6 * apart
+                known = tokens == ids[label]
+                place = int(known.nonzero() if known.any() else p.argmax())
+                chances.append(float(q[place]))
+                own = 0.3 * -q[place].log() + 0.6 * apart
                 own = own + 0.7 * selection(
                     oracle, logits, h, int(ids[label - 1]), tokens, features[label - 1, -width:]
                 )
                 if odds is not None:
                     sure = torch.sigmoid(odds)
-                    accept = (1 - apart / 2).detach()
+                    share = 1 if config.draft_vocab_size is None else wanted.softmax(0)[tokens].sum()
+                    accept = torch.minimum(p * share, q).sum().detach()
                     own = own - 0.5 * (accept * sure.log() + (1 - accept) * (1 - sure).log())
                 losses.append(own)
             if by == "decay":
@@ -200,7 +214,7 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
         return
     settings = dataclasses.replace(settings, confidence_label="match")
     head.loss(batch, target, settings, FIRST).loss.backward()
-    for name, weight in head.named_parameters():
+    for name, weight in ((name, weight) for name, weight in head.named_parameters() if name != "lm_head.weight"):
         torch.manual_seed(1)
         direction, step = torch.randn_like(weight), 1e-6
         values = []
@@ -318,12 +332,7 @@ SAMPLING = SamplingParams(temperature=0.9, top_k=3)
 
 
 def table_head(shape: str) -> Any:
-    config = config_of(TABLE_LAYERS, (1, 2), 3, V - 1, shape)
-    torch.manual_seed(2)
-    head = head_class(kind_of(config))(config).double().requires_grad_(False)
-    for weight in head.parameters():
-        weight.normal_()
-    return head
+    return random_head(config_of(TABLE_LAYERS, (1, 2), 3, V - 1, shape), 2, 1.0).requires_grad_(False)
 
 
 @pytest.mark.parametrize("shape", HEADS)

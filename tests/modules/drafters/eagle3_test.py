@@ -18,9 +18,9 @@ from draftsmith.modules.drafters.eagle3 import (
     Eagle3Head,
     Eagle3Settings,
     default_layers,
-    draft_vocabulary,
     layer_like,
 )
+from draftsmith.modules.drafters.vocabulary import draft_vocabulary
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling, captured_layers
 from draftsmith.modules.rotary import rotate
 from draftsmith.modules.types import FeatureBatch, InputError

@@ -54,7 +54,9 @@ def test_it_reads_the_layers_that_its_trainer_reads(read):
     layers, count = getattr(imported.config, "aux_layers", ()), head.target[1]
     ids = head.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     ids = ids or head.block.get("target_layer_ids")
-    if layers:  # counted as transformers' hidden_states, of which the first is the embedding
+    if states := head.config.get("aux_hidden_state_layer_ids"):  # speculators: resolve_target_layer_ids
+        assert layers == tuple(states)
+    elif layers:  # counted as transformers' hidden_states, of which the first is the embedding
         assert layers == (tuple(number + 1 for number in ids) if ids else (2, count // 2, count - 3))
 
 
