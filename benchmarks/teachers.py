@@ -88,6 +88,7 @@ def read_states(target: Path, config: TeachersConfig, file: Path) -> None:
     from draftsmith.data.store.feature_codec import decode
     from draftsmith.modules.pretrained.checkpoint import Checkpoint
     from draftsmith.modules.pretrained.models import load_outer
+    from draftsmith.modules.targets.base import final_state
 
     checkpoint = Checkpoint(target)
     info = checkpoint.info
@@ -96,7 +97,7 @@ def read_states(target: Path, config: TeachersConfig, file: Path) -> None:
     args = config.output / "vllm.json"
     args.write_text(json.dumps({"enforce_eager": True, "max_num_seqs": 4, "max_model_len": 2 * config.num_tokens}))
     outer = load_outer(str(target), "float32")
-    with VllmStates(checkpoint, (info.num_layers,), config.dtype, "bf16", config.output, args) as source:
+    with VllmStates(checkpoint, (final_state(info.num_layers),), config.dtype, "bf16", config.output, args) as source:
         stored, places = source.read_with_log_probs(row)
         readout = prove_teacher(source, outer, [row]).readout
     states = decode(stored)[:-1].float()  # [T, H], before the final norm

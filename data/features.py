@@ -40,7 +40,7 @@ from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_lm, load_outer
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.targets.proof import prove_reading
 from draftsmith.modules.transfer import to_host_together
 from draftsmith.modules.types import InputError
@@ -115,7 +115,7 @@ def open_states(
     if lm is not None:
         own = OwnStates(lm, aux_layers, config)
         # A head that is not taught by the final state has nothing to prove.
-        if not aux_layers or aux_layers[-1] == lm.info.num_layers:
+        if not aux_layers or aux_layers[-1] == final_state(lm.info.num_layers):
             longest = max(rows.read(0, 16), key=lambda row: len(row["input_ids"]))
             with name_nonfinite([longest["id"]]):
                 own.prove(longest["input_ids"])
@@ -124,7 +124,7 @@ def open_states(
     if (config.output / MANIFEST).exists() and all(read_done(config.output, shard) for shard in plan.shards):
         yield None
         return
-    layers = aux_layers or (target.shape.num_layers,)
+    layers = aux_layers or (final_state(target.shape.num_layers),)
     source: VllmStates | ServedStates
     if config.server is not None:
         source = ServedStates(config.server, config.output)

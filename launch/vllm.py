@@ -58,18 +58,18 @@ def run(config: VllmConfig) -> int:
     from draftsmith.modules.pretrained.checkpoint import Checkpoint
     from draftsmith.modules.pretrained.files import check_disk, make_directory
     from draftsmith.modules.pretrained.hub import loadable
-    from draftsmith.modules.targets.base import check_aux_layers
+    from draftsmith.modules.targets.base import check_aux_layers, final_state
     from draftsmith.modules.types import InputError
 
     if not config.target:
         raise InputError("target", "nothing", "a model", "Pass --target.")
     shape = Checkpoint(config.target).shape
     if config.layers and config.drafter is None:
-        layers = tuple(sorted({*config.layers, shape.num_layers}))
+        layers = tuple(sorted({*config.layers, final_state(shape.num_layers)}))
         check_aux_layers(layers, shape.num_layers)
     else:
-        layers = captured_layers(config.drafter, config.layers, shape) or (shape.num_layers,)
-    options = connector_options(layers, config.states, config.feature_dtype)
+        layers = captured_layers(config.drafter, config.layers, shape) or (final_state(shape.num_layers),)
+    options = connector_options(layers, shape.num_layers, config.states, config.feature_dtype)
     words = ["--model", loadable(config.target), "--served-model-name", config.target]
     words += [] if config.dtype == "auto" else ["--dtype", config.dtype]
     for name, value in options.items():

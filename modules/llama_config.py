@@ -155,7 +155,7 @@ class LlamaHeadConfig:
 class CaptureConfig(LlamaHeadConfig):
     """Config of a head that reads the inputs of some of the target's layers.
 
-    aux_layers: these layers, ascending; number k is the residual state after k layers.
+    aux_layers: these layers, ascending; number k is the residual state after k layers, never normed.
     """
 
     aux_layers: tuple[int, ...]
@@ -192,9 +192,9 @@ def captured_layers(asked: Sequence[int], default: Sequence[int], target: LlamaC
         for layer in layers:
             moved.add(min((k for k in free if k not in moved), key=lambda k: abs(k - layer)))
         layers = tuple(sorted(moved))
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
         shown = " ".join(map(str, layers)) + ("" if asked else ", the default")
-        expected = f"distinct ones below {num_layers}, the target's layers, ascending"
+        expected = f"distinct ones from 0 to {num_layers}, the target's layers, ascending"
         raise InputError("layers", shown, expected, "Pass --layers with such.")
     return layers
 

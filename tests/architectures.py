@@ -36,7 +36,7 @@ from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.targets.proof import Proof, Reference, prove, prove_states
 from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.targets.shape import text_config
@@ -225,12 +225,15 @@ def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
 def states(model: Any, lm: CausalLM) -> bool:
     """Compare states that a session reads in parts with those of a whole forward: by logits, and layer by layer."""
     ids = sample(PROMPT + ANSWER, 3)
-    layers = (0, 1, LAYERS // 2, lm.info.num_layers)
+    num_layers = lm.info.num_layers
+    layers = (0, 1, LAYERS // 2, num_layers, final_state(num_layers))
     whole = model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
     session = lm.session(1, len(ids), layers)
     read = torch.cat([session.extend([part]).features[0] for part in (ids[:PROMPT], ids[PROMPT:])])
     captured = read.split(lm.info.hidden_size, -1)
-    pairs = [(own, whole.hidden_states[number][0]) for own, number in zip(captured, layers, strict=True)]
+    theirs = [*(state[0] for state in whole.hidden_states)]
+    theirs.insert(num_layers, unnormed(model, torch.tensor(ids))[0])
+    pairs = [(own, theirs[number]) for own, number in zip(captured, layers, strict=True)]
     taught = lm.lm_head(lm.features(torch.tensor([ids])))[0]
     in_parts = all(close(*pair, PARTS_ERROR) for pair in [*pairs, (lm.lm_head(captured[-1]), whole.logits[0])])
     return in_parts and close(taught, whole.logits[0])

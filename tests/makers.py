@@ -227,7 +227,8 @@ def speculators_drafts(kind: str, path: Path, text: Text) -> Drafts:
     model._attn_impl, model._create_mask_fn = "eager", create_float_mask
     for layer in model.layers:
         layer.self_attn.config._attn_implementation = "eager"
-    states, vocab = text.states(model.target_layer_ids)[None], text.lm.info.vocab_size
+    # They come from vLLM, which has them in the order of the layers.
+    states, vocab = text.states(sorted(model.target_layer_ids))[None], text.lm.info.vocab_size
     ids = torch.arange(vocab) if model.d2t is None else model.d2t + torch.arange(len(model.d2t))
     if kind == "eagle3":
         logits: list[Tensor] = []

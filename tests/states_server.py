@@ -81,7 +81,7 @@ class StatesServer:
             return {"choices": [self.choice(row, body)]}
         if not self.connector:
             return {"choices": []}
-        layers = list(self.layers) or [self.lm.info.num_layers]
+        layers = list(self.layers) or [self.lm.info.num_layers + 1]
         own = {"row": row_name(row), "directory": str(self.directory), "layers": layers}
         said: dict[str, Any] = {"kv_transfer_params": own}
         params = body["kv_transfer_params"]

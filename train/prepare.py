@@ -26,7 +26,7 @@ from draftsmith.modules.pretrained.heads import starting_head, starting_settings
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.pretrained.stitch import mtp_state
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
@@ -137,7 +137,7 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
 
 def taught_by_final_state(layers: Sequence[int], target: CausalLM) -> bool:
     """Return whether these states (`DraftHead.loss_layers`) end with the one that gives the target's distributions."""
-    return not layers or layers[-1] == target.info.num_layers
+    return not layers or layers[-1] == final_state(target.info.num_layers)
 
 
 def feature_source(
@@ -158,7 +158,7 @@ def feature_source(
 
     stream, teacher = None, None
     if config.features == "vllm":
-        states = tuple(layers) or (target.info.num_layers,)
+        states = tuple(layers) or (final_state(target.info.num_layers),)
         size = token_bytes(target.info.hidden_size * len(states), config.feature_dtype)
         server = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_directory))
         items = [samples[0].item(i, 0) for i in range(min(ANSWERED_ROWS, len(samples[0])))]

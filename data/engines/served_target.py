@@ -24,7 +24,7 @@ from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
 from draftsmith.modules.pretrained.models import load_lm, load_outer
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.proof import TOP
 from draftsmith.modules.targets.readout import Readout
@@ -64,7 +64,7 @@ class ServedLM(OuterLM):
 
     def start(self, layers: Iterable[int]) -> str:
         """Return the command that serves the states of these layers."""
-        words = " ".join(map(str, sorted({*layers} - {self.info.num_layers})))
+        words = " ".join(map(str, sorted({*layers} - {final_state(self.info.num_layers)})))
         return f"draftsmith launch vllm --target {self._target.path}" + (f" --layers {words}" if words else "")
 
     def features(
@@ -76,7 +76,7 @@ class ServedLM(OuterLM):
             InputError: the server has no states, or not of these layers, or gives other distributions.
         """
         assert position_ids is None, "a server numbers positions itself"
-        layers = aux_layers or (self.info.num_layers,)
+        layers = aux_layers or (final_state(self.info.num_layers),)
         if missing := set(layers) - set(self.layers):
             found = f"a server without states of layers {', '.join(map(str, sorted(missing)))}"
             raise InputError("target_server", found, "those that the head reads", f"Start it: {self.start(layers)}")
@@ -90,12 +90,12 @@ class ServedLM(OuterLM):
         return torch.stack(states)  # [B, T, F]
 
     def _read(self, stored: dict[str, Tensor], layers: Sequence[int]) -> Tensor:
-        """Return states [T, F] of these layers, the last one behind the final norm."""
+        """Return states [T, F] of these layers."""
         assert self._norm is not None
         parts = dict(zip(self.layers, decode(stored).unflatten(-1, (len(self.layers), -1)).unbind(1), strict=True))
-        if self.info.num_layers in layers:
-            states = parts[self.info.num_layers].to(self.device)
-            parts[self.info.num_layers] = self._norm.normed(states, self.weights.norm, self.weights.norm_bias)
+        if (final := final_state(self.info.num_layers)) in layers:
+            states = parts[final].to(self.device)
+            parts[final] = self._norm.normed(states, self.weights.norm, self.weights.norm_bias)
         return torch.cat([parts[layer].to(self.device, self.dtype) for layer in layers], -1)
 
     def logits(self, input_ids: Tensor, keep: int) -> Tensor:

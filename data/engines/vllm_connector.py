@@ -9,7 +9,8 @@ and before the final norm: from these a reader finds the norm out (`vllm_states.
 they are normed and of its own type, so that fp8 hides nothing from the proof. Requests without a folder are served as
 usual. With "only_ask": true they are told the spool's directory and the layers, and nothing is written.
 
-States are numbered as here: k is the state after the first k layers. Nothing of vLLM is patched.
+States are numbered as here: k is the state after the first k layers, and one more than all layers stands for that after
+the final norm, of which vLLM has the state before it. Nothing of vLLM is patched.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.spool import SpoolWriter, is_folder, row_name
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.targets.base import final_state
 from draftsmith.modules.targets.readout import NORMS, Readout
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class FinishedRows(KVConnectorMetadata):
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     """Writes the states of finished requests to a spool.
 
-    Extra config: directory, of the spool; feature_dtype, bf16 or fp8.
+    Extra config: directory, of the spool; feature_dtype, bf16 or fp8; layers, whose states are written.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
@@ -85,9 +87,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         speculative = vllm_config.speculative_config
         if speculative is None or speculative.method != "extract_hidden_states" or not self.directory.is_absolute():
             raise ValueError("HiddenStatesConnector needs the method extract_hidden_states and an absolute directory")
-        self.layers = layers = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
-        model = vllm_config.model_config
-        self.final_norm = layers[-1] == model.get_total_num_hidden_layers()
+        kept = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
+        model, self.layers = vllm_config.model_config, list(extra("layers", []))
+        num_layers = model.get_total_num_hidden_layers()
+        self.final_norm = final_state(num_layers) in self.layers
+        # Where each state stands in the cache, which has the one after the last layer once.
+        self.columns = [kept.index(min(layer, num_layers)) for layer in self.layers]
         self.model, self.hidden_size = model.model, model.get_hidden_size()
 
         # Of the scheduler: its group of cache blocks, and rows that the workers have not been told of.
@@ -195,7 +200,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         size, device = self.cache.shape[2], self.cache.device
         places = torch.arange(row.length, device=device)
         blocks = torch.tensor(row.blocks, device=device)[places // size]
-        states = self.cache[blocks, :, places % size]  # [T, L, H]
+        states = self.cache[blocks, :, places % size][:, self.columns]  # [T, L, H]
         if row.readout is not None and self.final_norm:
             final = row.readout.normed(states[:, -1], *self.norm).to(states.dtype)
             states = torch.cat([states[:, :-1], final[:, None]], 1)

@@ -71,12 +71,15 @@ def check_release(version: str) -> None:
         raise InputError("engine", f"vLLM {version}", f"a version from {expected}", remedy)
 
 
-def connector_options(layers: Sequence[int], directory: Path, dtype: FeatureDtype) -> dict[str, dict[str, Any]]:
+def connector_options(
+    layers: Sequence[int], num_layers: int, directory: Path, dtype: FeatureDtype
+) -> dict[str, dict[str, Any]]:
     """Return the arguments by which vLLM hands out the states of these layers, as JSON values.
 
-    layers: ascending; the number of all layers stands for the state behind the final norm.
+    layers: ascending, `targets.base.final_state` among them or not. num_layers: of the target.
     """
-    shape = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    # The connector norms the last state itself.
+    shape = {"hf_config": {"eagle_aux_hidden_state_layer_ids": sorted({min(k, num_layers) for k in layers})}}
     return {
         "speculative_config": {
             "method": "extract_hidden_states",
@@ -87,7 +90,11 @@ def connector_options(layers: Sequence[int], directory: Path, dtype: FeatureDtyp
             "kv_connector": "HiddenStatesConnector",
             "kv_connector_module_path": "draftsmith.data.engines.vllm_connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"directory": str(directory.absolute()), "feature_dtype": dtype},
+            "kv_connector_extra_config": {
+                "directory": str(directory.absolute()),
+                "feature_dtype": dtype,
+                "layers": list(layers),
+            },
         },
     }
 
@@ -123,7 +130,7 @@ class VllmStates:
         directory = Path(self._stack.enter_context(spool))
         if importlib.util.find_spec("vllm") is not None:
             check_release(importlib.metadata.version("vllm"))
-        options = connector_options(layers, directory, feature_dtype)
+        options = connector_options(layers, target.shape.num_layers, directory, feature_dtype)
         self._llm, arguments = open_llm(target, dtype, args, trust_remote_code, options)
         self._stack.callback(self._llm.llm_engine.engine_core.shutdown)
         self.about = {"vllm": importlib.metadata.version("vllm"), **arguments}

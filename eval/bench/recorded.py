@@ -26,7 +26,7 @@ from draftsmith.modules.llama_config import MOST_POSITIONS
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.sampling import best_tokens, entropies, probabilities
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import InputError, SamplingParams
 
 LOGITS = 2**25  # that are computed at once
@@ -133,12 +133,12 @@ class TargetText:
 
 @torch.inference_mode()
 def read_text(target: CausalLM, text: RecordedText, params: SamplingParams, layers: Sequence[int]) -> TargetText:
-    """Read a text once, with the states after these layers and the last one.
+    """Read a text once, with the states after these layers and after the final norm.
 
     Raises:
         NonFinite: the target's logits.
     """
-    ids, last = torch.tensor(text.ids, device=target.device), target.info.num_layers
+    ids, last = torch.tensor(text.ids, device=target.device), final_state(target.info.num_layers)
     layers = sorted({*layers, last})
     features = target.features(ids[None], aux_layers=tuple(layers))[0]  # [T, L * H]
     states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))

@@ -41,7 +41,7 @@ from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import RECORD, foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import InputError
 
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
@@ -225,7 +225,8 @@ def measure(
         return measures + [difference(f"P(accept) of {prob.numel()} states", [(prob, other)]) for other in others]
 
     heads = [head.to(lm.device, lm.dtype).eval() for head in heads]
-    variants = [HeadVariant("", "as it is", head, head.aux_layers or (lm.info.num_layers,)) for head in heads]
+    final = (final_state(lm.info.num_layers),)
+    variants = [HeadVariant("", "as it is", head, head.aux_layers or final) for head in heads]
     if ours is None:
         variants = head_variants(theirs, known_rope(lm), lm, in_files=True)
     depth = longest_draft(COMPARED, variants)
@@ -289,7 +290,7 @@ def acceptance(lm: CausalLM, texts: Sequence[Mapping[str, Any]], trained: Any, e
     """
     shown, taus = [], []
     for head in (trained.to(lm.device, lm.dtype).eval(), exported):
-        variant = HeadVariant("", "as it is", head, head.aux_layers or (lm.info.num_layers,))
+        variant = HeadVariant("", "as it is", head, head.aux_layers or (final_state(lm.info.num_layers),))
         found = measure_texts(lm, texts, [variant], longest_draft(PLACES, [variant]))
         reached = list(itertools.accumulate(found.agreement, operator.mul))
         taus.append(1 + sum(reached))

@@ -20,7 +20,7 @@ from draftsmith.modules.formats.readings import readings
 from draftsmith.modules.llama_config import RotarySettings
 from draftsmith.modules.pretrained.checkpoint import checkpoint_of, shape_of
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import InputError
 
 Rows = Sequence[Mapping[str, Any]]
@@ -81,10 +81,10 @@ def head_variants(
         InputError: the target's server does not have the head's own layers.
     """
     num_layers = target.info.num_layers
-    layers = head.aux_layers or (num_layers,)
+    layers = head.aux_layers or (final_state(num_layers),)
     variants = [HeadVariant("", "as it is", head, layers)]
     if not head.aux_layers and num_layers > 1 and not in_files:  # no directory says which state such heads read
-        label = f"layers {num_layers - 1} in place of {num_layers}"
+        label = f"layers {num_layers - 1} in place of the final norm's state"
         variants.append(HeadVariant("layers", label, head, (num_layers - 1,)))
     device = next(head.parameters()).device
     for other in readings(head.config, stored_tensors(head), num_layers, rope, masks):
@@ -99,7 +99,8 @@ def served_variants(variants: Sequence[HeadVariant], target: ServedLM) -> list[H
     Raises:
         InputError: the first one is not among them.
     """
-    readable = [one for one in variants if {*one.layers, target.info.num_layers} <= {*target.layers}]
+    final = final_state(target.info.num_layers)
+    readable = [one for one in variants if {*one.layers, final} <= {*target.layers}]
     start = target.start({layer for variant in variants for layer in variant.layers})
     if variants[0] not in readable:
         found = f"a server with states of layers {', '.join(map(str, target.layers))}"
@@ -151,7 +152,7 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
     rows: truncated to MOST_TOKENS and the contexts. depth: tokens of the first variant's drafts; the others draft at
     most COMPARED.
     """
-    last = target.info.num_layers
+    last = final_state(target.info.num_layers)
     layers = tuple(sorted({last, *(layer for variant in variants for layer in variant.layers)}))
     context = min([MOST_TOKENS, target.info.max_position, *(variant.head.config.max_position for variant in variants)])
     context -= max(0, depth - COMPARED)  # a draft behind the last token reads its own tokens there

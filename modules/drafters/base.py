@@ -231,7 +231,7 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
         """States of the target that it reads to draft (`CausalLM.session`).
 
         () is the state after the final norm, [.., H]; (2, 5) are the residual states after the first 2 and 5 layers,
-        side by side [.., 2*H].
+        side by side [.., 2*H], neither normed.
         """
         return ()
 

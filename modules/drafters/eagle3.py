@@ -18,6 +18,7 @@ from draftsmith.modules.drafters.vocabulary import VocabularyHead, draft_vocabul
 from draftsmith.modules.layers import Layer, Pair, PairLayer, RMSNorm
 from draftsmith.modules.llama_config import PLAIN, CaptureConfig, LlamaConfig, RopeScaling, captured_layers, layers_of
 from draftsmith.modules.rotary import add_rope_table
+from draftsmith.modules.targets.base import final_state
 from draftsmith.modules.types import InputError, check_config, check_range
 
 
@@ -199,7 +200,7 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
     @classmethod
     def loss_layers(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
         """Return its layers and, last, the final state, which gives the target's distributions."""
-        return (*config.aux_layers, num_layers)
+        return (*config.aux_layers, final_state(num_layers))
 
     def loss_memory(
         self, settings: Eagle3Settings, parts: DocumentParts, share: float, width: int

@@ -155,7 +155,8 @@ class Eagle3Settings(UnrolledSettings):
 
     Attributes:
         layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: 2, L/2 and L-3, or those
-            of the head it starts from. Of other than three, vLLM, SGLang and speculators can serve the head.
+            of the head it starts from. Of other than three, vLLM, SGLang and speculators can serve the head. L is the
+            state after the last layer, before the final norm, for vLLM and speculators.
         draft_vocab: Tokens that it can draft: the most frequent ones of the answers that it is trained on, and those
             that end them. 0, or no less than the target has: all. Default: 32000, or those of the head it starts from.
         rope: Rotary positions of the head: the target's, or plain, without the target's scaling. Default: target, or
@@ -232,7 +233,8 @@ class BlockSettings(HeadSettings):
 
     Attributes:
         layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: five, evenly spaced, or
-            those of the head it starts from.
+            those of the head it starts from. The number of all layers is the state after the last one, before the final
+            norm, for vLLM and speculators.
         num_layers: Decoder layers of the head. Default: 2, or those of the head it starts from.
         block: Tokens that it drafts in a block. Default: 7, or as the head it starts from.
         vary_block: Train on blocks of 2 to `block` tokens, a length drawn for every step. Servers lay a block of as
@@ -257,7 +259,7 @@ class BlockSettings(HeadSettings):
         anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
         loss_vocab: Tokens over which a step computes its loss: half of them the likeliest by the target, half drawn
             from the others, which they stand for. 0: the whole vocabulary, as published; validation and only_confidence
-            always take that.
+            always take that, and heads with a reduced vocabulary theirs.
         ce_weight: Loss weight of the cross-entropy with the text's tokens.
         l1_weight: Loss weight of the distance between the distributions, twice their total variation.
         confidence_weight: Loss weight of the confidence head's cross-entropy.

@@ -219,7 +219,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         # The latter is ModelOpt's.
         first = raw.get("sample_from_anchor", raw.get("shift_label"))
         # A DSpark head without a Markov head is read as DFlash, and laid as DSpark.
-        default = self.kind in self.anchored or architecture(raw) in self.anchored
+        anchored = self.kind in self.anchored or architecture(raw) in self.anchored
         return make(
             llama=dataclasses.replace(
                 llama,
@@ -232,7 +232,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
             aux_layers=self._aux_layers(files, llama.hidden_size),
             block_size=block_size,
             mask_token=_mask_token(raw, llama.vocab_size),
-            layout="anchor-first" if (default if first is None else first) else "fill-in",
+            layout="anchor-first" if (anchored if first is None else first) else "fill-in",
             markov_rank=rank,
             markov_type=raw.get("markov_head_type") or "vanilla",
             confidence=confidence,
@@ -307,8 +307,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         else:
             layers = default_layers(count, wanted)
             files.notes.append(f"{OUTPUTS} is absent: layers {', '.join(str(k - 1) for k in layers)}, as by default")
-        files.check_layers(f"config.json, {field}", numbers or layers, layers, wanted, outputs=True)
-        return layers
+        return files.in_order(f"config.json, {field}", numbers or layers, layers, wanted, field == OUTPUTS)
 
 
 def bare_module(name: str) -> str:

@@ -130,8 +130,7 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
         if layers is None:
             expected = "the target: this is a head that reads its target's layers 2, L/2 and L-3"
             raise InputError("target", "none", expected, "Pass --target.")
-        files.check_layers("layers", layers, layers, count, outputs=False)
-        return layers
+        return files.in_order("layers", layers, layers, count, outputs=False)
 
 
 def default_layers(target: TargetFacts) -> tuple[int, ...] | None:

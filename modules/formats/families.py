@@ -15,6 +15,7 @@ LLAMACPP = {
     "mimo_v2_flash", "minimax_m2", "mistral", "mixtral", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_moe",
     "qwen3_moe", "qwen3_next",
 }  # fmt: skip
+LLAMACPP_LAST = {"deepseek_v4", "mimo_v2_flash", "nemotron_h"}  # with t_layer_inp[n_layer]
 SGLANG_BLOCKS = {
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4", "gemma4_unified", "glm4_moe_lite", "glm_moe_dsa",
     "gpt_oss", "inkling_mm_model", "internlm3", "kimi_k2", "kimi_k25", "laguna", "lfm2", "lfm2_moe", "lfm2_vl", "llama",

@@ -30,7 +30,14 @@ from draftsmith.modules.formats.base import (
     same_values,
 )
 from draftsmith.modules.formats.llama import Fields, architecture
-from draftsmith.modules.llama_config import PARTIAL, ROPE_KINDS, LlamaConfig, LlamaHeadConfig, llama_sizes
+from draftsmith.modules.llama_config import (
+    PARTIAL,
+    ROPE_KINDS,
+    CaptureConfig,
+    LlamaConfig,
+    LlamaHeadConfig,
+    llama_sizes,
+)
 from draftsmith.modules.targets.shape import stated_dtype
 from draftsmith.modules.types import InputError
 
@@ -200,21 +207,31 @@ class HeadFiles:
             raise InputError("fc.weight", found, expected, "Pass its own target, and check config.json and the file.")
         return fc.shape[1] // size
 
-    def check_layers(self, name: str, shown: Sequence[int], layers: Sequence[int], count: int, outputs: bool) -> None:
-        """Raise InputError unless these are `count` layers of the target, ascending.
+    def in_order(
+        self, name: str, shown: Sequence[int], layers: Sequence[int], count: int, outputs: bool
+    ) -> tuple[int, ...]:
+        """Return the layers of the target that a head reads, ascending; put its `fc` in that order where the system has
+        the states in that of the list.
 
         shown: as in the file, where `outputs` means numbers of layers whose outputs are read.
+
+        Raises:
+            InputError: they are not `count` distinct ones.
         """
-        last = None if self.target is None else self.target.num_layers
-        fits = len(layers) == count and list(layers) == sorted(set(layers)) and layers[0] >= 0
-        if fits and layers[-1] == last:
-            expected = "layers before the target's last: systems differ in whether the state after that is normed"
-            raise NotReadHere(name, list(shown), expected)
-        if not fits or (last is not None and layers[-1] > last):
-            expected = f"{count} distinct ones, as fc reads, ascending"
+        last, ordered = None if self.target is None else self.target.num_layers, tuple(sorted(set(layers)))
+        if not len(ordered) == len(layers) == count or ordered[0] < 0 or (last is not None and ordered[-1] > last):
+            expected = f"{count} distinct ones, as fc reads"
             if last is not None:
-                expected += f", outputs of layers below {last - 1}" if outputs else f", below {last}"
+                expected += f", outputs of layers below {last}" if outputs else f", at most {last}"
             raise InputError(name, list(shown), expected, "Pass the target that the head was trained for.")
+        if list(ordered) != list(layers):
+            if self.format.listed_states:
+                parts = dict(zip(layers, self.tensors["fc.weight"].chunk(count, 1), strict=True))
+                self.tensors["fc.weight"] = torch.cat([parts[layer] for layer in ordered], 1)
+            whose = "the list" if self.format.listed_states else "the layers"
+            listed = ", ".join(map(str, shown))
+            self.notes.append(f"{name} {listed}: {self.format.system} has the states in the order of {whose}")
+        return ordered
 
     def longest_text(self, llama: LlamaConfig) -> int:
         """Return the positions of an imported head: at least the target's."""
@@ -239,6 +256,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
         zero_bias: it fills attention biases with zeros before it loads.
         whole_heads: its layers rotate all dimensions of a head. windowless: it ignores a sliding window.
         whole_context: it raises for a head of a shorter context than its target.
+        listed_states: it joins the target's states in the order of the list that names them, not in that of the layers.
         loads: settings of `refused` that it computes in others' directories; vLLM, which serves those, does not.
     """
 
@@ -254,6 +272,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
     whole_heads = False
     windowless = False
     whole_context = False
+    listed_states = False
     loads: tuple[str, ...] = ()
 
     # -- of a kind of head
@@ -315,6 +334,11 @@ class LlamaFormat(HeadFormat, Generic[C]):
 
     def refused(self, config: C, target: TargetFacts | None) -> Iterator[Refusal]:
         """Yield settings that the system ignores or computes with in another way."""
+        if isinstance(config, CaptureConfig) and target is not None and target.num_layers is not None:
+            most = target.num_layers - (not self.gives_last(target))
+            if config.aux_layers[-1] > most:
+                expected = f"at most {most}: {self.system} gives no state behind that"
+                yield "layers", list(config.aux_layers), expected, "Train it with other --layers, or export for vLLM."
         part, window = config.llama.rope_scaling.partial_rotary_factor, config.llama.sliding_window
         if self.whole_heads and part != 1:
             remedy = "Export it with --format vllm, or train it with --rope plain."
@@ -322,6 +346,10 @@ class LlamaFormat(HeadFormat, Generic[C]):
         if self.windowless and window is not None:
             expected = f"none: {self.system} ignores it, and the head attends to the whole text"
             yield "sliding_window", window, expected, "Export it with --format vllm or --format sglang."
+
+    def gives_last(self, target: TargetFacts) -> bool:
+        """Return whether the system gives the head the state after the target's last layer, before the final norm."""
+        return True
 
     def serving_notes(self, config: C, target: TargetFacts | None) -> list[str]:
         """Return what the system's server does with the head that its files do not say."""
@@ -384,7 +412,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
         if target is not None and target.left_out and "lm_head.weight" not in files.tensors and self.kind != "dflash2":
             files.notes.append(f"{self.system} drafts from logits without the target's {target.left_out}")
         # A setting that this system does not compute with.
-        refused = [one for one in self.refused(config, None) if one[0] not in self.loads]
+        refused = [one for one in self.refused(config, target) if one[0] not in self.loads]
         for name, value, expected, _ in refused[:1]:
             files.problems.append(Problem(name, f"is {value}, where {self.system} has {expected}"))
         return ImportedHead(config, as_stored(files.tensors), tuple(files.notes), tuple(files.problems))

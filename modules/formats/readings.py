@@ -27,6 +27,7 @@ from draftsmith.modules.llama_config import (
     RopeScaling,
     RotarySettings,
 )
+from draftsmith.modules.targets.base import final_state
 
 BIASES = {"fc": r"fc\.bias", "q, k and v": r".*\.[qkv]_proj\.bias", "o": r".*\.o_proj\.bias"}
 C = TypeVar("C", bound=LlamaHeadConfig)
@@ -108,13 +109,17 @@ def other_norms(config: Eagle3Config, state: Mapping[str, Tensor]) -> Iterator[R
 
 
 def other_layers(config: CaptureConfig, state: Mapping[str, Tensor], num_layers: int) -> Iterator[Reading]:
-    """Yield readings by other layers of the target: one earlier or later, the default ones, and in opposite order."""
+    """Yield readings by other layers of the target: one earlier or later, the default ones, and in opposite order; for
+    the state after the last layer that after the final norm, the last one of transformers' hidden_states."""
     own = config.aux_layers
     usual = default_layers(num_layers) if isinstance(config, Eagle3Config) else ()
     for layers in dict.fromkeys([*(tuple(number + step for number in own) for step in (-1, 1)), usual]):
-        if own and len(layers) == len(own) and layers != own and layers[0] >= 0 and layers[-1] < num_layers:
+        if own and len(layers) == len(own) and layers != own and layers[0] >= 0 and layers[-1] <= num_layers:
             label = in_place(layers, own, " (the default)" if layers == usual else "")
             yield Reading("layers", label, dataclasses.replace(config, aux_layers=layers), state)
+    if own and own[-1] == num_layers:
+        normed = dataclasses.replace(config, aux_layers=(*own[:-1], final_state(num_layers)))
+        yield Reading("layers", f"the final norm's state in place of layer {num_layers}", normed, state)
     if len(own) > 1:
         turned = {name: reversed_states(name, tensor, len(own)) for name, tensor in state.items()}
         for number in range(len(own) if "fc_norm.0.weight" in state else 0):  # EAGLE-3.1 has one for each layer

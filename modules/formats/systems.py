@@ -49,6 +49,7 @@ from draftsmith.modules.formats.llama_format import Biases, BiasFields, C, HeadF
 from draftsmith.modules.formats.quantized import LAYERS
 from draftsmith.modules.llama_config import (
     BASE,
+    CaptureConfig,
     RopeScaling,
     RotarySettings,
     config_object,
@@ -117,17 +118,12 @@ def count_field(layers: tuple[int, ...]) -> Fields:
     return {} if len(layers) == NUM_STATES else {COUNT: len(layers)}
 
 
-def in_order(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return layer ids as vLLM and SGLang read states: in the order of the layers, whatever the list's."""
-    return None if ids is None else tuple(sorted(set(ids)))
-
-
 def sglang_counts_outputs(ids: Sequence[int], target: TargetFacts | None) -> bool:
     """Return whether SGLang takes layer ids for those of outputs. Two classes of targets go by the numbers."""
     family = "" if target is None else target.served_family
     if family in families.SGLANG_DEEPSEEK:
-        return ids[0] == 1
-    return family != "gpt_oss" or ids[-1] != getattr(target, "num_layers", 0)
+        return min(ids) == 1
+    return family != "gpt_oss" or max(ids) != getattr(target, "num_layers", 0)
 
 
 class ServedEagle3(Eagle3Format):
@@ -264,6 +260,13 @@ class ServedByVllm(LlamaFormat[C]):
             return ""
         return f"{self.whose} {target.served_family} class gives none, and its transformers backend reads no hybrid"
 
+    def refused(self, config: C, target: TargetFacts | None) -> Iterator[Refusal]:
+        yield from super().refused(config, target)
+        others = target is not None and target.served_family not in {"", *families.VLLM}
+        if others and isinstance(config, CaptureConfig) and config.aux_layers[0] == 0:
+            expected = "layers from 1: vLLM's transformers backend gives the last layer's state for 0"
+            yield "layers", list(config.aux_layers), expected, "Train it with other --layers."
+
     def serving_notes(self, config: C, target: TargetFacts | None) -> list[str]:
         if target is None or not target.window or config.llama.sliding_window:
             return []
@@ -315,7 +318,7 @@ class VllmEagle3(Vllm[Eagle3Config], ServedEagle3):
         return Flags.read(raw)._replace(norm_before_residual=bool(raw.get("norm_before_residual", TYPE in raw)))
 
     def layers(self, raw: Raw, target: TargetFacts | None) -> tuple[int, ...] | None:
-        return in_order(layer_ids(raw) or layer_ids(raw, "eagle_config"))
+        return layer_ids(raw) or layer_ids(raw, "eagle_config")
 
     def problems(self, files: HeadFiles) -> Wrong:
         raw, classes = files.raw, ("Eagle3Qwen3ForCausalLM",) if files.qk_norm else self.classes
@@ -357,6 +360,15 @@ class Sglang(LlamaFormat[C]):
     whole_context = True
     lacking = "raises: its {} class does not capture the states of its layers"
     notes = (REQUESTS,)
+
+    def gives_last(self, target: TargetFacts) -> bool:
+        return False
+
+    def refused(self, config: C, target: TargetFacts | None) -> Iterator[Refusal]:
+        yield from super().refused(config, target)
+        if isinstance(config, CaptureConfig) and config.aux_layers[0] == 0:
+            expected = f"layers from 1: {self.system} counts outputs of layers, and the embedding is none"
+            yield "layers", list(config.aux_layers), expected, "Export it with --format vllm or --format speculators."
 
     def problems(self, files: HeadFiles) -> Wrong:
         raw, target = files.raw, files.target
@@ -418,7 +430,7 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
         return Flags.read(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
 
     def layers(self, raw: Raw, target: TargetFacts | None) -> tuple[int, ...] | None:
-        if (ids := in_order(layer_ids(raw, "eagle_config"))) is None:
+        if (ids := layer_ids(raw, "eagle_config")) is None:
             return None
         return tuple(number + sglang_counts_outputs(ids, target) for number in ids)
 
@@ -431,7 +443,10 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
             **super().problems(files),
             TYPE: (TYPE in raw, "does not know such a config.json"),
             "draft_vocab_size": (unsized, "raises, or drops lm_head: write it"),
-            IDS: (above not in (None, read), "does not read it at the top, but in eagle_config"),
+            IDS: (
+                sorted(above or read or ()) != sorted(read or ()),
+                "does not read it at the top, but in eagle_config",
+            ),
             "q_norm": (files.qk_norm, "drops the norms of q and k, and says nothing"),
         }
 
@@ -441,9 +456,6 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
         if config.norm_before_residual:
             expected = f"false: {self.system} ignores it and adds the state as it is"
             yield "norm_before_residual", True, expected, remedy
-        if config.aux_layers[0] == 0:
-            expected = f"layers from 1: {self.system} counts outputs of layers, and the embedding is none"
-            yield "layers", list(config.aux_layers), expected, remedy
         if config.aux_layers[0] == 1 and target is not None and target.served_family in families.SGLANG_DEEPSEEK:
             expected = f"layers from 2: {self.system} reads numbers from 1 as those of a layer later for this target"
             yield "layers", list(config.aux_layers), expected, remedy
@@ -570,6 +582,14 @@ class SpeculatorsBlock(Speculators[BlockConfig], BlockFormat):
     class_names = SPECULATORS_CLASSES
     loads = ("layout", "markov_rank")
 
+    def top_level(self, config: Raw) -> Raw:
+        # Files without it are older than the field.
+        return {"sample_from_anchor": False, **super().top_level(config)}
+
+    def problems(self, files: HeadFiles) -> Wrong:
+        unsaid = self.kind == "dspark" and "sample_from_anchor" not in files.package.config
+        return {**super().problems(files), "sample_from_anchor": (unsaid, "drafts from the anchor: write false")}
+
     def refused(self, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
         yield from super().refused(config, target)
         if self.kind == "dflash2" and target is not None and target.left_out:
@@ -624,6 +644,9 @@ class LlamaCpp(LlamaFormat[C]):
         # A GGUF file has the text alone.
         known = target.family in families.LLAMACPP
         return "" if known else f"aborts: its {target.family} graphs do not give the states of their layers"
+
+    def gives_last(self, target: TargetFacts) -> bool:
+        return target.family in families.LLAMACPP_LAST
 
     def problems(self, files: HeadFiles) -> Wrong:
         return {"config.json": ("gguf" not in files.raw, "reads GGUF files alone")}
@@ -685,6 +708,7 @@ class DeepSpecEagle3(Eagle3Format):
     name, system, writes = "deepspec", "DeepSpec", False
     marks = ("Qwen3Eagle3Model",)
     layer_names = ("layers.0",)
+    listed_states = True
 
     def layers(self, raw: Raw, target: TargetFacts | None) -> tuple[int, ...] | None:
         ids = layer_ids(raw, field=OUTPUTS)
@@ -697,6 +721,7 @@ class DeepSpecBlock(BlockFormat):
     name, system, writes = "deepspec", "DeepSpec", False
     anchored = ("dflash", "dspark")
     reads_part = False
+    listed_states = True
 
     def wrote(self, package: Package) -> bool:
         return architecture(package.config) == "Qwen3DSparkModel" and "num_anchors" in self.top_level(package.config)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_transformers
+from draftsmith.modules.targets.hf import decoder_layers
 from draftsmith.modules.types import InputError, describe_error
 
 OnState = Callable[[int, Tensor], None]
@@ -23,7 +24,8 @@ def read_layerwise(
 ) -> Tensor:
     """Return the target's logits [T, V] of a text [T], computed from its files in this type.
 
-    on_state: called with the number of each layer and the state [T, H] that the layer reads.
+    on_state: called with the number of each layer and the state [T, H] that the layer reads, and with the number of all
+        layers and the state after the last one.
 
     Raises:
         InputError: transformers does not compute this target so.
@@ -49,10 +51,7 @@ def _outer_alone(target: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[Any, 
     whole, found = PreTrainedModel._load_pretrained_model, list[Any]()
 
     def load_outer(model: Any, _state: object, _files: object, how: Any) -> Any:
-        decoder = model.get_decoder() or model.base_model
-        lists = ((name, part) for name, part in decoder.named_modules() if isinstance(part, nn.ModuleList))
-        of_length = (pair for pair in lists if len(pair[1]) == target.info.num_layers)
-        name, layers = next(of_length, ("none", nn.ModuleList()))
+        name, layers = decoder_layers(model, target.info.num_layers)
         numbered = re.compile(rf"(?:^|\.){name.split('.')[-1]}\.(\d+)\.")
         groups: dict[int, list[str]] = {}
         for key in set(target.weights) - set(target.leftovers):
@@ -93,3 +92,7 @@ def _read_when_called(layers: nn.ModuleList, load: Callable[[int], Any], on_stat
 
         layer.register_forward_pre_hook(before, with_kwargs=True)
         layer.register_forward_hook(lambda layer, *_: layer.to("meta") and None)
+    for last in layers[-1:]:
+        last.register_forward_hook(
+            lambda _, __, output: on_state(len(layers), (output if isinstance(output, Tensor) else output[0])[0])
+        )

@@ -64,12 +64,17 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
         raise InputError("tokens", f"id {wrong}", f"ids below {vocab_size}, the model's vocabulary", remedy)
 
 
+def final_state(num_layers: int) -> int:
+    """Return the number, among those of layers, of the state after the final norm: that after the last layer, which is
+    not normed, is `num_layers`."""
+    return num_layers + 1
+
+
 def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Raise InputError for layers that the model does not have, or that are not ascending."""
-    if aux_layers and (
-        list(aux_layers) != sorted(set(aux_layers)) or not 0 <= aux_layers[0] <= aux_layers[-1] <= num_layers
-    ):
-        expected = f"ascending numbers from 0 to {num_layers}, the target's layers"
+    """Raise InputError for states that the model does not have, or that are not ascending."""
+    last = final_state(num_layers)
+    if aux_layers and (list(aux_layers) != sorted(set(aux_layers)) or not 0 <= aux_layers[0] <= aux_layers[-1] <= last):
+        expected = f"ascending numbers from 0 to {num_layers}, the target's layers, or {last}, after the final norm"
         raise InputError("aux_layers", tuple(aux_layers), expected, "Pass the target that the head was trained for.")
 
 
@@ -161,8 +166,8 @@ class CausalLM(Protocol):
         """Make an empty session for at most `rows` rows of at most `capacity` cached tokens each, drafts included.
 
         aux_layers: what features are. (): the state after the final norm. Else the states of the residual stream after
-            the first so many layers, ascending, side by side; after the last layer, the state after the final norm. Of
-            32 layers EAGLE-3 reads (2, 16, 29), and learns from (2, 16, 29, 32).
+            the first so many layers, ascending, side by side; `final_state` stands for that after the final norm. Of 32
+            layers EAGLE-3 reads (2, 16, 29), and learns from (2, 16, 29, 33).
         static: use fixed shapes; None: on CUDA only.
         """
 

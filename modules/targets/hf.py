@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import (
     DynamicLayer,
@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from draftsmith.modules.engine.cache import tree_mask
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, final_state, fit_logits
 from draftsmith.modules.targets.hybrid import LinearStates, Mixers, is_linear
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.self_test import Refusals
@@ -30,6 +30,13 @@ from draftsmith.modules.types import InputError
 
 # Most entries of a mask [T, S] while a text is read: longer texts than 5,792 tokens are read in parts.
 MASK_ELEMENTS = 2**25
+
+
+def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
+    """Return the name of a model's list of decoder layers, and the list; an empty one if none has so many."""
+    decoder = model.get_decoder() or model.base_model
+    lists = ((name, part) for name, part in decoder.named_modules() if isinstance(part, nn.ModuleList))
+    return next((pair for pair in lists if len(pair[1]) == num_layers), ("none", nn.ModuleList()))
 
 
 class HFLM:
@@ -92,20 +99,36 @@ class HFLM:
 
         With layers on several devices they come from the last one; the caller's tensors are on the first.
         """
-        check_aux_layers(aux_layers, self.info.num_layers)
-        output = self.decoder(**inputs, output_hidden_states=bool(aux_layers))
+        num_layers = self.info.num_layers
+        check_aux_layers(aux_layers, num_layers)
+        with self._last_state() if num_layers in aux_layers else nullcontext(list[Tensor]()) as last:
+            output = self.decoder(**inputs, output_hidden_states=bool(aux_layers))
         hidden = output.last_hidden_state.to(self.device)
         if not aux_layers:
             return hidden, hidden
-        states = [
-            hidden if number == self.info.num_layers else output.hidden_states[number].to(self.device)
-            for number in aux_layers
-        ]
+        # Of transformers' states the last one is normed.
+        known = {final_state(num_layers): hidden, **dict(enumerate([*output.hidden_states[:num_layers], *last]))}
+        states = [known[number].to(self.device) for number in aux_layers]
         if any(state.shape != hidden.shape for state in states):
             found = "a model whose layers give several states a token"
             remedy = "Train a head that reads the last state."
             raise InputError("target", found, f"states of width {self.info.hidden_size}", remedy)
         return hidden, torch.cat(states, -1)
+
+    @contextmanager
+    def _last_state(self) -> Iterator[list[Tensor]]:
+        """Yield a list that receives the state after the last layer, before the final norm, from a forward."""
+        found, (_, layers) = list[Tensor](), decoder_layers(self.model, self.info.num_layers)
+        if not layers:
+            remedy = "Train a head that reads the states of other layers."
+            raise InputError("target", "a model whose last layer is not found", "a list of its layers", remedy)
+        keep = layers[-1].register_forward_hook(
+            lambda _, __, output: found.append(output if isinstance(output, Tensor) else output[0])
+        )
+        try:
+            yield found
+        finally:
+            keep.remove()
 
     def logits(self, input_ids: Tensor, keep: int) -> Tensor:
         part = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}

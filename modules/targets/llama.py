@@ -17,7 +17,7 @@ from draftsmith.modules.engine.rows import OneRow, cached_rows, select_outputs
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.rotary import rope_table
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, fit_logits
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, final_state, fit_logits
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
 
@@ -100,8 +100,9 @@ class LlamaLM:
                 if isinstance(cache, KVCache):
                     cache.make_room(window, ids.shape[1], 0)
                 captured: Captured = dict.fromkeys(aux_layers, self.embeddings)
-                final = self.norm(self.stack.chain(self.embed(ids), cache, captured))
-                parts.append(_joined(captured, final, self.info.num_layers) if aux_layers else final)
+                last = self.stack.chain(self.embed(ids), cache, captured)
+                final = self.norm(last)
+                parts.append(_joined(captured, last, final, self.info.num_layers) if aux_layers else final)
                 cache.length += ids.shape[1]
             return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
@@ -188,13 +189,14 @@ class _Capturing:
     def outputs(self, hidden: Tensor, keep: Tensor | slice | None, captured: Captured | None) -> tuple[Tensor, Tensor]:
         """Return logits of the outputs to keep, and all features."""
         lm = self._lm
-        hidden = lm.norm(hidden)  # [T, H] or [B, n, H]
-        logits = lm.lm_head(hidden if keep is None else select_outputs(hidden, keep))
-        return logits, hidden if captured is None else _joined(captured, hidden, lm.info.num_layers)
+        final = lm.norm(hidden)  # [T, H] or [B, n, H]
+        logits = lm.lm_head(final if keep is None else select_outputs(final, keep))
+        return logits, final if captured is None else _joined(captured, hidden, final, lm.info.num_layers)
 
 
-def _joined(captured: Captured, final: Tensor, num_layers: int) -> Tensor:
-    """Join captured states, [.., L*H]; behind the last layer it is the state after the final norm, [.., H]."""
-    if num_layers in captured:
-        captured[num_layers] = final.reshape(-1, final.shape[-1])
+def _joined(captured: Captured, last: Tensor, final: Tensor, num_layers: int) -> Tensor:
+    """Join captured states, [.., L*H], with those [.., H] after the last layer and after the final norm."""
+    for number, state in ((num_layers, last), (final_state(num_layers), final)):
+        if number in captured:
+            captured[number] = state.reshape(-1, final.shape[-1])
     return torch.cat([*captured.values()], -1).view(*final.shape[:-1], -1)

@@ -115,6 +115,7 @@ EAGLE3 = {
     "none": Defect(case="reduced"),
     "ids-by-the-other-count": Defect(both_places(1, 3, 4), case="reduced"),
     "ids-at-the-top-only": Defect({IDS: [1, 3, 6], "eagle_config": ...}, case="layers"),
+    "ids-in-another-order": Defect({IDS: [6, 1, 3]}, case="layers"),
     "ids-in-d2t": Defect(tensors=change("d2t", lambda offsets: offsets + torch.arange(len(offsets))), case="reduced"),
     "no-d2t": Defect(tensors=lost("d2t"), case="reduced"),
     "no-draft_vocab_size": Defect({"draft_vocab_size": ...}, case="reduced"),

@@ -116,6 +116,7 @@ CASES = {
         "whole": Case(ALL),
         "reduced": Case(ALL, shape={"draft_vocab_size": 100}),
         "layers": Case(ALL[1:], shape={"draft_vocab_size": 100, "aux_layers": (1, 3, 6)}),
+        "ends": Case(("vllm", "speculators"), shape={"draft_vocab_size": 100, "aux_layers": (0, 3, 8)}),
         "two": Case(ALL[1:], shape={"draft_vocab_size": 100, "aux_layers": (3, 6), "fc_norm": True}),
         "late": Case(ALL[1:], shape={"draft_vocab_size": 100, "fc_norm": True, "norm_output": True}),
         "residual": Case(("vllm", "speculators"), shape={"norm_before_residual": True}),

@@ -199,7 +199,7 @@ def test_a_server_that_runs_the_target_gives_the_same_diagnosis(responses: Path,
     save_head(tmp_path / "head", planted, {"target": target.info.identity}, "card")
     command = [sys.executable, "-m", "draftsmith", "diagnose", str(tmp_path / "head"), "--target", TARGET]
     command += ["--data", str(greedy)]
-    layers = ["--layers", *map(str, range(1, target.info.num_layers))]
+    layers = ["--layers", *map(str, range(1, target.info.num_layers + 1))]
     with serving(tmp_path / "states", ["--target", TARGET, "--dtype", "float32", *layers]) as server:
         found = [
             subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout.splitlines()

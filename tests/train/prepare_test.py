@@ -207,9 +207,9 @@ def trained(made, name: str, **changes) -> Path:
 
 def test_features_are_the_three_states_and_the_final_one(made):
     target, manifest = load_lm(TARGET), Manifest.read(made.features)
-    assert manifest.identity["target"]["layers"] == "2,6,9,12"
+    assert manifest.identity["target"]["layers"] == "2,6,9,13"
     row = open_dataset(made.features)[0]
-    wanted = target.features(row["input_ids"][None], aux_layers=(2, 6, 9, 12))[0]
+    wanted = target.features(row["input_ids"][None], aux_layers=(2, 6, 9, 13))[0]
     assert row["features"].shape == wanted.shape == (len(row["input_ids"]), 4 * 128)
     assert torch.equal(row["features"], wanted.bfloat16())
     final = target.features(row["input_ids"][None])[0]

@@ -36,7 +36,7 @@ from draftsmith.modules.losses import (
     reach_weights,
     sampled_columns,
 )
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
@@ -192,7 +192,7 @@ class BlockHead(BlockNet):
     @classmethod
     def loss_layers(cls, config: BlockConfig, num_layers: int) -> tuple[int, ...]:
         """Return its layers and, last, the final state, which gives the target's distributions."""
-        return (*config.aux_layers, num_layers)
+        return (*config.aux_layers, final_state(num_layers))
 
     @classmethod
     def loss_count(cls, batch: FeatureBatch, settings: BlockSettings) -> float:

@@ -249,9 +249,9 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
     assert draft_vocabulary(counts, 7).tolist() == list(range(7))
 
 
-@pytest.mark.parametrize(("asked", "layers"), [((), 6), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 8), 8)])
+@pytest.mark.parametrize(("asked", "layers"), [((), 6), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 9), 8)])
 def test_layers_that_collapse_are_refused(asked: tuple[int, ...], layers: int) -> None:
-    with pytest.raises(InputError, match=f"layers: found .*, expected distinct ones below {layers}"):
+    with pytest.raises(InputError, match=f"layers: found .*, expected distinct ones from 0 to {layers}"):
         captured_layers(asked, default_layers(layers), dataclasses.replace(LLAMA, num_layers=layers))
 
 

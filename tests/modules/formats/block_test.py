@@ -20,6 +20,7 @@ from draftsmith.modules.rotary import rope_frequencies
 from draftsmith.modules.types import InputError
 
 SERVERS = ("vllm", "sglang", "speculators")
+OWN_VOCABULARY = ("vllm", "speculators", "llamacpp")
 CAPTURE, OUTPUTS, SLOTS, MASK = (2, 5, 9), [1, 4, 8], 4, 17
 SELECTOR = {"conv_kernel": 3, "conv_group": 2, "selector_rank": 3, "selector_top_k": 3}
 # Kind and shape -> the systems that hold it.
@@ -35,6 +36,10 @@ HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "filling": ("dspark", {"markov_rank": 3, "confidence": True, "layout": "fill-in"}, (*SERVERS, "llamacpp")),
     "gated": ("dspark", {"markov_rank": 3, "confidence": True, "markov_type": "gated"}, ("sglang", "speculators")),
     "rnn": ("dspark", {"markov_rank": 3, "markov_type": "rnn"}, ("sglang", "speculators")),
+    "reduced": ("dspark", {"markov_rank": 3, "confidence": True, "draft_vocab_size": 12}, OWN_VOCABULARY),
+    "reduced fill-in": ("dflash", {"layout": "fill-in", "draft_vocab_size": 12}, OWN_VOCABULARY),
+    # The embedding and the state after the last of twelve layers.
+    "ends": ("dspark", {"markov_rank": 3, "aux_layers": (0, 5, 12)}, ("vllm", "speculators")),
 }
 CASES = [(case, name) for case, (_, _, names) in HELD.items() for name in names]
 
@@ -43,14 +48,16 @@ def random_block(case: str = "dspark", **changes: Any) -> Any:
     """Return a head whose parameters are all random."""
     kind, shape, _ = HELD[case]
     shape = {**shape, **changes}
-    window, rope = shape.pop("window", None), shape.pop("rope", None)
+    window, rope, layers_read = shape.pop("window", None), shape.pop("rope", None), shape.pop("aux_layers", CAPTURE)
     layers = layers_like(llama(**({} if rope is None else {"rope_scaling": rope})), 2)
     torch.manual_seed(4)
     fields = {**vars(layers), "sliding_window": window}
     made = head_class(kind)
-    head = made(made.Config(type(layers)(**fields), CAPTURE, SLOTS, MASK, **shape)).requires_grad_(False)
+    head = made(made.Config(type(layers)(**fields), layers_read, SLOTS, MASK, **shape)).requires_grad_(False)
     for weight in head.parameters():
         weight.normal_(std=0.4)
+    if head.tokens is not None:
+        head.use_draft_vocabulary(torch.randperm(V)[: len(head.tokens)].sort().values)
     return head
 
 
@@ -130,7 +137,13 @@ REFUSED = [
     ("dflash2", {"confidence": True}, "markov_rank, confidence: found True, expected neither in a dflash2", SERVERS),
     ("dflash", {"markov_rank": 2}, "markov_rank, confidence: found 2.*train dspark", SERVERS),
     ("half a head", {}, "partial_rotary_factor: found 0.5, expected 1: speculators rotates whole", ("speculators",)),
-]
+    ("reduced", {}, "draft_vocab_size: found 12, expected the target's whole vocabulary: SGLang maps no", ("sglang",)),
+    ("ends", {"aux_layers": (2, 5, 12)}, r"layers: found \[2, 5, 12\], expected at most 11: .* gives no",
+     ("sglang", "llamacpp")),
+    ("ends", {"aux_layers": (0, 5, 9)}, "expected layers from 1: SGLang counts outputs", ("sglang",)),
+    # After the final norm.
+    ("ends", {"aux_layers": (2, 5, 13)}, "expected at most 12: .* gives no state behind", ("vllm", "speculators")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "changes", "reason", "names"), REFUSED)
@@ -224,6 +237,8 @@ DEFECTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, list[str
     "llama": ("dflash", {"model_type": "llama"}, {}, {"vllm": ["model_type"], "sglang": ["model_type"]}),
     "sampled from the anchor": ("dflash", {"sample_from_anchor": True}, {}, {"vllm": ["layout"], "sglang": ["layout"]}),
     "gated": ("gated", {}, {}, {"vllm": ["markov_type"], "sglang": []}),
+    "the last state": ("dspark", {"target_layer_ids": [1, 4, 11]}, {}, {"vllm": [], "sglang": ["layers"]}),
+    "the embedding": ("dspark", {"target_layer_ids": [-1, 4, 8]}, {}, {"vllm": [], "sglang": ["layers"]}),
     "prefix": ("dflash", {}, {"model.fc.weight": "fc.weight"}, {"vllm": ["model."], "sglang": ["model."]}),
 }  # fmt: skip
 
@@ -245,10 +260,32 @@ def test_silent_traps_are_other_heads():
     late = changed(written("vllm"), {"target_layer_ids": [2, 5, 9]})
     assert read["vllm"](late, TARGET).config.aux_layers == (3, 6, 10)
     assert read["vllm"](changed(written("vllm"), {"mask_token_id": 0}), TARGET).config.mask_token == 0
-    # Without the flag a directory of speculators is two heads.
+    # Without the flag a directory is older than it, and filled in; speculators 0.9 would draft from the anchor.
     unsaid = changed(written("speculators"), {"sample_from_anchor": ...})
-    assert read["speculators"](unsaid, TARGET).config.layout == "anchor-first"
-    assert read["vllm"](unsaid, TARGET).config.layout == "fill-in"
+    assert where(read["speculators"](unsaid, TARGET)) == ["sample_from_anchor"]
+    assert all(read[name](unsaid, TARGET).config.layout == "fill-in" for name in ("vllm", "speculators"))
+
+
+def test_rows_of_drafted_tokens_in_any_order_come_back_sorted():
+    head, package, order = random_block("reduced"), written("vllm", "reduced"), torch.randperm(12)
+    rows = {name: package.tensors[name][order] for name in ("lm_head.weight", "markov_head.markov_w2.weight")}
+    offsets = {"d2t": head.d2t[order] - torch.arange(12)}
+    imported = formats()["vllm", "dspark"].read(changed(package, {}, rows | offsets), TARGET)
+    assert_same(imported, head)
+    assert imported.notes == ("the draft vocabulary is sorted by id",)
+
+
+def test_states_are_joined_by_the_layers_and_by_deepspecs_list():
+    """Servers capture states layer by layer; DeepSpec's extract_context_feature follows the list."""
+    head, listed = random_block(), {"target_layer_ids": [8, 1, 4]}
+    served = formats()["vllm", "dspark"].read(changed(written("vllm"), listed), TARGET)
+    assert_same(served, head)
+    (note,) = served.notes
+    assert note.endswith("target_layer_ids 8, 1, 4: vLLM has the states in the order of the layers")
+    trained = formats()["deepspec", "dspark"].read(deepspec("dspark", **listed), TARGET)
+    first, second, third = head.fc.weight.chunk(3, 1)
+    assert trained.config.aux_layers == CAPTURE
+    assert torch.equal(trained.state["fc.weight"], torch.cat([second, third, first], 1))
 
 
 def test_vllm_takes_the_causality_of_windows_for_that_of_all_layers():
@@ -283,8 +320,9 @@ UNREADABLE = [
     ("dspark", {}, {"markov_head.markov_w2.weight": None}, "markov_head.markov_w2.weight is missing"),
     ("dspark", {}, {"confidence_head.proj.bias": None}, "proj.bias is missing"),
     ("dspark", {"target_layer_ids": [1, 4]}, {}, r"target_layer_ids: found \[1, 4\], expected 3 distinct"),
-    ("dspark", {"target_layer_ids": [1, 4, 12]}, {}, r"outputs of layers below 11"),
-    ("dspark", {"target_layer_ids": [1, 4, 11]}, {}, r"whether the state after that is normed"),
+    ("dspark", {"target_layer_ids": [1, 4, 12]}, {}, r"outputs of layers below 12"),
+    ("dspark", {"target_layer_ids": [1, 4, 4]}, {}, r"found \[1, 4, 4\], expected 3 distinct"),
+    ("dspark", {"draft_vocab_size": 12}, {}, "d2t: found none, and no t2d"),
     ("dspark", {"mask_token_id": V}, {}, "mask_token_id: found 20, expected a token of the target's 20"),
     ("dspark", {"markov_head_type": "cond"}, {}, "markov_type: found 'cond'"),
     ("dspark", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "layer_types.*layers of one kind"),

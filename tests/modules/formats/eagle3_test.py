@@ -288,7 +288,7 @@ UNREADABLE = [
     ({}, {"d2t": torch.zeros(len(D2T), dtype=torch.int64) + 19}, "d2t: found ids of"),
     ({}, {"t2d": torch.ones(V, dtype=torch.bool)}, "d2t: found ids of"),
     ({"draft_vocab_size": 9}, {}, "draft_vocab_size: found 9, expected the 8 rows of lm_head"),
-    ({IDS: [2, 6, 14]}, {}, r"layers: found \[2, 6, 14\], expected 3 distinct ones.*below 12"),
+    ({IDS: [2, 6, 14]}, {}, r"layers: found \[2, 6, 14\], expected 3 distinct ones.*at most 12"),
     ({IDS: "2,6,9"}, {}, "expected a list of integers"),
     ({"fc_norm": True}, {}, "fc_norm: found no norm of the target's states in the file"),
     ({"norm_before_fc": True}, {}, r"norm_before_fc: found no norm .* \(input_norm.weight\)"),

@@ -138,7 +138,7 @@ def test_the_mlp_of_a_long_text_runs_in_pieces(case_of, monkeypatch):
     with torch.no_grad():
         states = case.oracle.model(ids, use_cache=False, output_hidden_states=True).hidden_states
     monkeypatch.setattr(lean, "MLP_ROWS", 11)
-    assert_close(lm.features(ids, aux_layers=(0, 1, 2)), torch.cat(states, -1))
+    assert_close(lm.features(ids, aux_layers=(0, 1, 3)), torch.cat(states, -1))
 
 
 @pytest.mark.parametrize(("name", "engine"), variants("lean", "lean static", "hf"))
@@ -200,11 +200,15 @@ def test_right_after_compaction(case_of, name, engine, path):
 def test_captured_states_are_transformers_own(case_of, name, engine):
     """Of whole texts and of texts read in parts, as chains and as trees, however they are cached."""
     case = case_of(name)
-    lm, tokens = case.engines[engine], case.tokens(17)
+    lm, tokens, before = case.engines[engine], case.tokens(17), list[torch.Tensor]()
+    watch = case.oracle.model.norm.register_forward_pre_hook(lambda _, given: before.append(given[0]))
     with torch.no_grad():
         states = case.oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    assert len(states) > 2  # the embeddings, and what each layer leaves; the last one is normed
-    for aux_layers in ((0, 1), (1,), (0, 2), (2,)):
+    watch.remove()
+    # The embeddings, and what each of two layers leaves; the last one of transformers is normed.
+    states = [*states[:2], *before, *states[2:]]
+    assert len(states) == 4
+    for aux_layers in ((0, 1), (1,), (0, 2), (2, 3), (3,)):
         expected = torch.cat([states[number] for number in aux_layers], -1)
         assert_close(lm.features(torch.tensor([tokens]), aux_layers=aux_layers), expected)
         for rows, static in [(1, False)] if engine == "hf" else [(1, False), (1, True), (2, False)]:
@@ -215,7 +219,7 @@ def test_captured_states_are_transformers_own(case_of, name, engine):
             features.append(session.extend([tokens[9:]], [range(-1, 7)]).features[:, :8])
             assert_close(torch.cat(features, 1), expected)
     with pytest.raises(ValueError, match="aux_layers"):
-        lm.session(1, 40, (lm.info.num_layers + 1,)).extend([tokens])
+        lm.session(1, 40, (lm.info.num_layers + 2,)).extend([tokens])
 
 
 def test_features_are_those_of_decoding_under_a_trainings_autocast(case_of):

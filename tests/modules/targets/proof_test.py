@@ -29,7 +29,7 @@ def test_stored_states_of_the_target_pass(target):
 
 
 def test_wrong_teachers_are_refused(target):
-    right = target.features(TEXT[None], aux_layers=(11, 12))[0]
+    right = target.features(TEXT[None], aux_layers=(11, 13))[0]
     width = target.info.hidden_size
     before, states = right[:, :width], right[:, width:]
     prove_states(target, TEXT, states, torch.float32, "the target")
