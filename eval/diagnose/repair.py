@@ -99,7 +99,8 @@ def search(
         if best is None:
             break
         chosen = variants[best]
-        depth = COMPARED if isinstance(found.config, BlockConfig) else 1
+        same_first = torch.equal(*(measured.lengths[number] > 0 for number in (0, best)))
+        depth = COMPARED if same_first or isinstance(found.config, BlockConfig) else 1
         before, after = (Share.of(measured, number, depth) for number in (0, best))
         corrections.append(Correction(chosen.factor, chosen.label, depth, before, after))
         found = chosen.head
