@@ -31,7 +31,7 @@ from draftsmith.modules.formats.llama import (
     window_fields,
 )
 from draftsmith.modules.formats.llama_format import PLAIN_VALUES, BiasFields, HeadFiles, LlamaFormat, Refusal
-from draftsmith.modules.formats.vocabulary import draft_size, take_tables, take_vocabulary
+from draftsmith.modules.formats.vocabulary import take_vocabulary
 from draftsmith.modules.llama_config import PARTIAL, LlamaConfig, positive
 from draftsmith.modules.types import InputError
 
@@ -279,14 +279,11 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         tensors, target = files.tensors, files.target
         for name in OF_TARGET:
             tensors.pop(name, None)
-        if draft_size(files, vocab) != vocab:
-            return take_vocabulary(files, vocab, ("lm_head.weight", "markov_head.markov_w2.weight"))
-        if not torch.equal(take_tables(files, vocab, vocab), torch.arange(vocab)):
-            raise InputError(
-                "d2t", "another order", "that of the target's tokens: all are drafted", "Correct the file."
-            )
-        if (lm_head := tensors.pop("lm_head.weight", None)) is None:
+        if files.raw.get("draft_vocab_size") in (None, vocab) and not {"d2t", "t2d", "lm_head.weight"} & tensors.keys():
             return None
+        if (drafted := take_vocabulary(files, vocab, ("markov_head.markov_w2.weight",))) != vocab:
+            return drafted
+        lm_head = tensors.pop("lm_head.weight")
         if target is None or target.lm_head is None:
             raise InputError("lm_head.weight", "a copy", "the target to compare it with", "Pass --target.")
         if not same_values(lm_head, target.lm_head):

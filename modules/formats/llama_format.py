@@ -251,6 +251,8 @@ class LlamaFormat(HeadFormat, Generic[C]):
         marks: fields of `config.json`, or values of `architectures`, that no other system's directories have.
         families: model types of targets whose layers' states the system gives the head; None for all.
         lacking: what the system does with other targets, for the error.
+        with_last: model types of targets of which it gives the state after the last layer, before the final norm; None
+            for all.
         bias_fields: of `config.json`, any of which lets the system create a bias.
         prefix: it also reads names that begin with `model.`.
         zero_bias: it fills attention biases with zeros before it loads.
@@ -266,6 +268,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
     marks: tuple[str, ...] = ()
     families: Set[str] | None = None
     lacking = ""
+    with_last: Set[str] | None = None
     bias_fields = BiasFields()
     prefix = False
     zero_bias = False
@@ -335,7 +338,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
     def refused(self, config: C, target: TargetFacts | None) -> Iterator[Refusal]:
         """Yield settings that the system ignores or computes with in another way."""
         if isinstance(config, CaptureConfig) and target is not None and target.num_layers is not None:
-            most = target.num_layers - (not self.gives_last(target))
+            most = target.num_layers - (self.with_last is not None and target.family not in self.with_last)
             if config.aux_layers[-1] > most:
                 expected = f"at most {most}: {self.system} gives no state behind that"
                 yield "layers", list(config.aux_layers), expected, "Train it with other --layers, or export for vLLM."
@@ -346,10 +349,6 @@ class LlamaFormat(HeadFormat, Generic[C]):
         if self.windowless and window is not None:
             expected = f"none: {self.system} ignores it, and the head attends to the whole text"
             yield "sliding_window", window, expected, "Export it with --format vllm or --format sglang."
-
-    def gives_last(self, target: TargetFacts) -> bool:
-        """Return whether the system gives the head the state after the target's last layer, before the final norm."""
-        return True
 
     def serving_notes(self, config: C, target: TargetFacts | None) -> list[str]:
         """Return what the system's server does with the head that its files do not say."""

@@ -360,9 +360,7 @@ class Sglang(LlamaFormat[C]):
     whole_context = True
     lacking = "raises: its {} class does not capture the states of its layers"
     notes = (REQUESTS,)
-
-    def gives_last(self, target: TargetFacts) -> bool:
-        return False
+    with_last: frozenset[str] = frozenset()
 
     def refused(self, config: C, target: TargetFacts | None) -> Iterator[Refusal]:
         yield from super().refused(config, target)
@@ -639,14 +637,12 @@ def speculators_config(kind: str, num_drafted: int, target: TargetFacts | None) 
 class LlamaCpp(LlamaFormat[C]):
     name, system = "llamacpp", "llama.cpp"
     marks = ("gguf",)
+    with_last = families.LLAMACPP_LAST
 
     def without_states(self, target: TargetFacts) -> str:
         # A GGUF file has the text alone.
         known = target.family in families.LLAMACPP
         return "" if known else f"aborts: its {target.family} graphs do not give the states of their layers"
-
-    def gives_last(self, target: TargetFacts) -> bool:
-        return target.family in families.LLAMACPP_LAST
 
     def problems(self, files: HeadFiles) -> Wrong:
         return {"config.json": ("gguf" not in files.raw, "reads GGUF files alone")}

@@ -17,12 +17,18 @@ from draftsmith.modules.llama_config import positive
 from draftsmith.modules.types import InputError
 
 
-def draft_size(files: HeadFiles, vocab: int) -> int:
-    """Return how many of the target's tokens a head can draft."""
-    raw, lm_head = files.raw, files.tensors.get("lm_head.weight")
-    if lm_head is not None and lm_head.ndim != 2:
-        found = f"a tensor {list(lm_head.shape)}"
-        raise InputError("lm_head.weight", found, "2 dimension(s)", "Fetch the head again.")
+def take_vocabulary(files: HeadFiles, vocab: int, by_row: Sequence[str] = ()) -> int:
+    """Return the size of the draft vocabulary.
+
+    Replaces the tables by ascending ids `d2t`, if the vocabulary is reduced; adds a missing lm_head. by_row: tensors
+    beside lm_head with a row for each drafted token.
+    """
+    raw, tensors, target = files.raw, files.tensors, files.target
+    offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    lm_head = tensors.get("lm_head.weight")
+    for name, tensor, dims in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
+        if tensor is not None and tensor.ndim != dims:
+            raise InputError(name, f"a tensor {list(tensor.shape)}", f"{dims} dimension(s)", "Fetch the head again.")
     rows = vocab if lm_head is None else len(lm_head)
     drafted = positive(raw, "draft_vocab_size", rows) if raw.get("draft_vocab_size") else rows
     if lm_head is not None and len(lm_head) != drafted:
@@ -30,31 +36,11 @@ def draft_size(files: HeadFiles, vocab: int) -> int:
         raise InputError("config.json, draft_vocab_size", drafted, f"the {len(lm_head)} rows of lm_head", remedy)
     if drafted != vocab and not raw.get("draft_vocab_size"):
         files.problems.append(Problem("draft_vocab_size", f"is missing, and lm_head has {drafted} rows"))
-    return drafted
-
-
-def take_tables(files: HeadFiles, vocab: int, drafted: int) -> Tensor:
-    """Remove the tables; return the target's ids of the drafted tokens, in the order of the rows."""
-    offsets, marks = files.tensors.pop("d2t", None), files.tensors.pop("t2d", None)
-    for name, tensor in (("d2t", offsets), ("t2d", marks)):
-        if tensor is not None and tensor.ndim != 1:
-            raise InputError(name, f"a tensor {list(tensor.shape)}", "1 dimension(s)", "Fetch the head again.")
     ids = drafted_ids(offsets, marks, vocab, drafted, files.problems)
     if len(ids) != drafted or not valid_table(ids, marks, vocab):
         expected = f"{drafted} different ones of the target's {vocab}, those that t2d marks"
         raise InputError("d2t", f"ids of {len(ids)} tokens", expected, "Fetch the head again.")
-    return ids
-
-
-def take_vocabulary(files: HeadFiles, vocab: int, by_row: Sequence[str] = ("lm_head.weight",)) -> int:
-    """Return the size of the draft vocabulary.
-
-    Replaces the tables by ascending ids `d2t`, if the vocabulary is reduced; adds a missing lm_head. by_row: tensors
-    with a row for each drafted token.
-    """
-    tensors, target, drafted = files.tensors, files.target, draft_size(files, vocab)
-    ids = take_tables(files, vocab, drafted)
-    if "lm_head.weight" not in tensors:
+    if lm_head is None:
         if target is None or target.lm_head is None:
             raise InputError("lm_head.weight", "none", "one, or the target whose own it is", "Pass --target.")
         tensors["lm_head.weight"] = target.lm_head[ids].clone()
@@ -64,8 +50,8 @@ def take_vocabulary(files: HeadFiles, vocab: int, by_row: Sequence[str] = ("lm_h
     # Ours are ascending: a training draws the most frequent tokens in any order.
     order = ids.argsort()
     if not torch.equal(ids[order], ids):
-        ids = ids[order]
-        tensors |= {name: tensors[name][order] for name in by_row if len(tensors.get(name, ())) == drafted}
+        ids, sorted_rows = ids[order], ("lm_head.weight", *by_row)
+        tensors |= {name: tensors[name][order] for name in sorted_rows if len(tensors.get(name, ())) == drafted}
         files.notes.append("the draft vocabulary is sorted by id")
     if drafted != vocab:
         tensors["d2t"] = ids
