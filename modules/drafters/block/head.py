@@ -355,8 +355,8 @@ class BlockHead(BlockNet):
 
 
 class DFlashHead(BlockHead):
-    """DFlash: drafts a block in one pass, each token from its slot alone; the target's embedding and lm_head are not in
-    this directory."""
+    """DFlash: drafts a block in one pass, each token from its slot alone; the target's embedding and whole lm_head are
+    not in this directory."""
 
     kind = "dflash"
     drafts = ("chain", "tree", "static")
@@ -365,7 +365,7 @@ class DFlashHead(BlockHead):
 
 class DFlash2Head(BlockHead):
     """DFlash2: drafts a block in one pass with convolutions over its slots; a selector then chooses each token among
-    its slot's likeliest, by the token before. The target's embedding and lm_head are not in this directory."""
+    its slot's likeliest, by the token before. The target's embedding and whole lm_head are not in this directory."""
 
     kind = "dflash2"
     drafts = ("chain", "tree", "static")
@@ -377,7 +377,8 @@ class DFlash2Head(BlockHead):
 
 class DSparkHead(BlockHead):
     """DSpark: drafts a block in one pass; a Markov head then lets each token depend on the one before it, and a
-    confidence head says how likely each is accepted. The target's embedding and lm_head are not in this directory."""
+    confidence head says how likely each is accepted. The target's embedding and whole lm_head are not in this
+    directory."""
 
     kind = "dspark"
     drafts = ("chain", "tree", "static", "confidence")
