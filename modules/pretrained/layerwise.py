@@ -51,7 +51,7 @@ def _outer_alone(target: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[Any, 
     whole, found = PreTrainedModel._load_pretrained_model, list[Any]()
 
     def load_outer(model: Any, _state: object, _files: object, how: Any) -> Any:
-        name, layers = decoder_layers(model, target.info.num_layers)
+        name, layers = decoder_layers(model, target.info.num_layers, target.info.num_layers)
         numbered = re.compile(rf"(?:^|\.){name.split('.')[-1]}\.(\d+)\.")
         groups: dict[int, list[str]] = {}
         for key in set(target.weights) - set(target.leftovers):

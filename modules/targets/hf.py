@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from draftsmith.modules.engine.cache import tree_mask
+from draftsmith.modules.llama_config import MOST_LAYERS
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, final_state, fit_logits
 from draftsmith.modules.targets.hybrid import LinearStates, Mixers, is_linear
 from draftsmith.modules.targets.readout import Readout
@@ -32,11 +33,11 @@ from draftsmith.modules.types import InputError
 MASK_ELEMENTS = 2**25
 
 
-def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: Any, least: int, most: int) -> tuple[str, nn.ModuleList]:
     """Return the name of a model's list of decoder layers, and the list; an empty one if none has so many."""
     decoder = model.get_decoder() or model.base_model
     lists = ((name, part) for name, part in decoder.named_modules() if isinstance(part, nn.ModuleList))
-    return next((pair for pair in lists if len(pair[1]) == num_layers), ("none", nn.ModuleList()))
+    return next((pair for pair in lists if least <= len(pair[1]) <= most), ("none", nn.ModuleList()))
 
 
 class HFLM:
@@ -118,17 +119,21 @@ class HFLM:
     @contextmanager
     def _last_state(self) -> Iterator[list[Tensor]]:
         """Yield a list that receives the state after the last layer, before the final norm, from a forward."""
-        found, (_, layers) = list[Tensor](), decoder_layers(self.model, self.info.num_layers)
+        # Layers for images are not counted, nor called for a text.
+        found, (_, layers) = list[Tensor](), decoder_layers(self.model, self.info.num_layers, MOST_LAYERS)
         if not layers:
             remedy = "Train a head that reads the states of other layers."
             raise InputError("target", "a model whose last layer is not found", "a list of its layers", remedy)
-        keep = layers[-1].register_forward_hook(
-            lambda _, __, output: found.append(output if isinstance(output, Tensor) else output[0])
-        )
+
+        def keep(_: nn.Module, __: object, output: Any) -> None:
+            found[:] = [output if isinstance(output, Tensor) else output[0]]
+
+        hooks = [layer.register_forward_hook(keep) for layer in layers]
         try:
             yield found
         finally:
-            keep.remove()
+            for hook in hooks:
+                hook.remove()
 
     def logits(self, input_ids: Tensor, keep: int) -> Tensor:
         part = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
