@@ -240,7 +240,8 @@ def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMe
 
     tokens, choices = measures.unknown
     text = f"it cannot draft {tokens:.1%} of the answers' tokens, {choices:.1%} of the target's first choices"
-    advice = "its draft vocabulary lacks tokens that the target often says. Train with a larger --draft-vocab (0: all)."
+    larger = "with a larger --draft-vocab (0: all)" if "draft_vocab" in head.shape(head.config) else "a new head"
+    advice = f"its draft vocabulary lacks tokens that the target often says. Train {larger}."
     yield Finding("vocabulary", text, choices if choices > UNKNOWN else 0.0, advice)
 
     agreement, ttt_steps = measures.agreement, (manifest.get("config") or {}).get(head.depth_option)

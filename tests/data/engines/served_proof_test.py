@@ -31,7 +31,7 @@ from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.targets.proof import Proof, Served
 from draftsmith.modules.types import InputError, SamplingParams
 
-LAYERS, EXPERTS_LAYERS = (2, 6, 12, 13), (2, 4, 7)
+LAYERS, EXPERTS_LAYERS = (2, 6, 9, 13), (2, 4, 7)
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 
 
@@ -144,7 +144,7 @@ def test_a_server_of_another_model_is_refused(target, recorded, tmp_path, name) 
         return
     found = prove("embedded:target", served, recorded, tmp_path)
     assert found.kl == pytest.approx(kl, rel=0.3, abs=1e-3) and found.tokens == len(text) and found.first > 0.99
-    assert found.layers == [2, 6, 12] and 0.005 < found.off < 0.1
+    assert found.layers == [2, 6, 9] and 0.005 < found.off < 0.1
     assert max(map(len, str(found).splitlines())) <= 80
 
 
