@@ -72,7 +72,7 @@ class EagleHead(UnrolledHead[EagleConfig, EagleSettings]):
     Config, Settings = EagleConfig, EagleSettings
     # The last token has no state behind it to learn, and the one before no token to predict.
     num_lost_rows = 2
-    # `read_keys` knows a single layer.
+    # Its noise is drawn for whole texts.
     takes_spans: ClassVar[bool] = False
     monitor: ClassVar[str] = "top1"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,16 @@ from draftsmith.modules.drafters.eagle import rope_of
 from draftsmith.modules.drafters.settings import Eagle3Settings, Options
 from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.drafters.vocabulary import VocabularyHead, draft_vocabulary
-from draftsmith.modules.layers import Layer, Pair, PairLayer, RMSNorm
-from draftsmith.modules.llama_config import PLAIN, CaptureConfig, LlamaConfig, RopeScaling, captured_layers, layers_of
+from draftsmith.modules.layers import DecoderLayer, Layer, Pair, PairLayer, RMSNorm
+from draftsmith.modules.llama_config import (
+    MOST_LAYERS,
+    PLAIN,
+    CaptureConfig,
+    LlamaConfig,
+    RopeScaling,
+    captured_layers,
+    layers_of,
+)
 from draftsmith.modules.rotary import add_rope_table
 from draftsmith.modules.targets.base import final_state
 from draftsmith.modules.types import InputError, check_config, check_range
@@ -30,7 +38,7 @@ class Eagle3Config(CaptureConfig):
     fc_norm: each of these states is normed before they are joined (EAGLE-3.1).
     norm_before_fc: they are normed side by side, as one vector of n H, before they are joined.
     norm_output: its own states are normed before it reads them again (EAGLE-3.1).
-    norm_before_residual: the residual of its layer is the normed state; only heads of other trainers have it.
+    norm_before_residual: the residual of its first layer is the normed state; only heads of other trainers have it.
     """
 
     draft_vocab_size: int
@@ -43,7 +51,7 @@ class Eagle3Config(CaptureConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_config(self, draft_vocab_size=(1, self.vocab_size))
-        check_range("num_layers", self.llama.num_layers, 1, 1)
+        check_range("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
         if self.fc_norm and self.norm_before_fc:
             raise InputError("norm_before_fc", "true with fc_norm", "one norm of the states", "Correct it.")
 
@@ -62,7 +70,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope: bool = False) -> LlamaConfig:
-    """Return one layer like the target's, as far as servers support it: no biases or q/k norms, attending to all."""
+    """Return a layer like the target's, as far as servers support it: no biases or q/k norms, attending to all."""
     theta = target.rope_theta if rope_theta is None else rope_theta
     scaling = RopeScaling() if plain_rope else target.rope_scaling
     return layers_of(target, num_layers=1, rope_theta=theta, rope_scaling=scaling, **PLAIN)
@@ -78,9 +86,9 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
     directory.
 
-    Network g_t = fc([states of the layers at t]); h_t = layer(embed(x_{t+1}), g_t); lm_head(norm(h_t)) ~ x_{t+2}.
+    Network g_t = fc([states of the layers at t]); h_t = layers(embed(x_{t+1}), g_t); lm_head(norm(h_t)) ~ x_{t+2}.
 
-    Later in a draft h takes the place of g.
+    Later in a draft h takes the place of g. The first layer reads both, any others are plain ones behind it.
     """
 
     kind, title = "eagle3", "EAGLE-3 head"
@@ -103,6 +111,9 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(norms))
         self.input_norm = RMSNorm(len(config.aux_layers) * size, eps) if config.norm_before_fc else None
         self.layer = PairLayer(config.llama, config.norm_before_residual)
+        # By the numbers that they have in files.
+        later = {str(number): DecoderLayer(config.llama) for number in range(1, config.llama.num_layers)}
+        self.layers = nn.ModuleDict(later)
         self.norm = RMSNorm(size, eps)
         self.add_lm_head(config, config.draft_vocab_size)
         add_rope_table(self, config.llama, config.max_position)
@@ -118,14 +129,14 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
 
     @property
     def decoder_layers(self) -> Sequence[Layer]:
-        return [self.layer]
+        return [self.layer, *cast("Iterable[DecoderLayer]", self.layers.values())]
 
     @property
     def fusion(self) -> nn.Linear:
         return self.fc
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
-        """Return the layer's input [.., 2H] of embeddings and states [.., H]; the layer norms both."""
+        """Return the first layer's input [.., 2H] of embeddings and states [.., H]; it norms both."""
         return torch.cat([embeds, states], -1)
 
     def read_embeds(self, embeds: Tensor) -> Tensor:
@@ -137,7 +148,7 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         return embeds, states
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the head's states [.., H] for the layer's outputs."""
+        """Return the head's states [.., H] for the layers' outputs."""
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits_input(self, hidden: Tensor) -> Tensor:
@@ -159,7 +170,7 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         asked = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
         vocabulary = min(asked or target.vocab_size, target.vocab_size)
         layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
-        layer = dataclasses.replace(layer, sliding_window=settings.window or None)
+        layer = dataclasses.replace(layer, sliding_window=settings.window or None, num_layers=settings.num_layers or 1)
         aux_layers = captured_layers(settings.layers, default_layers(target.num_layers), target)
         norms = VERSIONS[settings.version or "3-norm"]
         return Eagle3Config(layer, aux_layers, vocabulary, *norms)
@@ -169,6 +180,7 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         norms = config.fc_norm, config.norm_before_fc, config.norm_output
         return {
             "layers": config.aux_layers,
+            "num_layers": config.llama.num_layers,
             "draft_vocab": config.draft_vocab_size if config.reduced else 0,
             "rope": rope_of(config.llama),
             "rope_theta": config.llama.rope_theta,
@@ -206,13 +218,16 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         self, settings: Eagle3Settings, parts: DocumentParts, share: float, width: int
     ) -> tuple[float, float]:
         llama, size, window = self.config.llama, self.config.hidden_size, self.config.llama.sliding_window
-        queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
+        queries, keys, count = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim, llama.num_layers
         # A norm keeps its input and the normalized one, a product its input.
         norm, rows = 4 + width, sum(stop - start for start, stop, _ in parts)
-        earlier = sum(min(start, window or start) for start, _, _ in parts)
+        earlier = sum(min(start, count * window if window else start) for start, _, _ in parts)
         once = norm * len(self.config.aux_layers) * size + (8 + 4 * share) * size
-        layer: float = width * (2 * size + 3 * queries + 2 * keys + 4 * llama.intermediate_size + 2 * llama.head_dim)
-        layer += 2 * norm * size + width * size + share * (norm + 4) * size  # with the rows that give logits
+        layer: float = width * (size + 3 * queries + 2 * keys + 4 * llama.intermediate_size + 2 * llama.head_dim)
+        layer += (2 * norm + width) * size
+        # The first layer reads embeddings too. Some rows give logits.
+        layers = count * layer + width * size + share * (norm + 4) * size
         # Besides, gradients of the first pass's keys and values: their sum, and those of a pass.
-        kept = rows * (once + settings.ttt_steps * layer + 4 * width * keys) + earlier * (4 * size + 6 * width * keys)
+        kept = rows * (once + settings.ttt_steps * layers + 4 * width * keys * count)
+        kept += earlier * (4 * size + 6 * width * keys * count)
         return kept, share * rows

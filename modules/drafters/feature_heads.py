@@ -97,13 +97,13 @@ class PairNet(DraftNet):
     # -- a sequence
 
     def allocate(self, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
-        most, window = min(capacity, self._max_position), self.network.stack.config.sliding_window
+        most, reach = min(capacity, self._max_position), self.network.stack.reach
         # The pair of a token stands one place before it, and the last token of a draft is not read.
         self.longest_text = most + 2
         # Slots for the pairs that are read of a draft. With a window what is kept moves to the front when the cache is
         # full.
         self._room = depth + slots
-        kept = most if window is None else min(most, 2 * window + depth)
+        kept = most if reach is None else min(most, 2 * reach + depth)
         self.cache = cached_rows(self.network, 1, kept + slots, static if self.network.head.recurs else False)
         self._themselves = as_bias(torch.eye(slots, dtype=torch.bool, device=self.device), self.network.stack.dtype)
 

@@ -157,6 +157,8 @@ class Eagle3Settings(UnrolledSettings):
         layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: 2, L/2 and L-3, or those
             of the head it starts from. Of other than three, vLLM, SGLang and speculators can serve the head. L is the
             state after the last layer, before the final norm, for vLLM and speculators.
+        num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from. With more, vLLM, SGLang
+            and speculators can serve it.
         draft_vocab: Tokens that it can draft: the most frequent ones of the answers that it is trained on, and those
             that end them. 0, or no less than the target has: all. Default: 32000, or those of the head it starts from.
         rope: Rotary positions of the head: the target's, or plain, without the target's scaling. Default: target, or
@@ -176,9 +178,10 @@ class Eagle3Settings(UnrolledSettings):
 
     defaults = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
 
-    help_rarely: ClassVar[tuple[str, ...]] = ("rope_theta", *UnrolledSettings.help_rarely, "unknown")
+    help_rarely: ClassVar[tuple[str, ...]] = ("num_layers", "rope_theta", *UnrolledSettings.help_rarely, "unknown")
 
     layers: tuple[int, ...] = ()
+    num_layers: int | None = None
     draft_vocab: int | None = None
     rope: Rope | None = None
     rope_theta: float | None = None
@@ -189,7 +192,7 @@ class Eagle3Settings(UnrolledSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, draft_vocab=0, rope_theta=(0.0, math.inf, "()"))
+        check_ranges(self, draft_vocab=0, num_layers=1, rope_theta=(0.0, math.inf, "()"))
         check_window(self.window, self.ttt_steps)
 
 

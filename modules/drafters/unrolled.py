@@ -115,7 +115,8 @@ def paired(
         begin, lengths = documents_of(batch, step.span)
         # Of a text's part: drafts of later passes began before it, and their first rows see keys before them.
         first, reach = max(begin, start - ttt_steps), config.llama.sliding_window or width
-        earlier = max(begin, first - reach + 1)
+        # What a row of the last layer sees has seen as much in the layer before.
+        earlier = max(begin, first - config.llama.num_layers * (reach - 1))
         place = torch.arange(width, device=device)
         own, logit_rows = own & (place >= start) & (place < stop), None
     chosen = true_places(own, logit_rows)  # [N]
@@ -203,7 +204,7 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
         num_passes: int,
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
-        earlier: Entry | None = None,
+        earlier: Sequence[Entry] = (),
     ) -> list[Tensor]:
         """Run drafts of num_passes tokens from every row at once (training-time test, section 3.2; HASS, section 3.2).
 
@@ -211,32 +212,39 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
 
         embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, F]. position_ids: [B, T]; 0, 1, .. by
         default. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that leave their document mean
-        nothing. earlier: keys and values of the rows before those of a text's part (`read_keys`).
+        nothing. earlier: in each layer, keys and values of the rows before those of a text's part (`read_keys`).
         """
         hidden, rows, passes = self.read(states), states.shape[1], list[Tensor]()
         if position_ids is None:
             position_ids = torch.arange(rows, device=states.device)[None]
         window, layers = self.config.llama.sliding_window, list(self.decoder_layers)
         entries: list[list[Entry]] = [[] for _ in layers]
+        keys_before: Sequence[Entry | None] = earlier or [None] * len(layers)
         embeds = self.read_embeds(embeds)
         for j in range(num_passes):
             x = cast(Tensor, self.pair(embeds[:, j : j + rows], hidden))  # [B, T, H'], or a `Pair`
             cos, sin = rope_at(self.cos, self.sin, position_ids + j, embeds.dtype)
-            for layer, own in zip(layers, entries, strict=True):
-                attend = partial(attend_entries, entries=own, documents=documents, window=window, earlier=earlier)
+            for layer, own, before in zip(layers, entries, keys_before, strict=True):
+                attend = partial(attend_entries, entries=own, documents=documents, window=window, earlier=before)
                 x = layer(x, cos, sin, attend)
             hidden = self.normed(x)  # [B, T, H]
             passes.append(hidden)
         return passes
 
-    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> Entry:
-        """Return key and value [B, T, kv_heads, D] of pass 0 of a head of one layer, for rows that only later ones see.
+    def read_keys(self, embeds: Tensor, states: Tensor, position_ids: Tensor) -> list[Entry]:
+        """Return each layer's key and value [B, T, kv_heads, D] of pass 0, for rows that only later ones see.
 
         Arguments as of `unroll`, all [B, T, ..].
         """
-        (layer,) = self.decoder_layers
+        *before, last = self.decoder_layers
         x = cast(Tensor, self.pair(self.read_embeds(embeds), self.read(states)))
-        return layer.keys_values(x, *rope_at(self.cos, self.sin, position_ids, embeds.dtype))
+        cos, sin = rope_at(self.cos, self.sin, position_ids, embeds.dtype)
+        found = list[Entry]()
+        for layer in before:
+            own = list[Entry]()
+            x = layer(x, cos, sin, partial(attend_entries, entries=own, window=self.config.llama.sliding_window))
+            found += [(key.transpose(1, 2), value.transpose(1, 2)) for key, value in own]
+        return [*found, last.keys_values(x, cos, sin)]
 
     # -- loss
 
@@ -292,7 +300,7 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
         pairs = paired(batch, settings.token_mask, self.config, ttt_steps, step)
         device, rows = batch.input_ids.device, slice(pairs.first, pairs.first + pairs.states.shape[1])
         embeds = target.embed(pairs.next_ids).to(dtype)  # [B, T + ttt_steps - 1, H]
-        earlier, before = None, pairs.earlier
+        earlier, before = list[Entry](), pairs.earlier
         if before.start < before.stop:
             ids, states = (
                 batch.input_ids[:, before.start + 1 : before.stop + 1],

@@ -320,6 +320,12 @@ class LeanStack:
         # Views of cos and sin, one pair for each of the first positions.
         self._ready: list[tuple[Tensor, Tensor]] = []
 
+    @property
+    def reach(self) -> int | None:
+        """Inputs that a window lets an output depend on: what a layer sees has seen as much in the layer before."""
+        window = self.config.sliding_window
+        return None if window is None else 1 + len(self.layers) * (window - 1)
+
     def new_slots(self, batch: int, capacity: int) -> Tensor:
         """Allocate keys and values of a cache: [layers, 2, B, kv_heads, capacity, D]."""
         shape = len(self.layers), 2, batch, self.config.num_kv_heads, capacity, self.config.head_dim

@@ -140,7 +140,7 @@ class OneRow:
 
     def make_room(self, unread: int, room: int) -> int:
         """Make room (`KVCache.make_room`)."""
-        return self.cache.make_room(self.stack.config.sliding_window, unread, room)
+        return self.cache.make_room(self.stack.reach, unread, room)
 
     def select(self, rows: Sequence[int]) -> None:
         assert list(rows) in ([], [0])
@@ -268,7 +268,7 @@ class ManyRows:
     def make_room(self, unread: int, room: int) -> int:
         cache = self._cache.row(0)
         cache.length, cache.offset = self._filled[0], self._offset
-        skipped = cache.make_room(self._stack.config.sliding_window, unread, room)
+        skipped = cache.make_room(self._stack.reach, unread, room)
         self._filled, self._offset = [cache.length], cache.offset
         return skipped
 

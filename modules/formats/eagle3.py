@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,13 +16,13 @@ from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.drafters.eagle3 import default_layers as layers_of_target
 from draftsmith.modules.formats.base import NotReadHere, Raw, TargetFacts
 from draftsmith.modules.formats.llama import Fields, flat, inner_object, layer_ids, layer_window, llama_fields
-from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, check_layer
+from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, Refusal, check_layer
 from draftsmith.modules.formats.vocabulary import take_vocabulary
 from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.types import InputError
 
-# Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
-# reduced.
+# Tensors of a file; some systems say `layers.0` for `midlayer`. Layers behind it are plain ones, `layers.1` and so on.
+# d2t and t2d are there only if the draft vocabulary is reduced.
 #
 #   fc.weight                                  [H, n H]   over the target's n states
 #   midlayer.self_attn.{q,k,v}_proj.weight     [.., 2 H]  over [norm(embedding); norm(state)]
@@ -53,11 +54,13 @@ class Flags(NamedTuple):
 class Eagle3Format(LlamaFormat[Eagle3Config]):
     """Directory of an EAGLE-3 head.
 
-    layer_names: names of the head's layer that the system knows; the first is written.
+    layer_names: names of the head's first layer that the system knows; the first is written.
+    later_norm: norm of the input of the layers behind it; empty if the system has no such layers.
     """
 
     kind = "eagle3"
     layer_names: tuple[str, ...] = ("midlayer", "layers.0")
+    later_norm = "input_layernorm"
 
     def flags(self, raw: Raw) -> Flags:
         """Return the switches by which the system computes."""
@@ -72,6 +75,12 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
         flags = {name: True for name in Flags._fields if getattr(config, name)}
         shape = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config.draft_vocab_size}
         return {**llama_fields(config.llama, dtype), **shape, **flags}
+
+    def refused(self, config: Eagle3Config, target: TargetFacts | None) -> Iterator[Refusal]:
+        yield from super().refused(config, target)
+        if config.llama.num_layers > 1 and not self.later_norm:
+            remedy = "Export it with --format vllm, sglang or speculators."
+            yield "num_layers", config.llama.num_layers, f"1, all that {self.system} computes", remedy
 
     def check_common(self, config: Eagle3Config) -> None:
         expected = "no bias of q, k and v: SafeAILab/EAGLE and SGLang have none in EAGLE-3"
@@ -95,10 +104,9 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
             raise NotReadHere("config.json, use_aux_hidden_state", False, "true, as an EAGLE-3 head has")
         names = files.package.tensors
         layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in names}
-        if "layers.1" in layers:
-            raise NotReadHere("layers", f"{len(layers - {''})} decoder layers", "one")
-        for wrong in sorted(layers - {"", *self.layer_names})[:1]:
+        for wrong in {"midlayer", "layers.0"} & layers - {*self.layer_names}:
             files.add_problems({wrong: (True, f"knows the layer as {self.layer_names[0]} only")})
+        count = self._take_later_layers(files, llama.num_layers)
         # The norms of the target's states show in the file, the other switches only in config.json.
         flags = self.flags(raw)
         for name, norm in {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}.items():
@@ -111,8 +119,8 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
         biases = files.take_biases()
         llama = dataclasses.replace(
             llama,
-            num_layers=1,
-            sliding_window=layer_window(raw, 1),
+            num_layers=count,
+            sliding_window=layer_window(raw, count),
             qk_norm="layer.self_attn.q_norm.weight" in tensors,
             max_position=files.longest_text(llama),
             qkv_bias=biases.qkv,
@@ -120,6 +128,25 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
             mlp_bias=biases.mlp,
         )
         return Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
+
+    def _take_later_layers(self, files: HeadFiles, stated: int) -> int:
+        """Return the number of layers in the file. stated: as `config.json` has it.
+
+        The norm that the system has in front of later layers takes the name of ours.
+        """
+        tensors = files.tensors
+        numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d{1,4})\.", name))]
+        count = 1 + max(numbers, default=0)
+        text = f"builds {stated} layers, and the file has {count}"
+        files.add_problems({"num_hidden_layers": (self.later_norm and stated != count, text)})
+        for number in range(1, count):
+            norm = f"layers.{number}.hidden_norm.weight"
+            used = tensors.pop(norm, None)
+            if self.later_norm == "hidden_norm":
+                files.add_problems({norm: (used is None, "does not find it, and norms that layer's input with ones")})
+                if used is not None:
+                    tensors[norm.replace("hidden_norm", "input_layernorm")] = used
+        return count
 
     def _aux_layers(self, files: HeadFiles, size: int) -> tuple[int, ...]:
         """Return the target's layers that the head reads, as many as its fc has room for."""

@@ -140,6 +140,12 @@ class ServedEagle3(Eagle3Format):
         sglang: Fields = {} if layers[0] == 0 else {"eagle_config": {"use_aux_hidden_state": True, IDS: ids}}
         return fields | {IDS: list(layers), **count_field(layers), **sglang}
 
+    def disk_tensors(self, config: Eagle3Config, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = super().disk_tensors(config, state)
+        # In a layer behind the first SGLang reads this norm, vLLM the other one.
+        later = [name for name in tensors if name.startswith("layers.")]
+        return {name.replace("input_layernorm", "hidden_norm"): tensors[name] for name in later} | tensors
+
 
 def served_kind(kind: str) -> str:
     """Return the kind of a head in the options of servers, which tell DFlash2 from DFlash by the files."""
@@ -192,6 +198,7 @@ class SafeAILabEagle1(SafeAILab[EagleConfig], Eagle1Format):
 
 class SafeAILabEagle3(SafeAILab[Eagle3Config], Eagle3Format):
     layer_names = ("midlayer",)
+    later_norm = ""
     windowless = True
     notes = (TREE.format(7, "eagle3-tree"),)
 
@@ -423,6 +430,7 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
     prefix = True
     whole_heads = True
     families = families.SGLANG_EAGLE3
+    later_norm = "hidden_norm"
 
     def flags(self, raw: Raw) -> Flags:
         return Flags.read(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
@@ -653,6 +661,7 @@ class LlamaCpp(LlamaFormat[C]):
 
 class LlamaCppEagle3(LlamaCpp[Eagle3Config], Eagle3Format):
     windowless = True
+    later_norm = ""
     notes = (
         "For several requests at once serve another kind of head: llama.cpp then accepts a third of an EAGLE-3 "
         "head's drafts (docs/guides/llamacpp.md).",

@@ -133,6 +133,8 @@ EAGLE3 = {
     "norm_output": Defect({"norm_output": True}, case="reduced"),
     "no-window": Defect({"layer_types": ...}, case="window"),
     "a-window": Defect({"layer_types": ["sliding_attention"], "sliding_window": 12}, case="reduced"),
+    "no-later-norm": Defect(tensors=lost("layers.1.hidden_norm.weight", "layers.2.hidden_norm.weight"), case="deep"),
+    "fewer-layers": Defect({"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}, case="deep"),
     "rope-of-the-target": Defect({"rope_theta": 10000.0, "rope_parameters": ..., "rope_scaling": ...}, case="theta"),
 }
 DEFECTS: dict[str, dict[str, Defect]] = {"eagle": EAGLE, "eagle3": EAGLE3, "dflash": {}, "dflash2": {}, "dspark": {}}

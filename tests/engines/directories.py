@@ -70,7 +70,7 @@ SPREAD = 0.1  # of random weights: far from any initial value
 class Case:
     """A head and the formats that hold it.
 
-    target: arguments of `tiny_llama_dir`. num_layers: of an EAGLE-1 head. shape: fields of `Eagle3Config`, of a target
+    target: arguments of `tiny_llama_dir`. num_layers: of an EAGLE head. shape: fields of `Eagle3Config`, of a target
     of eight layers, whose default is 2, 4 and 5, or of `BlockConfig`. rope_theta: of an EAGLE-3 head; the target has
     10000. rope: the head's scaling; the target has none. window: the head's sliding window. weights: of `export`.
     """
@@ -125,7 +125,8 @@ CASES = {
         "deepseek": Case(ALL[1:], rope=DEEPSEEK),
         "part": Case(("vllm",), rope=PART),
         "window": Case(ALL[1:], shape={"draft_vocab_size": 100}, window=WINDOW),
-        "int8": Case(THREE[1:], NARROW, shape={"draft_vocab_size": 100}, weights="int8"),
+        "deep": Case(ALL[1:], num_layers=3, shape={"draft_vocab_size": 100, "norm_before_fc": True}, window=WINDOW),
+        "int8": Case(THREE[1:], NARROW, num_layers=2, shape={"draft_vocab_size": 100}, weights="int8"),
         "fp8": Case(THREE[1:], WIDE, shape={"draft_vocab_size": 100}, weights="fp8"),
     },
     "dflash": {
@@ -168,7 +169,8 @@ def random_head(kind: str, case: Case, lm: Any) -> Any:
         shape = made.Config(layers, (1, 3, 5), 4, lm.info.vocab_size - 1, **case.shape)
         head = made(shape).requires_grad_(False)
         return scattered(head)
-    plain = Eagle3Config(case.layers(layer_like(lm.config, case.rope_theta)), (2, 4, 5), lm.info.vocab_size)
+    layers = dataclasses.replace(case.layers(layer_like(lm.config, case.rope_theta)), num_layers=case.num_layers)
+    plain = Eagle3Config(layers, (2, 4, 5), lm.info.vocab_size)
     return scattered(Eagle3Head(dataclasses.replace(plain, **case.shape)).requires_grad_(False))
 
 

@@ -121,6 +121,12 @@ def fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
+def both_norms(fused: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add the norm by its other name in later layers of EAGLE-3: vLLM and SGLang have both, and read one each."""
+    later = {name: t for name, t in fused.items() if not name.startswith("model.layers.0.")}
+    return {name.replace("input_layernorm", "hidden_norm"): t for name, t in later.items()} | dict(fused)
+
+
 @contextmanager
 def uninitialized_is_nan() -> Iterator[None]:
     """Let torch.empty give NaN, as torch promises of its deterministic algorithms."""

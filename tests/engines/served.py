@@ -55,7 +55,7 @@ class Case:
     fc_bias: as of `quick_eagle_head`; no export holds such a head: `gate_test.py` writes its directory.
     first: learns the answers to the first so many held-out prompts, which `gate_test.py` asks, in place of TAUGHT.
     block: kind of a block drafter, whose training takes `shape` as options. window: sliding window of the head, several
-    times shorter than the prompts. weights: of `export`."""
+    times shorter than the prompts. num_layers: of an EAGLE-3 head. weights: of `export`."""
 
     formats: tuple[str, ...]
     shape: dict[str, Any] | None = field(default_factory=dict)
@@ -65,6 +65,7 @@ class Case:
     first: int = 0
     block: str = ""
     window: int | None = None
+    num_layers: int = 1
     weights: str = "auto"
 
     @property
@@ -89,7 +90,7 @@ CASES = {
     "dflash-reduced": Case(("llamacpp", "vllm"), draft_vocab=512, first=4, block="dflash"),
     "dspark-reduced": Case(("llamacpp",), draft_vocab=512, first=4, block="dspark"),
     "filling": Case(("llamacpp",), {"layout": "fill-in"}, first=4, block="dspark"),
-    "window": Case(("vllm", "speculators"), draft_vocab=512, first=4, window=12),
+    "window": Case(("vllm", "speculators"), draft_vocab=512, first=4, window=12, num_layers=2),
     "int8": Case(("vllm",), draft_vocab=512, first=4, weights="int8"),
     "dflash-fp8": Case(("vllm",), first=4, block="dflash", weights="fp8"),
     "dflash-window": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash", window=12),
@@ -110,7 +111,8 @@ def trained(target: Any, case: Case, rows: Sequence[Sequence[int]]) -> Any:
         return quick_block_head(target, rows, BLOCK_STEPS, case.block, draft_vocab=case.draft_vocab, **options)
     if case.shape is None:
         return quick_eagle_head(target, rows, STEPS, fc_bias=case.fc_bias)
-    llama = dataclasses.replace(layer_like(target.config, case.rope_theta), sliding_window=case.window)
+    layer = layer_like(target.config, case.rope_theta)
+    llama = dataclasses.replace(layer, sliding_window=case.window, num_layers=case.num_layers)
     return quick_eagle3_head(target, rows, STEPS, case.draft_vocab, PASSES, llama=llama, **case.shape)
 
 

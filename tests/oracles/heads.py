@@ -117,7 +117,7 @@ class PlainEagle3(Plain):
             states = self.norm("input_norm", states)
         fed, found = self.linear("fc", states), []
         for _ in range(steps):
-            out = self._layer(embedding[ids], fed)[-1:]
+            out = self._layers(embedding[ids], fed)[-1:]
             normed = self.norm("norm", out)
             drafted = self.linear("lm_head", normed)
             whole = torch.full((1, self.llama.vocab_size), -math.inf, dtype=drafted.dtype)
@@ -129,11 +129,15 @@ class PlainEagle3(Plain):
             fed = torch.cat([fed, normed if self.raw.get("norm_output") else out])
         return torch.cat(found)
 
-    def _layer(self, embeds: Tensor, fed: Tensor) -> Tensor:
+    def _layers(self, embeds: Tensor, fed: Tensor) -> Tensor:
         normed = self.norm("layers.0.hidden_norm", fed)
         pair = torch.cat([self.norm("layers.0.input_layernorm", embeds), normed], -1)
         x = (normed if self.raw.get("norm_before_residual") else fed) + self.attention("layers.0.", pair)
-        return x + self.mlp("layers.0.", self.norm("layers.0.post_attention_layernorm", x))
+        x = x + self.mlp("layers.0.", self.norm("layers.0.post_attention_layernorm", x))
+        for i in range(1, self.raw["num_hidden_layers"]):
+            x = x + self.attention(f"layers.{i}.", self.norm(f"layers.{i}.input_layernorm", x))
+            x = x + self.mlp(f"layers.{i}.", self.norm(f"layers.{i}.post_attention_layernorm", x))
+        return x
 
 
 class PlainBlock(Plain):

@@ -85,7 +85,7 @@ def test_every_token_of_an_accumulated_step_counts_alike(target, rows, tmp_path)
         torch.testing.assert_close(own, four.state_dict()[name], rtol=1e-9, atol=1e-11)
 
 
-SPANNED = [("eagle3", 0), ("eagle3", 9), ("dspark", 0), ("dflash", 9)]
+SPANNED = [("eagle3", 0), ("eagle3", 9), ("dspark", 0), ("dflash", 9)]  # windows; the EAGLE-3 head has two layers
 
 
 @pytest.mark.parametrize(("kind", "window"), SPANNED)
@@ -95,7 +95,9 @@ def test_span_by_span_a_head_learns_what_it_learns_at_once(kind, window, target,
     lengths = (61, 4, 40, 7, 23, 16, 9, 31)
     ids = [torch.randint(target.info.vocab_size, (length,), generator=generator) for length in lengths]
     rows = [{"input_ids": own, "loss_mask": torch.arange(len(own)) % 40 > 15 - n} for n, own in enumerate(ids)]
-    shape = {"eagle3": {"ttt_steps": 3}, "dflash": {"block": 3, "num_layers": 2}}.get(kind, {"block": 3, "anchors": 5})
+    shape = {"eagle3": {"ttt_steps": 3, "num_layers": 2}, "dflash": {"block": 3, "num_layers": 2}}.get(
+        kind, {"block": 3, "anchors": 5}
+    )
     whole, spans = (
         trained(
             module_of(

@@ -193,8 +193,8 @@ DAMAGES: dict[str, tuple[Edit, int, str]] = {
         (d.path / "model.safetensors").read_bytes()[:9000]), 2, "damaged"),
     "broken": (lambda d: (d.path / "config.json").write_text('{"vocab_size": 1,'), 2, "damaged"),
     "another residual": (lambda d: d.set(norm_before_residual=True), 1, "vllm: another head, or none (read with norm"),
-    "two layers": (lambda d: d.add("layers.1.self_attn.q_proj.weight", torch.zeros(1)), 3,
-        "not read here: layers: found 2 decoder layers, expected one."),
+    "half a layer": (lambda d: d.add("layers.1.self_attn.q_proj.weight", torch.zeros(1)), 1, "is missing"),
+    "other states": (lambda d: d.set(target_hidden_size=7), 3, "not read here: config.json, target_hidden_size"),
 }  # fmt: skip
 
 

@@ -67,7 +67,9 @@ SHAPES: dict[str, Any] = {
     "eagle": EagleConfig(LLAMA, fc_bias=True),
     "medusa": MedusaConfig(H, V, CAPACITY, own_lm_head=True),
     "hydra": HydraConfig(LLAMA, num_layers=3, own_lm_head=True),
-    "eagle3": Eagle3Config(layer_like(LLAMA), (1, 2, 3), V - 1, fc_norm=True, norm_output=True),
+    "eagle3": Eagle3Config(
+        dataclasses.replace(layer_like(LLAMA), num_layers=2), (1, 2, 3), V - 1, fc_norm=True, norm_output=True
+    ),
     "mtp": MtpHead.new_config(MtpSettings(), NARROW_VALUES),
 }
 SAMPLING = SamplingParams(temperature=0.9, top_k=2)

@@ -54,9 +54,9 @@ class Target:
 TARGET: Any = Target()
 
 
-def head_of(reduced: bool = True, window: int | None = None, **shape: bool) -> Eagle3Head:
+def head_of(reduced: bool = True, window: int | None = None, num_layers: int = 1, **shape: bool) -> Eagle3Head:
     torch.manual_seed(2)
-    layer = dataclasses.replace(layer_like(LLAMA), sliding_window=window)
+    layer = dataclasses.replace(layer_like(LLAMA), sliding_window=window, num_layers=num_layers)
     head = Eagle3Head(Eagle3Config(layer, (2, 4, 5), len(D2T) if reduced else V, **shape)).double()
     for weight in head.parameters():
         weight.data.normal_(std=0.4)
@@ -149,14 +149,14 @@ def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, An
         assert (apart - packed).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("num_layers", "window"), [(1, None), (1, 4), (2, 4), (3, None)])
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
-def test_spans_of_a_batch_add_up_to_it(dialect: dict[str, Any], window: int | None) -> None:
+def test_spans_of_a_batch_add_up_to_it(dialect: dict[str, Any], num_layers: int, window: int | None) -> None:
     """Loss, gradients, sums and counts: parts of one text, and whole texts together."""
     settings, batch = Eagle3Settings(ttt_steps=PASSES, **dialect), batch_of(packed=True)
     found = []
     for spans in ([None], [(0, 4), (4, 6), (6, 9), (9, 21)], [(0, 14), (14, 15), (15, 21)]):
-        head = head_of(window=window)
+        head = head_of(window=window, num_layers=num_layers)
         outputs = [head.loss(batch, TARGET, settings, TrainStep(0, 1, LENGTHS, (), span=span)) for span in spans]
         loss = torch.stack([output.loss for output in outputs]).sum()
         loss.backward()
@@ -280,6 +280,7 @@ class Linear(Target):
         ({"norm_before_fc": True}, True),
         ({"norm_before_residual": True}, False),
         ({"window": 5}, True),
+        ({"num_layers": 3, "window": 5}, True),
     ],
     ids=str,
 )
@@ -309,36 +310,43 @@ SHAPES = [
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True},
     {"norm_before_residual": True},
+    {"num_layers": 2, "norm_before_residual": True},
+    {"num_layers": 3, "window": 4},
 ]
 
 
-def layer_once(net: Eagle3Head, embeds: Tensor, states: Tensor) -> Tensor:
-    """The last output of the layer over a whole sequence of pairs [T, H], written out without a cache."""
-    layer, length = net.layer, len(states)
-    state = layer.hidden_norm(states)
-    pair = torch.cat([layer.input_layernorm(embeds), state], -1)
-    attention = layer.self_attn
-
-    def heads(linear: torch.nn.Linear, count: int) -> Tensor:
-        return linear(pair).view(length, count, attention.head_dim).transpose(0, 1)
-
-    cos, sin = net.cos[:length], net.sin[:length]
-    query = rotate(heads(attention.q_proj, 4), cos, sin)
-    key = rotate(heads(attention.k_proj, 2), cos, sin).repeat_interleave(2, 0)
-    value = heads(attention.v_proj, 2).repeat_interleave(2, 0)
-    seen = slice(-(net.config.llama.sliding_window or length), None)
-    weights = (query[:, -1:] @ key[:, seen].mT / attention.head_dim**0.5).softmax(-1)
-    mixed = attention.o_proj((weights @ value[:, seen]).transpose(0, 1).flatten(1))[0]
-    hidden = (state if net.config.norm_before_residual else states)[-1] + mixed
-    hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return net.norm(hidden) if net.config.norm_output else hidden
+def layers_once(net: Eagle3Head, embeds: Tensor, states: Tensor) -> Tensor:
+    """The last output of the layers over a whole sequence of pairs [T, H], written out without a cache."""
+    place = torch.arange(len(states))
+    hidden = place[:, None] < place
+    if net.config.llama.sliding_window is not None:
+        hidden = hidden | (place <= place[:, None] - net.config.llama.sliding_window)
+    x = states
+    for number, layer in enumerate([net.layer, *net.layers.values()]):
+        if number == 0:
+            state = layer.hidden_norm(x)
+            read = torch.cat([layer.input_layernorm(embeds), state], -1)
+            x = state if net.config.norm_before_residual else x
+        else:
+            read = layer.input_layernorm(x)
+        attention = layer.self_attn
+        query, key, value = (
+            linear(read).view(len(x), -1, attention.head_dim).transpose(0, 1)
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        cos, sin = net.cos[: len(x)], net.sin[: len(x)]
+        scores = rotate(query, cos, sin) @ rotate(key, cos, sin).repeat_interleave(2, 0).mT / attention.head_dim**0.5
+        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
+        x = x + attention.o_proj(mixed.transpose(0, 1).flatten(1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return net.norm(x[-1]) if net.config.norm_output else x[-1]
 
 
 def chain(net: Eagle3Head, embeds: Tensor, states: Tensor, start: int, ttt_steps: int) -> list[Tensor]:
     """What a chain from row `start` reads and gives: true states up to there, its own ones from then on."""
     read, given = list(net.read(states)[: start + 1]), []
     for j in range(ttt_steps):
-        given.append(layer_once(net, embeds[: start + 1 + j], torch.stack(read)))
+        given.append(layers_once(net, embeds[: start + 1 + j], torch.stack(read)))
         read.append(given[-1])
     return given
 
@@ -355,9 +363,9 @@ def test_every_row_is_a_real_chain(shape: dict[str, Any]) -> None:
 
 
 def test_its_gradients_are_those_of_the_chains() -> None:
-    net, rows = head_of(), 5
+    net, rows = head_of(num_layers=2), 5
     embeds, states = torch.randn(1, rows + NUM_STEPS - 1, 12).double(), torch.randn(1, rows, 36).double()
-    weights = list(net.layer.parameters()) + list(net.fc.parameters())
+    weights = [weight for part in (net.layer, net.layers, net.fc) for weight in part.parameters()]
     scale = torch.randn(NUM_STEPS, rows, 12).double()
     ours = sum((scale[j] * h[0]).sum() for j, h in enumerate(net.unroll(embeds, states, NUM_STEPS)))
     chains = [chain(net, embeds[0], states[0], t, NUM_STEPS) for t in range(rows)]

@@ -48,6 +48,10 @@ HELD = {
     "half a head, scaled": ({"llama_config": llama(head_dim=8, rope_scaling=PART)}, ("vllm",)),
     "window": ({"llama_config": llama(sliding_window=4)}, ("vllm", "sglang", "speculators")),
     "wide heads": ({"llama_config": llama(head_dim=8)}, ("vllm", "sglang", "speculators")),
+    "three decoder layers": (
+        {"llama_config": llama(num_layers=3, sliding_window=4)},
+        ("vllm", "sglang", "speculators"),
+    ),
 }
 CASES = [(case, name) for case, (_, names) in HELD.items() for name in names]
 
@@ -160,6 +164,7 @@ REFUSED = [
     ({"llama_config": llama(head_dim=8)}, "head_dim: found 8", ("eagle",)),
     ({"llama_config": llama(qkv_bias=True)}, "qkv_bias: found True", tuple(EAGLE3)),
     ({"llama_config": llama(sliding_window=4)}, "sliding_window: found 4, expected none: SafeAILab", ("eagle",)),
+    ({"llama_config": llama(num_layers=2)}, "num_layers: found 2, expected 1, all that SafeAILab.* comp", ("eagle",)),
 ]  # fmt: skip
 
 
@@ -223,6 +228,29 @@ def test_without_a_target_only_a_head_that_names_its_layers_is_read():
     with pytest.raises(InputError, match=r"target: found none.*layers 2, L/2 and L-3.*Pass --target"):
         EAGLE3["vllm"].read(written("vllm"), None)
     assert EAGLE3["vllm"].read(written("vllm", aux_layers=(1, 4, 11)), None).config.aux_layers == (1, 4, 11)
+
+
+def test_the_norm_of_a_later_layer_is_where_each_server_reads_it():
+    """vLLM's and SGLang's llama_eagle3.py; trainers write what vLLM and speculators read (modeling_eagle.py of
+    ModelOpt, eagle3/core.py of speculators)."""
+    several = {"llama_config": llama(num_layers=2)}
+    norm, other = "layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight"
+    both = written("vllm", **several)
+    assert torch.equal(both.tensors[norm], both.tensors[other])
+    trained = changed(both, {}, {other: None})
+    assert {norm, other} & written("speculators", **several).tensors.keys() == {norm}
+    assert detect(trained, TARGET).name == "vllm" and not EAGLE3["vllm"].read(trained, TARGET).problems
+    assert where(EAGLE3["sglang"].read(trained, TARGET)) == [other]
+    assert where(EAGLE3["eagle"].read(both, TARGET)) == ["num_layers"]
+    # Two heads in one directory.
+    two = changed(both, {}, {other: torch.ones(H)})
+    heads = [EAGLE3[name].read(two, TARGET) for name in ("vllm", "sglang")]
+    assert [where(head) for head in heads] == [[], []]
+    assert torch.equal(heads[0].state[norm], both.tensors[norm]) and torch.equal(heads[1].state[norm], torch.ones(H))
+    for stated in (1, 3):
+        assert where(EAGLE3["vllm"].read(changed(both, {"num_hidden_layers": stated}), TARGET)) == ["num_hidden_layers"]
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.down_proj\.weight is missing"):
+        EAGLE3["vllm"].read(changed(both, {}, {"layers.1.mlp.down_proj.weight": None}), TARGET)
 
 
 # Edit of config and tensors -> problem of each system.
