@@ -38,6 +38,7 @@ from draftsmith.modules.llama_config import (
     LlamaHeadConfig,
     llama_sizes,
 )
+from draftsmith.modules.targets.base import final_state
 from draftsmith.modules.targets.shape import stated_dtype
 from draftsmith.modules.types import InputError
 
@@ -231,6 +232,9 @@ class HeadFiles:
             whose = "the list" if self.format.listed_states else "the layers"
             listed = ", ".join(map(str, shown))
             self.notes.append(f"{name} {listed}: {self.format.system} has the states in the order of {whose}")
+        if self.format.norms_last and last is not None and ordered[-1] == last:
+            self.notes.append(f"{name}: {self.format.system} takes the state after the final norm for the last layer's")
+            return *ordered[:-1], final_state(last)
         return ordered
 
     def longest_text(self, llama: LlamaConfig) -> int:
@@ -259,6 +263,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
         whole_heads: its layers rotate all dimensions of a head. windowless: it ignores a sliding window.
         whole_context: it raises for a head of a shorter context than its target.
         listed_states: it joins the target's states in the order of the list that names them, not in that of the layers.
+        norms_last: its state after the last layer is that after the final norm, as in transformers' hidden_states.
         loads: settings of `refused` that it computes in others' directories; vLLM, which serves those, does not.
     """
 
@@ -276,6 +281,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
     windowless = False
     whole_context = False
     listed_states = False
+    norms_last = False
     loads: tuple[str, ...] = ()
 
     # -- of a kind of head
@@ -337,7 +343,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
 
     def refused(self, config: C, target: TargetFacts | None) -> Iterator[Refusal]:
         """Yield settings that the system ignores or computes with in another way."""
-        if isinstance(config, CaptureConfig) and target is not None and target.num_layers is not None:
+        if isinstance(config, CaptureConfig) and self.writes and target is not None and target.num_layers is not None:
             most = target.num_layers - (self.with_last is not None and target.family not in self.with_last)
             if config.aux_layers[-1] > most:
                 expected = f"at most {most}: {self.system} gives no state behind that"

@@ -748,6 +748,7 @@ class ModelOptBlock(BlockFormat):
 
     name, system, writes = "modelopt", "ModelOpt", False
     marks = ("shift_label",)
+    listed_states = norms_last = True
     own_names = FLAT
 
 

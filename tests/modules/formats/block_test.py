@@ -276,7 +276,8 @@ def test_rows_of_drafted_tokens_in_any_order_come_back_sorted():
 
 
 def test_states_are_joined_by_the_layers_and_by_deepspecs_list():
-    """Servers capture states layer by layer; DeepSpec's extract_context_feature follows the list."""
+    """Servers capture states layer by layer; DeepSpec's extract_context_feature follows the list. ModelOpt takes both
+    from transformers' hidden_states, of which the last one is normed (hf_dspark.py)."""
     head, listed = random_block(), {"target_layer_ids": [8, 1, 4]}
     served = formats()["vllm", "dspark"].read(changed(written("vllm"), listed), TARGET)
     assert_same(served, head)
@@ -286,6 +287,10 @@ def test_states_are_joined_by_the_layers_and_by_deepspecs_list():
     first, second, third = head.fc.weight.chunk(3, 1)
     assert trained.config.aux_layers == CAPTURE
     assert torch.equal(trained.state["fc.weight"], torch.cat([second, third, first], 1))
+    last = changed(written("vllm"), {"shift_label": True, "target_layer_ids": [11, 1, 4]})
+    read = {name: formats()[name, "dspark"].read(last, TARGET) for name in ("modelopt", "vllm")}
+    assert [own.config.aux_layers for own in read.values()] == [(2, 5, 13), (2, 5, 12)]
+    assert torch.equal(read["modelopt"].state["fc.weight"], torch.cat([second, third, first], 1))
 
 
 def test_vllm_takes_the_causality_of_windows_for_that_of_all_layers():
