@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 from draftsmith.modules.types import InputError, check_config
 
@@ -137,6 +137,10 @@ class LlamaHeadConfig:
         window = self.llama.sliding_window
         if window is not None and not self.windowed:
             raise InputError("sliding_window", window, "none: the head is trained on the whole text", "Correct it.")
+
+    def with_window(self, window: int | None) -> Self:
+        """Return the config with another sliding window, on which no weight depends."""
+        return replace(self, llama=replace(self.llama, sliding_window=window))
 
     @property
     def hidden_size(self) -> int:

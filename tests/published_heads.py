@@ -116,7 +116,7 @@ def vocabularies(config: Mapping[str, Any], vocab: int) -> dict[str, Any]:
             smaller[name] = V
         elif name == "draft_vocab_size" and value:
             smaller[name] = V if value == vocab else DRAFT_V
-        elif name == "markov_rank":
+        elif name in ("markov_rank", "conv_group_size"):  # the latter a divisor of the width
             smaller[name] = min(value, RANK)
     return {**config, **smaller}
 

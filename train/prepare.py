@@ -234,8 +234,7 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
     window = getattr(config, "window", None)
     if window is not None:
         # No weight depends on it.
-        llama = dataclasses.replace(found.llama, sliding_window=window or None)
-        found = dataclasses.replace(found, llama=llama)
+        found = found.with_window(window or None)
     config.drafter.check_init(config, found, target)
     return found
 

@@ -243,8 +243,8 @@ class BlockSettings(HeadSettings):
         vary_block: Train on blocks of 2 to `block` tokens, a length drawn for every step. Servers lay a block of as
             many slots as they draft tokens, and a head draws other tokens in a block of another length.
         window: Most tokens that the head attends to, itself included: memory and time of a draft stay the same in long
-            contexts. Slots then see no later ones. It has to be longer than a draft. 0: all. Default: all, or that of
-            the head it starts from.
+            contexts. It has to be longer than a draft. In a new head slots then see no later ones, as in published
+            DFlash and DSpark heads; DFlash2's do. 0: all. Default: all, or that of the head it starts from.
         layout: What a slot predicts: the token behind it, so that the anchor's slot drafts too (anchor-first, DSpark);
             or its own (fill-in, DFlash). Default: the kind's, or as the head it starts from.
         mask_token: Token that stands in the slots to fill, one that texts do not have. Default: the target's last one.

@@ -301,13 +301,14 @@ LayerCache = KVCache | NoCache
 
 
 class CachedAttention:
-    """Attention over a cache (`layers.Attend`), for B sequences end to end; `layer` is the layer that calls it."""
+    """Attention over a cache (`layers.Attend`), for B sequences end to end; `layer` is the layer that calls it, `mask`
+    its bias."""
 
     layer = 0
 
     def __init__(self, cache: LayerCache, batch: int, groups: int, mask: Tensor | None, causal: bool):
         """groups, mask, causal: as of `attend`."""
-        self._cache, self._batch, self._groups, self._mask, self._causal = cache, batch, groups, mask, causal
+        self._cache, self._batch, self._groups, self.mask, self._causal = cache, batch, groups, mask, causal
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Return values [B, T, heads, D] of the tokens."""
@@ -317,5 +318,5 @@ class CachedAttention:
             query = query.unsqueeze(0)
         keys, values = self._cache.write(self.layer, key, value)  # [B, kv_heads, S, D]
         if sinks is None:
-            return attend(query, keys, values, self._groups, self._mask, self._causal, self._cache.spans)
-        return attend_with_sinks(query, keys, values, sinks, self._mask, self._causal)
+            return attend(query, keys, values, self._groups, self.mask, self._causal, self._cache.spans)
+        return attend_with_sinks(query, keys, values, sinks, self.mask, self._causal)

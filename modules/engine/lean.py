@@ -340,17 +340,17 @@ class LeanStack:
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache,
-        mask: Tensor | None,
+        mask: Tensor | list[Tensor] | None,
         causal: bool,
         captured: Captured | None = None,
     ) -> Tensor:
         """Run all layers on x [B, T, H], or [T, H] of a single sequence; no final norm. `cache.length` stays.
 
-        mask: bool (true = may attend), or a bias of the stack's dtype.
+        mask: bool (true = may attend), or a bias of the stack's dtype; or `prepared` biases, one for each layer.
         captured: filled with the states [N, H] after the first k layers, for every number k in it.
         """
         groups, bias = self.config.num_heads // self.config.num_kv_heads, None
-        if mask is not None:
+        if isinstance(mask, Tensor):
             bias = prepared(as_bias(mask, self.dtype) if mask.dtype == torch.bool else mask, groups)
         batch, rows = (1, x) if x.dim() == 2 else (x.shape[0], x.reshape(-1, x.shape[-1]))  # [N, H]
         if batch > 1:
@@ -363,6 +363,8 @@ class LeanStack:
             if captured and index in captured:
                 captured[index] = rows
             attention.layer = index
+            if isinstance(mask, list):
+                attention.mask = mask[index]
             rows = layer(rows, cos, sin, attention)
         return rows if x.dim() == 2 else rows.view(*x.shape[:-1], -1)
 

@@ -12,20 +12,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, default_layers
-from draftsmith.modules.formats.base import NotReadHere, Package, Raw, TargetFacts, same_values
+from draftsmith.modules.formats.base import NotReadHere, Package, Raw, TargetFacts, layer_types, same_values
 from draftsmith.modules.formats.llama import (
     Fields,
     architecture,
     flat,
     inner_object,
     layer_ids,
-    layer_window,
+    layer_windows,
     llama_fields,
     to_halves,
     window_fields,
@@ -92,12 +92,13 @@ class BlockFormat(LlamaFormat[BlockConfig]):
     anchored: kinds and classes whose blocks are anchor-first if `config.json` does not say.
     reads_part: the system rotates a part of each head where the target's settings name one, not `rope_dim` alone.
     asks_confidence: `config.json` says whether the system uses a confidence head.
+    reads_swa: it reads ModelOpt's fields of a window.
     neox_fields: fields of `config.json` that may say that neighbors rotate in place of halves.
     markov_types: Markov heads that the system computes.
     """
 
     model_type = "qwen3"
-    # Layers may have a window, and are causal within it.
+    # Layers are causal or not within a block (`causal`).
     plain_values = {name: value for name, value in PLAIN_VALUES.items() if name != "is_causal"}
     bias_fields = BiasFields(qkv=("attention_bias",), o=("attention_bias",))
     class_names: Mapping[str, tuple[str, ...]] = CLASSES
@@ -105,6 +106,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
     anchored: tuple[str, ...] = ("dspark",)
     reads_part = True
     asks_confidence = True
+    reads_swa = True
     neox_fields: tuple[str, ...] = ()
     markov_types: tuple[str, ...] = ("vanilla", "gated", "rnn")
 
@@ -142,6 +144,8 @@ class BlockFormat(LlamaFormat[BlockConfig]):
             "architectures": [CLASSES[self.kind][0]],
             "num_target_layers": None if target is None else target.num_layers,
             "block_size": config.block_size,
+            # Systems differ in what an absent one means; none can say that layers differ.
+            **({} if config.causal is None else {"is_causal": config.causal}),
             **(own if self.kind == "dspark" else {"dflash_config": own}),
             **self.switches(config),
             **({} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}),
@@ -191,8 +195,15 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         first, *rest = name.split(".")
         return ".".join([(FLAT | CONTEXT).get(first, first), *rest])
 
+    def causal(self, config: Raw) -> object:
+        """Return whether the system's layers are causal within a block; None: those with a window, and others not."""
+        top = flat(config)
+        return inner_object(top, "dflash_config").get("causal") if top.get("is_causal") is None else top["is_causal"]
+
     def top_level(self, config: Raw) -> Raw:
-        raw = settings(config)
+        raw: Raw = {**settings(config), "is_causal": self.causal(config)}
+        if not self.reads_swa:
+            raw = {**raw, "use_swa": None, "swa_window_size": None}
         ropes = {name: inner_object(raw, name) for name in ("rope_scaling", "rope_parameters")}
         if self.reads_part or any("rope_dim" in rope for rope in ropes.values()):
             return raw
@@ -220,6 +231,9 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         first = raw.get("sample_from_anchor", raw.get("shift_label"))
         # A DSpark head without a Markov head is read as DFlash, and laid as DSpark.
         anchored = self.kind in self.anchored or architecture(raw) in self.anchored
+        own = windows(raw, llama.num_layers, block_size)
+        dropped = own.window and not raw.get("use_sliding_window") and raw.get("swa_window_size") is None
+        files.add_problems({"use_sliding_window": (dropped, "finds no window: transformers drops it. Write true")})
         return make(
             llama=dataclasses.replace(
                 llama,
@@ -227,7 +241,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
                 qk_norm=True,
                 qkv_bias=biases.qkv,
                 o_bias=biases.o,
-                sliding_window=window(raw, llama.num_layers),
+                sliding_window=own.window,
             ),
             aux_layers=self._aux_layers(files, llama.hidden_size),
             block_size=block_size,
@@ -237,6 +251,8 @@ class BlockFormat(LlamaFormat[BlockConfig]):
             markov_type=raw.get("markov_head_type") or "vanilla",
             confidence=confidence,
             draft_vocab_size=drafted,
+            full_layers=own.full_layers,
+            causal=own.causal,
         )
 
     def _config(self, files: HeadFiles) -> Callable[..., BlockConfig]:
@@ -329,27 +345,48 @@ def qwen3_fields(config: BlockConfig, dtype: torch.dtype) -> Fields:
         **llama_fields(llama, dtype, part),
         "model_type": "qwen3",
         "attention_bias": False,
-        **window_fields(llama),
+        **window_fields(llama, config.full_layers),
         "max_window_layers": llama.num_layers if llama.sliding_window is None else 0,
     }
     del fields["pretraining_tp"]
     return fields
 
 
-def window(raw: Raw, num_layers: int) -> int | None:
-    """Return the sliding window of all layers; within one a block is causal, without one it is not.
+class Windows(NamedTuple):
+    """What layers see, as in `BlockConfig`: the window of all but `full_layers`, and whether they are causal."""
+
+    window: int | None
+    full_layers: tuple[int, ...]
+    causal: bool | None
+
+
+def windows(raw: Raw, num_layers: int, block_size: int) -> Windows:
+    """Return what the layers of a block drafter see. raw: of `BlockFormat.top_level`.
+
+    A window counts from the slot, itself included, in all systems but speculators, which trains with one from the
+    anchor. In a block that is not causal, vLLM and SGLang on FlashAttention, and Automodel, hide what is a window ahead
+    too; vLLM on FlashInfer, llama.cpp and ModelOpt do not. No block is that long.
 
     Raises:
-        InputError: layers differ, or a block's causality is another than that.
+        InputError: as of `layer_windows`.
+        NotReadHere: a window shorter than a block that is not causal.
     """
-    own = layer_window(raw, num_layers)
-    if raw.get(NON_CAUSAL) and own is not None:
-        raise NotReadHere(f"config.json, {NON_CAUSAL}", True, "false, as in layers with a window")
-    field = "is_causal" if "is_causal" in raw else "causal"
-    if raw.get(field) is not None and bool(raw[field]) != (own is not None):
-        expected = "true, as in layers with a window" if own else "false, as in layers without a window"
-        raise NotReadHere(f"config.json, {field}", raw[field], expected)
-    return own
+    size = "sliding_window" if raw.get("swa_window_size") is None else "swa_window_size"
+    kinds, first = layer_types(raw), raw.get("max_window_layers", 28)
+    if not kinds and raw.get("use_sliding_window") and raw.get("sliding_window") and isinstance(first, int):
+        # transformers' Qwen3Config.
+        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
+    slides = "sliding_attention" in kinds
+    if raw.get("use_swa") and not slides:
+        # vLLM's _resolve_layer_attention; _dflash_layer_causal goes by what is said of layers.
+        kinds = ["sliding_attention"] * num_layers
+    own, full_layers = layer_windows({**raw, "layer_types": kinds}, num_layers, size)
+    causal = None if full_layers else slides
+    if raw.get("is_causal") is not None:
+        causal = bool(raw["is_causal"])
+    if own is not None and causal is False and own < block_size:
+        raise NotReadHere(f"config.json, {size}", own, f"{block_size} or more: a block that is not causal")
+    return Windows(own, full_layers, causal)
 
 
 def _halve(files: HeadFiles, llama: LlamaConfig) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.formats.base import Package
-from draftsmith.modules.formats.block import OUTPUTS, SELECTOR, SOFTCAP, settings, window
+from draftsmith.modules.formats.block import OUTPUTS, SELECTOR, SOFTCAP, settings, windows
 from draftsmith.modules.formats.llama import IDS, Fields, layer_ids, rope_fields, to_adjacent, to_halves
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling, llama_sizes
 from draftsmith.modules.rotary import rope_attention_scale, rope_frequencies
@@ -309,16 +309,17 @@ def head_to_gguf(package: Package) -> tuple[Fields, dict[str, Tensor]]:
             "norm_before_fc": bool(raw.get("norm_before_fc")),
         }
         return llama_metadata(kind, llama) | {f"{kind}.{name}": value for name, value in own.items()}, tensors
-    span = window(raw, llama.num_layers)
+    span = windows(raw, llama.num_layers, 1)
     own = {
         "target_layers": [number + 1 for number in layer_ids(raw, field=OUTPUTS) or ()],
         "block_size": raw["block_size"],
         "sample_from_anchor": bool(raw["sample_from_anchor"]),
         "has_confidence_head": bool(raw.get("enable_confidence_head")),
-        "attention.causal": span is not None,
+        "attention.causal": span.causal,
     }
-    if span is not None:
-        own |= {"attention.sliding_window": span, "attention.sliding_window_pattern": [True] * llama.num_layers}
+    if span.window is not None:
+        pattern = [layer not in span.full_layers for layer in range(llama.num_layers)]
+        own |= {"attention.sliding_window": span.window, "attention.sliding_window_pattern": pattern}
     own |= {name: raw[name] for name in (*SELECTOR.values(), SOFTCAP) if raw.get(name)}
     metadata = llama_metadata(kind, llama) | {f"{kind}.{name}": value for name, value in own.items()}
     return metadata | {"tokenizer.ggml.mask_token_id": raw["mask_token_id"]}, tensors
@@ -352,6 +353,7 @@ def head_from_gguf(fields: Mapping[str, object], tensors: Mapping[str, Tensor]) 
         config |= {
             "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
             "sliding_window": metadata.get("attention.sliding_window"),
+            "use_sliding_window": True,
             "is_causal": bool(metadata.get("attention.causal")),
             OUTPUTS: [number - 1 for number in numbers if isinstance(number, int)],
             "block_size": metadata.get("block_size"),

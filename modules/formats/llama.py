@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -47,16 +47,28 @@ def layer_ids(raw: Raw, place: str = "", field: str = IDS) -> tuple[int, ...] | 
     return tuple(ids)
 
 
-def layer_window(raw: Raw, num_layers: int) -> int | None:
-    """Return the sliding window of all layers: most keys that a token attends to, itself included; None without one.
+def layer_windows(raw: Raw, num_layers: int, field: str = "sliding_window") -> tuple[int | None, tuple[int, ...]]:
+    """Return the sliding window, most keys that a token attends to, itself included, and the layers without it.
+
+    None and no layers: there is no window. field: has its size.
 
     Raises:
-        InputError: layers differ, or have a window of no size.
+        InputError: layers are missing, or have a window of no size.
     """
-    kinds = set((layer_types(raw) or ["full_attention"])[:num_layers])
-    if len(kinds) > 1 or raw.get("use_swa"):
-        raise NotReadHere("config.json, layer_types", ", ".join(sorted(kinds)), "layers of one kind")
-    return positive(raw, "sliding_window", 0) if kinds == {"sliding_attention"} else None
+    kinds = layer_types(raw)[:num_layers]
+    if "sliding_attention" not in kinds:
+        return None, ()
+    if len(kinds) < num_layers:
+        raise InputError("config.json, layer_types", f"{len(kinds)} layers", str(num_layers), "Correct config.json.")
+    return positive(raw, field, 0), tuple(layer for layer, kind in enumerate(kinds) if kind != "sliding_attention")
+
+
+def layer_window(raw: Raw, num_layers: int) -> int | None:
+    """Return the sliding window of all layers (`layer_windows`); raise NotReadHere if layers differ."""
+    window, full_layers = layer_windows(raw, num_layers)
+    if full_layers:
+        raise NotReadHere("config.json, layer_types", ", ".join(sorted({*layer_types(raw)})), "layers of one kind")
+    return window
 
 
 def frequencies(llama: LlamaConfig, rope: RotarySettings | None = None) -> Tensor:
@@ -142,11 +154,11 @@ def llama_fields(llama: LlamaConfig, dtype: torch.dtype, rope: Mapping[str, obje
     }
 
 
-def window_fields(llama: LlamaConfig) -> Fields:
+def window_fields(llama: LlamaConfig, full_layers: Sequence[int] = ()) -> Fields:
     """Return the fields by which vLLM and speculators read a sliding window, as transformers' configs have them."""
-    kind = "full_attention" if llama.sliding_window is None else "sliding_attention"
+    without = range(llama.num_layers) if llama.sliding_window is None else full_layers
     return {
-        "layer_types": [kind] * llama.num_layers,
+        "layer_types": [f"{'full' if i in without else 'sliding'}_attention" for i in range(llama.num_layers)],
         "use_sliding_window": llama.sliding_window is not None,
         "sliding_window": llama.sliding_window,
     }

@@ -10,7 +10,6 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from draftsmith.modules.llama_config import (
 from draftsmith.modules.targets.base import final_state
 
 BIASES = {"fc": r"fc\.bias", "q, k and v": r".*\.[qkv]_proj\.bias", "o": r".*\.o_proj\.bias"}
-C = TypeVar("C", bound=LlamaHeadConfig)
 USUAL_WINDOW = 2048  # speculators' default
 ROTATED = re.compile(r".*\.[qk]_proj\.(weight|bias)")
 NORMS = re.compile(r".*\.[qk]_norm\.weight")
@@ -74,9 +72,9 @@ def readings(
             other: Layout = "fill-in" if config.layout == "anchor-first" else "anchor-first"
             label = f"layout {other} in place of {config.layout}"
             yield Reading("layout", label, dataclasses.replace(config, layout=other), state)
-        if config.llama.sliding_window is None:
-            causal = with_window(config, config.max_position + config.block_size)
-            yield Reading("causality", "slots that see no later ones", causal, state)
+        for causal, label in ((True, "slots that see no later ones"), (False, "slots that see later ones")):
+            if causal != config.causal:
+                yield Reading("causality", label, dataclasses.replace(config, causal=causal), state)
         for token in masks:
             if token != config.mask_token:
                 changed = dataclasses.replace(config, mask_token=token)
@@ -163,19 +161,11 @@ def other_rotary(
 
 def other_windows(config: LlamaHeadConfig, state: Mapping[str, Tensor]) -> Iterator[Reading]:
     """Yield readings without the window, and of a head without one with that of speculators."""
-    own, none = config.llama.sliding_window, f"no window in place of {config.llama.sliding_window} tokens"
+    own = config.llama.sliding_window
     if own is None and config.windowed and config.max_position > USUAL_WINDOW:
-        yield Reading("window", f"a window of {USUAL_WINDOW} tokens", with_window(config, USUAL_WINDOW), state)
+        yield Reading("window", f"a window of {USUAL_WINDOW} tokens", config.with_window(USUAL_WINDOW), state)
     if own is not None:
-        yield Reading("window", none, with_window(config, None), state)
-    if own is not None and isinstance(config, BlockConfig):
-        causal = with_window(config, config.max_position + config.block_size)
-        yield Reading("window", f"{none}, and causal blocks", causal, state)
-
-
-def with_window(config: C, window: int | None) -> C:
-    """Return the config with another window. Of a block, one longer than any text leaves its causality."""
-    return dataclasses.replace(config, llama=dataclasses.replace(config.llama, sliding_window=window))
+        yield Reading("window", f"no window in place of {own} tokens", config.with_window(None), state)
 
 
 def other_weights(config: LlamaHeadConfig, state: Mapping[str, Tensor]) -> Iterator[Reading]:
@@ -207,10 +197,10 @@ def engine_readings(
     if (own := config.llama.sliding_window) is not None:
         for window in (own - 1, own + 1):  # as a server counts that leaves the token out, or counts it twice
             label = f"a window of {window} tokens in place of {own}"
-            yield Reading("window", label, with_window(config, max(1, window)), state)
+            yield Reading("window", label, config.with_window(max(1, window)), state)
     elif target_window and config.windowed:
         label = f"the target's window of {target_window} tokens"
-        yield Reading("window", label, with_window(config, target_window), state)
+        yield Reading("window", label, config.with_window(target_window), state)
     for name, pattern in BIASES.items():
         zeros = {key: torch.zeros_like(state[key]) for key in state if re.fullmatch(pattern, key)}
         if any(bool(state[key].any()) for key in zeros):

@@ -34,6 +34,7 @@ from draftsmith.modules.formats.base import Package, Raw, Served, TargetFacts, l
 from draftsmith.modules.formats.block import (
     CLASSES,
     CONTEXT,
+    DEFAULT_BLOCK,
     FLAT,
     KINDS,
     NON_CAUSAL,
@@ -41,10 +42,11 @@ from draftsmith.modules.formats.block import (
     STATES,
     BlockFormat,
     qwen3_fields,
+    windows,
 )
 from draftsmith.modules.formats.eagle1 import Eagle1Format
 from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers
-from draftsmith.modules.formats.llama import IDS, Fields, architecture, layer_ids, llama_fields
+from draftsmith.modules.formats.llama import IDS, Fields, architecture, flat, layer_ids, llama_fields
 from draftsmith.modules.formats.llama_format import Biases, BiasFields, C, HeadFiles, LlamaFormat, Refusal, Wrong
 from draftsmith.modules.formats.quantized import LAYERS
 from draftsmith.modules.llama_config import (
@@ -338,20 +340,28 @@ class VllmBlock(Vllm[BlockConfig], BlockFormat):
     markov_types = ("vanilla",)
     neox_fields = ("is_neox_style",)
 
+    def causal(self, config: Raw) -> object:
+        # transformers_utils/configs/speculators/algos.py: update_dflash says it of all layers, update_dspark of none.
+        own = super().causal(config)
+        if own is None and TYPE in config and self.kind != "dspark":
+            return not config.get(NON_CAUSAL, True)
+        return own
+
     def top_level(self, config: Raw) -> Raw:
         # In directories of speculators, which themselves have it true.
         absent = ("sample_from_anchor",) if TYPE in config else ("use_confidence_head", "confidence_head_with_markov")
         return {**dict.fromkeys(absent, False), **super().top_level(config)}
 
     def problems(self, files: HeadFiles) -> Wrong:
-        raw = files.raw
-        slides = "sliding_attention" in layer_types(raw)
-        # transformers_utils/configs/speculators/algos.py, update_dflash.
-        other = raw.get(TYPE) in ("dflash", "dflash2") and bool(raw.get(NON_CAUSAL, True)) == slides
-        text = f"lays {'bidirectional' if slides else 'causal'} blocks: write {str(not slides).lower()}"
-        # What block drafters have inside an object, servers do not read.
-        wrong = {} if TYPE in raw else built_by_class(files, self.classes, files.package.config)
-        return {**wrong, **self.tables(files), NON_CAUSAL: (other, text)}
+        raw, config = files.raw, files.package.config
+        if TYPE not in raw:
+            # What block drafters have inside an object, servers do not read.
+            return {**built_by_class(files, self.classes, config), **self.tables(files)}
+        size, block_size = positive(raw, "num_hidden_layers", 1), positive(raw, "block_size", DEFAULT_BLOCK)
+        trained = windows({**raw, "is_causal": SpeculatorsBlock(self.kind).causal(config)}, size, block_size)
+        own = windows(raw, size, block_size)
+        text = f"lays {'causal' if own.causal else 'bidirectional'} blocks in other layers than it was trained with"
+        return {**self.tables(files), NON_CAUSAL: (own != trained, text)}
 
 
 # -- SGLang
@@ -478,7 +488,11 @@ class SglangBlock(Sglang[BlockConfig], BlockFormat):
     families = families.SGLANG_BLOCKS
     reads_part = False
     asks_confidence = False  # but its own verification mode
+    reads_swa = False
     neox_fields = ("is_neox_style", "rope_is_neox_style")
+
+    def causal(self, config: Raw) -> object:
+        return flat(config).get("is_causal")
 
     def without_states(self, target: TargetFacts) -> str:
         if target.served_family in families.SGLANG_SCALES:
@@ -586,7 +600,12 @@ class SpeculatorsEagle3(Speculators[Eagle3Config], Eagle3Format):
 
 class SpeculatorsBlock(Speculators[BlockConfig], BlockFormat):
     class_names = SPECULATORS_CLASSES
-    loads = ("layout", "markov_rank")
+    loads = ("layout", "markov_rank", "full_layers", "causal")
+    reads_swa = False
+
+    def causal(self, config: Raw) -> object:
+        # Of windowed layers; full ones never are.
+        return False if config.get(NON_CAUSAL, self.kind == "dflash2") else None
 
     def top_level(self, config: Raw) -> Raw:
         # Files without it are older than the field.
@@ -598,6 +617,15 @@ class SpeculatorsBlock(Speculators[BlockConfig], BlockFormat):
 
     def refused(self, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
         yield from super().refused(config, target)
+        if config.causal and (config.llama.sliding_window is None or config.full_layers):
+            yield "causal", True, f"false: {self.system} has no causal layers without a window", OTHERS_SGLANG
+        # vLLM serves the directory, and reads NON_CAUSAL of all layers of DFlash and of none of DSpark (`VllmBlock`).
+        if config.causal is None and self.kind != "dspark":
+            expected = "none: vLLM makes these causal too in a directory of speculators"
+            yield "full_layers", list(config.full_layers), expected, OTHERS_SGLANG
+        if config.causal is False and config.llama.sliding_window is not None and self.kind == "dspark":
+            expected = "true within a window: vLLM makes it so in a directory of speculators"
+            yield "causal", False, expected, OTHERS_SGLANG
         if self.kind == "dflash2" and target is not None and target.left_out:
             expected = f"none: {self.system} gives it no field, and the selector adds to the logits"
             yield "target", f"a target with a {target.left_out}", expected, OTHERS_SGLANG
@@ -615,7 +643,7 @@ class SpeculatorsBlock(Speculators[BlockConfig], BlockFormat):
             STATES: list(config.aux_layers),
             "mask_token_id": config.mask_token,
             # Of windowed layers alone, but vLLM takes it for all.
-            NON_CAUSAL: config.llama.sliding_window is None,
+            NON_CAUSAL: config.causal is False,
             "tie_word_embeddings": False,
             **self.switches(config),
             **self.selector_fields(config),
@@ -688,6 +716,9 @@ class LlamaCppBlock(LlamaCpp[BlockConfig], BlockFormat):
 
     def refused(self, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
         yield from super().refused(config, target)
+        if config.causal is None:
+            expected = "one value for all layers, with and without a window: llama.cpp has one"
+            yield "causal", "that of windowed layers alone", expected, OTHERS_VLLM
         if not isinstance(config, DFlash2Config):
             return
         # It hands the selector's candidates and their scores on in the place of one state (src/models/dflash.cpp).

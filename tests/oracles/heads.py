@@ -51,9 +51,9 @@ class Plain:
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
-    def attention(self, layer: str, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Attend from x [T, H]: causally, or with a context [C, H] to all of it and of x. Query head n reads key head
-        n // (num_heads / num_kv_heads)."""
+    def attention(self, layer: str, x: Tensor, context: Tensor | None = None, full: bool = False) -> Tensor:
+        """Attend from x [T, H], also to a context [C, H]: causally, or if `full` to all of x. Query head n reads key
+        head n // (num_heads / num_kv_heads)."""
         llama, before = self.llama, 0 if context is None else len(context)
         read = x if context is None else torch.cat([context, x])
         query, key, value = (
@@ -64,9 +64,8 @@ class Plain:
             query, key = (self.norm(f"{layer}self_attn.{n}_norm", part) for n, part in (("q", query), ("k", key)))
         query, key = self.rotate(query, before), self.rotate(key)
         place, mixed = torch.arange(len(read)), []
-        at, window = before + torch.arange(len(x))[:, None], llama.sliding_window
-        # A block within a window is causal too (vLLM qwen3_dflash.py).
-        hidden = (place > at) & (context is None or window is not None)
+        at, window = before + torch.arange(len(x))[:, None], self.window(layer)
+        hidden = (place > at) & (not full)
         if window is not None:
             hidden = hidden | (place <= at - window)
         for head in range(llama.num_heads):
@@ -74,6 +73,9 @@ class Plain:
             scores = query[:, head] @ key[:, shared].T / math.sqrt(llama.head_dim)
             mixed.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, shared])
         return self.linear(f"{layer}self_attn.o_proj", torch.cat(mixed, -1))
+
+    def window(self, layer: str) -> int | None:
+        return self.llama.sliding_window
 
     def mlp(self, layer: str, x: Tensor) -> Tensor:
         """Compute down(SiLU(gate(x)) * up(x))."""
@@ -158,11 +160,17 @@ class PlainBlock(Plain):
         for i in range(self.llama.num_layers):
             layer = f"layers.{i}."
             y, kernels = self.convolved(layer + "attention_conv", self.norm(layer + "input_layernorm", x))
-            x = x + self.convolved(layer + "attention_conv", self.attention(layer, y, context), kernels)[0]
+            # Where a config does not say, windowed layers are causal (vLLM qwen3_dflash.py).
+            full = self.window(layer) is None if self.config.causal is None else not self.config.causal
+            attended = self.attention(layer, y, context, full)
+            x = x + self.convolved(layer + "attention_conv", attended, kernels)[0]
             y, kernels = self.convolved(layer + "mlp_conv", self.norm(layer + "post_attention_layernorm", x))
             x = x + self.convolved(layer + "mlp_conv", self.mlp(layer, y), kernels)[0]
         assert x.shape == (count, self.config.hidden_size)
         return self.norm("norm", x)
+
+    def window(self, layer: str) -> int | None:
+        return None if int(layer.split(".")[1]) in self.config.full_layers else self.llama.sliding_window
 
     def convolved(self, name: str, x: Tensor, kernels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Convolve x [S, H] slot by slot: before a sublayer, or, with its kernels, behind it; return the kernels."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.decoding.stop import SlotConfidenceStop, StopPolicy, sigmoid
-from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks, GroupedConv
+from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks, GroupedConv, LayerMask
 from draftsmith.modules.drafters.net import DraftNet
-from draftsmith.modules.engine.cache import KVCache, any_shape, as_bias
+from draftsmith.modules.engine.cache import KVCache, any_shape, as_bias, prepared
 from draftsmith.modules.engine.lean import LeanLayer, LeanLinear, LeanNorm, LeanStack, Linear, swap_modules
 from draftsmith.modules.targets.base import CausalLM
 
@@ -121,8 +121,8 @@ class SlotNet(DraftNet):
     def allocate(self, capacity: int, depth: int, slots: int = 0, static: bool | None = None) -> None:
         self.longest_text = min(capacity, self.config.max_position)
         self._lay(min(depth, self.config.drafts))
-        # With a window what is kept moves to the front when the cache is full.
-        kept = min(self.longest_text, 2 * (self.config.llama.sliding_window or self.longest_text))
+        # With windows in all layers what is kept moves to the front when the cache is full.
+        kept = min(self.longest_text, 2 * (self.config.reach or self.longest_text))
         self._cache = KVCache(self.stack.new_slots(1, kept + self.config.block_size))
 
     def begin(self) -> None:
@@ -141,7 +141,7 @@ class SlotNet(DraftNet):
         """Read states [T, F] of the target that follow what was read."""
         cache = self._cache
         start = cache.length + cache.offset
-        skipped = cache.make_room(self.config.llama.sliding_window, len(unread), self.config.block_size)
+        skipped = cache.make_room(self.config.reach, len(unread), self.config.block_size)
         positions = torch.arange(start + skipped, start + len(unread)).to(self.device)
         keys_values = self._context(unread[skipped:], positions)
         for layer, fresh in enumerate(keys_values.unbind(1)):
@@ -150,18 +150,21 @@ class SlotNet(DraftNet):
 
     def _run_block(self, anchor: Tensor) -> Tensor:
         """Return the states [n, H] of the slots that predict, of the block behind the text."""
-        stack, cache, slots, window = self.stack, self._cache, self._num_slots, self.config.llama.sliding_window
-        cached = torch.arange(cache.length + slots)
-        own = cached[cache.length :]  # [slots], where the block stands in the cache
-        seen = torch.ones(slots, len(cached), dtype=torch.bool)
-        if window is not None:
-            # A block within a window is causal.
-            seen = (cached <= own[:, None]) & (cached > own[:, None] - window)
-        bias = as_bias(seen, stack.dtype).to(self.device)
-        at = (own + cache.offset).to(self.device)
+        stack, cache, start = self.stack, self._cache, torch.tensor([self._cache.length])
+        biases = self._biases(start, cache.length)
+        at = (start + torch.arange(self._num_slots) + cache.offset).to(self.device)
         with any_shape(self.device):
-            x = stack.run(self._block(anchor)[0], stack.cos[at], stack.sin[at], cache, bias, False)
+            x = stack.run(self._block(anchor)[0], stack.cos[at], stack.sin[at], cache, biases, False)
         return self._slots_of(x)
+
+    def _biases(self, anchors: Tensor, length: int) -> list[Tensor]:
+        """Return the attention bias of each layer, of blocks at anchors [S] of a text of so many cached tokens."""
+        llama, biases = self.config.llama, dict[LayerMask, Tensor]()
+        blocks = DocumentBlocks(0, anchors, self._num_slots, 0, length)
+        for mask in set(self.config.masks):
+            bias = as_bias(blocks.visible(anchors, 0, length, mask), self.stack.dtype).to(self.device)
+            biases[mask] = prepared(bias, llama.num_heads // llama.num_kv_heads)
+        return [biases[mask] for mask in self.config.masks]
 
     def open_round(self, stop: StopPolicy, root: int, limit: int) -> int:
         if not isinstance(stop, SlotConfidenceStop):
@@ -208,10 +211,9 @@ class SlotNet(DraftNet):
         for layer, own in enumerate(self._text.unbind(1)):
             cache.write(layer, *own[None].chunk(2, 2))
         cache.length = length
-        blocks = DocumentBlocks(0, anchors, slots, self.config.llama.sliding_window, 0, length)
-        seen = blocks.visible(anchors, 0, length)
+        biases = self._biases(anchors, length)
         with any_shape(self.device):
-            states = stack.run(x, stack.cos[at], stack.sin[at], cache, seen, False)
+            states = stack.run(x, stack.cos[at], stack.sin[at], cache, biases, False)
         self._hidden = self._slots_of(states.view(len(anchors), slots, -1))  # [S, n, H]
         self._memory = None
         return self._branch_state(0, self._tokens[anchors])

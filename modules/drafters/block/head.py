@@ -82,7 +82,7 @@ class Blocks:
             window = F.pad(loss_mask[start : start + length], (0, drafts)).unfold(0, drafts, 1)  # [T + 1, n]
             counted.append(window[places + 1].long().cumprod(1).bool())
             anchors.append(places + start)
-            documents.append(DocumentBlocks.of(start, places, config.slots(drafts), config.llama.sliding_window))
+            documents.append(DocumentBlocks.of(start, places, config.slots(drafts), config.reach))
         if not documents:
             none = torch.zeros(0, dtype=torch.int64)
             return cls((), none, none.bool()[:, None].expand(0, drafts))
@@ -309,11 +309,11 @@ class BlockHead(BlockNet):
         """Count as many positions as predictions; those that share a position share the target's logits."""
         config, llama, size, rows = self.config, self.config.llama, self.config.hidden_size, sum(step.lengths)
         slots = config.slots(config.drafts) * logit_rows // max(1, config.drafts)
-        seen = slots * flops.causal_pairs(step.lengths, llama.sliding_window) / max(1, rows)
+        pairs = sum(flops.causal_pairs(step.lengths, mask.window) for mask in config.masks)
         layers = sum(flops.matrices(layer, slots) for layer in self.layers)
         # The rows of the text are read for their keys and values.
         of_text = flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
-        layers += llama.num_layers * (flops.attention(llama, round(seen)) + of_text)
+        layers += llama.num_layers * of_text + flops.attention(llama, round(slots * pairs / max(1, rows)))
         columns = config.draft_vocab_size or min(settings.loss_vocab or llama.vocab_size, llama.vocab_size)
         others = flops.linear(config.markov_rank, columns, logit_rows)
         others += flops.linear(config.selector_rank, size + config.selector_top_k, logit_rows)
@@ -328,20 +328,21 @@ class BlockHead(BlockNet):
         queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
         norm, slots, context, copied, masked = 4 + width, 0.0, 0, 0.0, 0.0
         for start, stop, length in parts:
-            first = seen_from(start, llama.sliding_window)
+            first = seen_from(start, config.reach)
             own = config.slots(config.drafts) * min(settings.anchors, share * length) * (stop - start) / length
             slots, context, groups = slots + own, context + stop - first, math.ceil(own / GROUP_SLOTS)
             for group in range(groups):
                 begin, end = (start + (stop - start) * place / groups for place in (group, group + 1))
-                seen = end - seen_from(int(begin), llama.sliding_window) + own / groups
-                copied, masked = copied + seen, masked + seen * own / groups
+                for mask in config.masks:
+                    seen = end - seen_from(int(begin), mask.window) + own / groups
+                    copied, masked = copied + seen, masked + seen * own / groups
         # A norm keeps its input and the normalized one, a product its input; attention its mask and copies of the keys.
         layer = slots * (2 * (norm + width) * size + (norm + 3 * width) * queries)
-        layer += slots * 4 * width * llama.intermediate_size + width * (2 * keys * copied + masked)
-        layer += context * width * size + (context + slots) * norm * keys
+        layer += slots * 4 * width * llama.intermediate_size + context * width * size + (context + slots) * norm * keys
         # Convolutions keep a state and its kernels, before and behind both sublayers.
         layer += slots * size * 4 * width * (2 + config.conv_kernel if config.conv_kernel else 0)
         once = context * (width * len(config.aux_layers) + norm) * size + slots * (norm + 8) * size
+        once += width * (2 * keys * copied + masked)
         return llama.num_layers * layer + once, slots * config.drafts / config.slots(config.drafts)
 
     # -- drafter

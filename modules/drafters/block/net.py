@@ -6,7 +6,8 @@ queries come from the block, their keys and values from the block and from the t
 anchor:
 
     context t < a      c_t = norm(fc([states of the target's layers at t])), the same in every layer
-    block of anchor a  slots a, a+1, ..: the embeddings of [x_a, MASK, MASK, ..], which all see each other
+    block of anchor a  slots a, a+1, ..: the embeddings of [x_a, MASK, MASK, ..], which all see each other, or in causal
+                       layers those before them; a layer with a window sees the last positions only
     logits of a slot   lm_head(norm(h)), of the target, plus W2 z(previous token) of the Markov head, or reranked by
                        the selector
 
@@ -16,9 +17,9 @@ Modules are named as in DeepSpec's files, which vLLM, SGLang and llama.cpp read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,16 @@ MOST_SLOTS = 256
 GROUP_SLOTS = 1024
 
 
+class LayerMask(NamedTuple):
+    """Keys that a layer's slots see.
+
+    window: most positions up to the slot, its own included; None: all. causal: no later slots of the block.
+    """
+
+    window: int | None
+    causal: bool
+
+
 @dataclass(frozen=True)
 class BlockConfig(CaptureConfig):
     """Config of a block drafter. llama: its layers, with q/k norms, as in Qwen3.
@@ -50,6 +61,8 @@ class BlockConfig(CaptureConfig):
     markov_rank: width of the Markov head, 0 without one. markov_type: its inputs (`MarkovHead`).
     confidence: it has a confidence head.
     draft_vocab_size: tokens that it can draft, the rows of its own lm_head; None: all, by the target's.
+    full_layers: layers without the window that the others have.
+    causal: layers are causal within a block; None: those with a window, and others not.
     """
 
     block_size: int
@@ -59,11 +72,18 @@ class BlockConfig(CaptureConfig):
     markov_type: MarkovType = "vanilla"
     confidence: bool = False
     draft_vocab_size: int | None = None
+    full_layers: tuple[int, ...] = ()
+    causal: bool | None = None
     windowed = True
     # Of DFlash2 alone.
     conv_kernel = conv_group = selector_rank = selector_top_k = 0
 
     def __post_init__(self) -> None:
+        # A list comes from JSON.
+        if isinstance(self.full_layers, list):
+            object.__setattr__(self, "full_layers", tuple(self.full_layers))
+        if self.causal is None and not self.full_layers:
+            object.__setattr__(self, "causal", self.llama.sliding_window is not None)
         super().__post_init__()
         check_config(
             self,
@@ -71,8 +91,30 @@ class BlockConfig(CaptureConfig):
             mask_token=(0, self.vocab_size - 1),
             markov_rank=(0, MOST_SIZE),
             draft_vocab_size=(1, self.vocab_size - 1),
+            full_layers=(0, self.llama.num_layers - 1),
         )
         check_range("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
+        distinct = list(self.full_layers) == sorted(set(self.full_layers))
+        windowed = self.llama.sliding_window is not None and len(self.full_layers) < self.llama.num_layers
+        if self.full_layers and not (distinct and windowed):
+            expected = "some layers, ascending, of a head whose others have a window"
+            raise InputError("full_layers", list(self.full_layers), expected, "Correct it.")
+
+    def with_window(self, window: int | None) -> Self:
+        plain = self if window else replace(self, full_layers=(), causal=bool(self.causal))
+        return super(BlockConfig, plain).with_window(window)
+
+    @property
+    def masks(self) -> tuple[LayerMask, ...]:
+        """The mask of each layer."""
+        full, window = self.full_layers, self.llama.sliding_window
+        windows = (None if layer in full else window for layer in range(self.llama.num_layers))
+        return tuple(LayerMask(own, own is not None if self.causal is None else self.causal) for own in windows)
+
+    @property
+    def reach(self) -> int | None:
+        """Most positions that any layer sees; None: all."""
+        return None if self.full_layers else self.llama.sliding_window
 
     @property
     def first_slot(self) -> int:
@@ -260,7 +302,6 @@ class ConfidenceHead(nn.Module):
 class DocumentBlocks:
     """M blocks of S slots of one document of a flat row, at these anchors, ascending places in the document.
 
-    window: most positions that a slot sees, itself included; with one, a block is causal (vLLM qwen3_dflash.py).
     first, length: of the document's tokens, those from `first` to before `length` are read; those that no slot sees are
     not. start: of the document in the flat row.
     """
@@ -268,43 +309,47 @@ class DocumentBlocks:
     start: int
     anchors: Tensor
     slots: int
-    window: int | None
     first: int
     length: int
 
     @classmethod
-    def of(cls, start: int, anchors: Tensor, slots: int, window: int | None = None) -> DocumentBlocks:
-        """Lay blocks at anchors [M], on the host, of the document that begins at `start`."""
+    def of(cls, start: int, anchors: Tensor, slots: int, reach: int | None = None) -> DocumentBlocks:
+        """Lay blocks at anchors [M], on the host, of the document that begins at `start`.
+
+        reach: of the head's config.
+        """
         # The state of the anchor itself is not there yet when drafting.
-        return cls(start, anchors, slots, window, seen_from(int(anchors[0]), window), int(anchors[-1]))
+        return cls(start, anchors, slots, seen_from(int(anchors[0]), reach), int(anchors[-1]))
 
     @property
     def rows(self) -> slice:
         """Rows of the flat row that are read."""
         return slice(self.start + self.first, self.start + self.length)
 
-    def groups(self, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield some blocks at a time: their slots among the document's, the read rows that they see, and the mask.
+    def groups(self, device: torch.device, mask: LayerMask) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield some blocks at a time: their slots among the document's, the read rows that they see, and which.
 
-        The mask [m * S, T + m * S], bool, says which of these T rows and of the group's own slots each slot sees.
+        That is [m * S, T + m * S], bool: which of these T rows and of the group's own slots each slot sees.
         """
         per_group = max(1, GROUP_SLOTS // self.slots)
         for number, anchors in enumerate(self.anchors.split(per_group)):
-            begin, end = seen_from(int(anchors[0]), self.window), int(anchors[-1])
-            visible = self.visible(to_device(anchors, device), begin, end)
+            begin, end = seen_from(int(anchors[0]), mask.window), int(anchors[-1])
+            visible = self.visible(to_device(anchors, device), begin, end, mask)
             own = number * per_group * self.slots
             yield slice(own, own + len(visible)), slice(begin - self.first, end - self.first), visible
 
-    def visible(self, anchors: Tensor, begin: int, end: int) -> Tensor:
+    def visible(self, anchors: Tensor, begin: int, end: int, mask: LayerMask) -> Tensor:
         """Return which of the document's rows [begin, end) and of the blocks' slots each slot of these blocks sees."""
-        device, window = anchors.device, self.window
+        device, window = anchors.device, mask.window
         block = torch.arange(len(anchors), device=device).repeat_interleave(self.slots)  # [m * S]
         slot = torch.arange(self.slots, device=device).repeat(len(anchors))
         place = torch.arange(begin, end, device=device)
         context, own = place < anchors[block][:, None], block[:, None] == block
         if window is not None:
             context &= place > (anchors[block] + slot)[:, None] - window
-            own &= (slot <= slot[:, None]) & (slot > slot[:, None] - window)
+            own &= slot > slot[:, None] - window
+        if mask.causal:
+            own &= slot <= slot[:, None]
         return torch.cat([context, own], 1)
 
 
@@ -360,11 +405,12 @@ class BlockNet(VocabularyHead, DraftHead):
         rotary = partial(rope_at, self.cos, self.sin, dtype=embeds.dtype)
         of_context = rotary(to_device(before, device))  # [C, 1, D] each
         of_slots = rotary(to_device(anchors[:, None] + torch.arange(slots), device))  # [M, S, 1, D] each
-        groups = [list(own.groups(device)) for own in documents]
+        masks = self.config.masks
+        groups = {mask: [list(own.groups(device, mask)) for own in documents] for mask in set(masks)}
         x = embeds
-        for layer in self.layers:
+        for layer, mask in zip(self.layers, masks, strict=True):
             seen = layer.self_attn.keys_values(context, *of_context)
-            x = layer(x, *of_slots, partial(attend_blocks, context=seen, groups=groups))
+            x = layer(x, *of_slots, partial(attend_blocks, context=seen, groups=groups[mask]))
         return self.norm(x)
 
 

@@ -12,7 +12,7 @@ from foreign_heads import CONTEXT, LLAMA3, PART, TARGET, YARN, H, V, changed, fa
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.block.net import layers_like
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import ImportedHead, NotReadHere, Package
+from draftsmith.modules.formats.base import ImportedHead, Package
 from draftsmith.modules.formats.foreign import detect, head_kind, named_format
 from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
@@ -40,6 +40,15 @@ HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "reduced fill-in": ("dflash", {"layout": "fill-in", "draft_vocab_size": 12}, OWN_VOCABULARY),
     # The embedding and the state after the last of twelve layers.
     "ends": ("dspark", {"markov_rank": 3, "aux_layers": (0, 5, 12)}, ("vllm", "speculators")),
+    "bidirectional": ("dflash", {"layout": "fill-in", "window": 6, "causal": False}, (*SERVERS, "llamacpp")),
+    "causal": ("dspark", {"markov_rank": 3, "causal": True}, ("vllm", "sglang", "llamacpp")),
+    "mixed": ("dflash", {"layout": "fill-in", "window": 6, "full_layers": (1,)}, ("vllm", "sglang")),
+    "mixed spark": ("dspark", {"markov_rank": 3, "window": 6, "full_layers": (0,)}, SERVERS),
+    "mixed2": (
+        "dflash2",
+        {"layout": "fill-in", "window": 6, "full_layers": (0,), "causal": False, **SELECTOR},
+        (*SERVERS, "llamacpp"),
+    ),
 }
 CASES = [(case, name) for case, (_, _, names) in HELD.items() for name in names]
 
@@ -143,6 +152,10 @@ REFUSED = [
     ("ends", {"aux_layers": (0, 5, 9)}, "expected layers from 1: SGLang counts outputs", ("sglang",)),
     # After the final norm.
     ("ends", {"aux_layers": (2, 5, 13)}, "expected at most 12: .* gives no state behind", ("vllm", "speculators")),
+    ("mixed", {}, r"full_layers: found \[1\], expected none: vLLM makes these causal", ("speculators",)),
+    ("causal", {}, "causal: found True, expected false: speculators has no causal layers without", ("speculators",)),
+    ("dspark", {"window": 6, "causal": False}, "causal: found False, expected true within a window", ("speculators",)),
+    ("mixed spark", {}, "causal: found that of windowed layers alone, expected one value.*llama.cpp", ("llamacpp",)),
 ]  # fmt: skip
 
 
@@ -294,18 +307,50 @@ def test_states_are_joined_by_the_layers_and_by_deepspecs_list():
 
 
 def test_vllm_takes_the_causality_of_windows_for_that_of_all_layers():
-    """Met in its engine: one accepted token in eighty, and nothing says why."""
-    for case, wrong in (("dflash", False), ("windowed", True), ("dflash2", False), ("windowed2", True)):
+    """Met in its engine: one accepted token in eighty, and nothing says why. Of DSpark it reads none."""
+    for case, said, lost in (
+        ("dflash", False, True), ("dflash2", False, True), ("windowed", True, False), ("windowed", ..., True),
+        ("windowed2", ..., False), ("mixed2", False, True), ("mixed spark", True, True), ("mixed spark", ..., False),
+    ):  # fmt: skip
         kind = HELD[case][0]
-        package, read = written("speculators", case), formats()["vllm", kind].read
-        assert package.config["sliding_window_non_causal"] is not wrong and read(package, TARGET).problems == ()
-        copy = changed(package, {"sliding_window_non_causal": wrong})
-        if case == kind:
-            assert where(read(copy, TARGET)) == ["sliding_window_non_causal"]
-            assert formats()["speculators", kind].read(copy, TARGET).problems == ()
-        else:  # which our head cannot be
-            with pytest.raises(NotReadHere, match="sliding_window_non_causal: found True, expected false"):
-                read(copy, TARGET)
+        package = written("speculators", case)
+        assert formats()["vllm", kind].read(package, TARGET).problems == ()
+        copy = changed(package, {"sliding_window_non_causal": said})
+        theirs, served = (formats()[name, kind].read(copy, TARGET) for name in ("speculators", "vllm"))
+        assert theirs.problems == () and where(served) == ["sliding_window_non_causal"] * lost, (case, said)
+        assert (served.config != theirs.config) is lost
+
+
+WINDOW = {"sliding_window": 6, "use_sliding_window": True}
+SWA = {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": OUTPUTS, "use_swa": True, "swa_window_size": 6}}
+SLIDES = ["sliding_attention"] * 2
+# Fields of `config.json` -> window, full layers and causality in vLLM (models/qwen3_dflash.py) and in SGLang
+# (models/dflash.py), which reads no ModelOpt's.
+FULL = (None, (), False)
+ATTENTION: list[tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = [
+    ({}, FULL, FULL),
+    ({"layer_types": SLIDES, **WINDOW}, (6, (), True), (6, (), True)),
+    ({"layer_types": SLIDES, **WINDOW, "is_causal": False}, (6, (), False), (6, (), False)),
+    ({"layer_types": [*SLIDES[:1], "full_attention"], **WINDOW}, (6, (1,), None), (6, (1,), None)),
+    ({"is_causal": True}, (None, (), True), (None, (), True)),
+    ({"layer_types": ..., **WINDOW, "max_window_layers": 1}, (6, (0,), None), (6, (0,), None)),
+    (WINDOW, FULL, FULL),
+    (SWA, (6, (), False), FULL),
+    ({"dflash_config": {**SWA["dflash_config"], "causal": True}}, (6, (), True), FULL),
+    ({"dflash_config": {**SWA["dflash_config"], "causal": True}, "is_causal": False}, (6, (), False), FULL),
+]
+
+
+@pytest.mark.parametrize(("fields", "vllm", "sglang"), ATTENTION)
+def test_windows_and_causality_are_read_as_each_server_does(fields, vllm, sglang):
+    package = changed(written("vllm", "dflash"), {"is_causal": ..., **fields})
+    for name, wanted in (("vllm", vllm), ("sglang", sglang)):
+        read = formats()[name, "dflash"].read(package, TARGET)
+        assert (read.config.llama.sliding_window, read.config.full_layers, read.config.causal) == wanted, name
+        assert read.problems == ()
+    # transformers gives servers no window then.
+    idle = changed(written("vllm", "windowed"), {"use_sliding_window": ...})
+    assert where(formats()["sglang", "dflash"].read(idle, TARGET)) == ["use_sliding_window"]
 
 
 def test_speculators_computes_blocks_from_the_anchor_and_without_a_markov_head():
@@ -330,9 +375,9 @@ UNREADABLE = [
     ("dspark", {"draft_vocab_size": 12}, {}, "d2t: found none, and no t2d"),
     ("dspark", {"mask_token_id": V}, {}, "mask_token_id: found 20, expected a token of the target's 20"),
     ("dspark", {"markov_head_type": "cond"}, {}, "markov_type: found 'cond'"),
-    ("dspark", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "layer_types.*layers of one kind"),
-    ("dspark", {"is_causal": True}, {}, "is_causal: found True, expected false, as in layers without a window"),
-    ("windowed", {"is_causal": False}, {}, "is_causal: found False, expected true"),
+    ("windowed", {"layer_types": ["sliding_attention"]}, {}, "layer_types: found 1 layers, expected 2"),
+    ("windowed", {"sliding_window": ...}, {}, "sliding_window: found 0, expected a positive integer"),
+    ("bidirectional", {"sliding_window": 3}, {}, "sliding_window: found 3, expected 4 or more"),
     ("dspark", {"layer_types": 3}, {}, "layer_types: found 3, expected a list of names"),
     ("dspark", {"target_layer_ids": []}, {}, r"target_layer_ids: found \[\], expected a list of integers"),
     ("dspark", {"architectures": 7}, {"confidence_head.proj.weight": torch.zeros(3)}, r"proj.weight is \[3\]"),
