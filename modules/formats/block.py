@@ -303,7 +303,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         if target is None or target.lm_head is None:
             raise InputError("lm_head.weight", "a copy", "the target to compare it with", "Pass --target.")
         if not same_values(lm_head, target.lm_head):
-            text, expected = "one that differs from the target's", "the target's, which our head and all servers use"
+            text, expected = "one that differs from the target's", "the target's, which our head and all but vLLM use"
             raise InputError("lm_head.weight", text, expected, "Pass the target that the head was trained for.")
         files.notes.append("lm_head.weight is left out: it is the target's")
         return None

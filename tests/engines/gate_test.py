@@ -60,7 +60,15 @@ def edited(export: str, to: Path, config: dict[str, Any]) -> Path:
     return to
 
 
-EXPORTS = ["eagle/vllm", "taught/vllm", "reduced/speculators", "dflash/vllm", "dflash/speculators", "window/vllm"]
+EXPORTS = [
+    "eagle/vllm",
+    "taught/vllm",
+    "reduced/speculators",
+    "dflash/vllm",
+    "dflash/speculators",
+    "window/vllm",
+    "ends/vllm",
+]
 
 
 @pytest.mark.parametrize("export", [*EXPORTS, "dflash-window/vllm", "dflash-reduced/vllm"])

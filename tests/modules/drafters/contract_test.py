@@ -26,7 +26,7 @@ from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, layers_like
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.eagle import EagleConfig
-from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, layer_like
 from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.drafters.method import CostModel, Models
@@ -34,6 +34,7 @@ from draftsmith.modules.drafters.methods import DynamicTreeMethod, methods_of
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.drafters.settings import MtpSettings
+from draftsmith.modules.drafters.vocabulary import VocabularyHead
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
@@ -62,7 +63,14 @@ SHAPES: dict[str, Any] = {
     "dflash": BlockConfig(layers_like(LLAMA, 2), (1, 3), 8, V - 1, "fill-in"),
     "dflash2": DFlash2Config(layers_like(LLAMA, 2), (1, 3), 8, V - 1, "fill-in", selector_top_k=3, conv_group=3),
     "dspark": BlockConfig(
-        layers_like(LLAMA, 2), (1, 2, 3), 7, V - 1, markov_rank=2, markov_type="rnn", confidence=True
+        layers_like(LLAMA, 2),
+        (1, 2, 3),
+        7,
+        V - 1,
+        markov_rank=2,
+        markov_type="rnn",
+        confidence=True,
+        draft_vocab_size=V - 1,
     ),
     "eagle": EagleConfig(LLAMA, fc_bias=True),
     "medusa": MedusaConfig(H, V, CAPACITY, own_lm_head=True),
@@ -136,7 +144,7 @@ def random_head(kind: str) -> Any:
     head = make(kind)
     for weight in head.parameters():
         weight.data.normal_(std=0.5)
-    if isinstance(head, Eagle3Head):
+    if isinstance(head, VocabularyHead) and head.tokens is not None:
         head.use_draft_vocabulary(torch.arange(1, V))
     return head
 
