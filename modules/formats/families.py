@@ -15,7 +15,10 @@ LLAMACPP = {
     "mimo_v2_flash", "minimax_m2", "mistral", "mixtral", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_moe",
     "qwen3_moe", "qwen3_next",
 }  # fmt: skip
-LLAMACPP_LAST = {"deepseek_v4", "mimo_v2_flash", "nemotron_h"}  # with t_layer_inp[n_layer]
+# Of which llama.cpp gives the state after the last layer, before the final norm: to EAGLE-3 by t_h_nextn, which is
+# normed for most, to blocks by t_layer_inp[n_layer].
+LLAMACPP_LAST_EAGLE3 = {"gpt_oss", "mimo_v2_flash"}
+LLAMACPP_LAST_BLOCKS = {"deepseek_v4", "mimo_v2_flash", "nemotron_h"}
 SGLANG_BLOCKS = {
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4", "gemma4_unified", "glm4_moe_lite", "glm_moe_dsa",
     "gpt_oss", "inkling_mm_model", "internlm3", "kimi_k2", "kimi_k25", "laguna", "lfm2", "lfm2_moe", "lfm2_vl", "llama",

@@ -673,7 +673,6 @@ def speculators_config(kind: str, num_drafted: int, target: TargetFacts | None) 
 class LlamaCpp(LlamaFormat[C]):
     name, system = "llamacpp", "llama.cpp"
     marks = ("gguf",)
-    with_last = families.LLAMACPP_LAST
 
     def without_states(self, target: TargetFacts) -> str:
         # A GGUF file has the text alone.
@@ -689,6 +688,7 @@ class LlamaCpp(LlamaFormat[C]):
 
 class LlamaCppEagle3(LlamaCpp[Eagle3Config], Eagle3Format):
     windowless = True
+    with_last = families.LLAMACPP_LAST_EAGLE3
     later_norm = ""
     notes = (
         "For several requests at once serve another kind of head: llama.cpp then accepts a third of an EAGLE-3 "
@@ -713,6 +713,7 @@ class LlamaCppEagle3(LlamaCpp[Eagle3Config], Eagle3Format):
 
 class LlamaCppBlock(LlamaCpp[BlockConfig], BlockFormat):
     markov_types = ("vanilla",)
+    with_last = families.LLAMACPP_LAST_BLOCKS
 
     def refused(self, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
         yield from super().refused(config, target)
