@@ -7,8 +7,11 @@ import shlex
 
 import pytest
 
+from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
+from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served, TargetFacts
+from draftsmith.modules.llama_config import LlamaConfig
 
 MODEL, HEAD = "org/target", "my heads/one"
 SGLANG = ["python", "-m", "sglang.launch_server", "--model-path", MODEL, "--speculative-algorithm"]
@@ -122,3 +125,18 @@ def test_a_factor_on_logits_is_refused_of_heads_whose_states_cannot_hold_it():
     target = TargetFacts({"model_type": "granite"}, scale=0.125)
     assert "leaves out the factor 0.125" in formats()["vllm", "eagle"].unserved(target)
     assert not any(formats()["vllm", kind].unserved(target) for kind in ("dspark", "eagle3"))
+
+
+def test_llama_cpp_gives_the_state_after_the_last_layer_of_few_targets():
+    """src/models: t_h_nextn for EAGLE-3, normed for most, and t_layer_inp[n_layer] for blocks."""
+    layers = LlamaConfig(60, 8, 16, 1, 2, 1, 4, 64)
+    configs = {
+        "eagle3": Eagle3Config(layers, (2, 3, 6), 60),
+        "dspark": BlockConfig(layers_like(layers, 1), (2, 6), 4, 3, markov_rank=2),
+    }
+    given = {"gpt_oss": ["eagle3"], "nemotron_h": ["dspark"], "mimo_v2_flash": [*configs], "qwen3_5": []}
+    for family, kinds in given.items():
+        target = TargetFacts({"model_type": family, "vocab_size": 60, "hidden_size": 8, "num_hidden_layers": 6})
+        for kind, config in configs.items():
+            refused = [one[0] for one in formats()["llamacpp", kind].refused(config, target)]
+            assert refused == ([] if kind in kinds else ["layers"]), (family, kind)
