@@ -154,6 +154,7 @@ class DraftSettings:
     @property
     def drafters(self) -> dict[str, str]:
         """Paths by `draft` (a language model) or the kind of the head; `kind@name` for each of several of a kind."""
+        from draftsmith.modules.pretrained.directory import check_own
         from draftsmith.modules.pretrained.heads import kind_at
         from draftsmith.modules.pretrained.hub import CHECK_PATH, repository, resolve_model
 
@@ -165,6 +166,8 @@ class DraftSettings:
                 path = resolve_model(path)
             elif not os.path.exists(resolved := resolve_model(path)) and repository(resolved) is None:
                 raise InputError("draft", f"no directory {path}", "a draft model or a trained head", CHECK_PATH)
+            else:
+                check_own(resolved)
             if kind == "acceptance":
                 remedy = "Pass it with --acceptance."
                 raise InputError("draft", f"{path}, an acceptance head", "a model or head that drafts", remedy)

@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.eval.check.check import CheckReport, check_head
 from draftsmith.eval.check.states import StateSource
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import Problem, TargetFacts
+from draftsmith.modules.formats.base import NotReadHere, Problem, TargetFacts
 from draftsmith.modules.formats.foreign import detect
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.types import InputError
@@ -322,9 +322,13 @@ def cells(head: Published, directory: Path) -> str:
     source = StateSource(None, facts)
     try:
         own = detect(read_package(str(directory)), facts)
+    except NotReadHere as error:
+        served = str(error).partition("served by ")[2]
+        known = {"vLLM", "SGLang"} if not served.startswith("none of") else set()
+        verdicts = ["has a class for it" if name in known and name in served else "-" for name in ("vLLM", "SGLang")]
+        return " | ".join([f"not read here: {str(error.found).partition(', ')[0]}", *verdicts])
     except InputError as error:
-        what = str(error.found).partition(", ")[0]
-        return f"refused: {what} | - | -"
+        return f"refused: {str(error.found).partition(', ')[0]} | - | -"
     report = check_head(directory, own, source, None, forward=False)
     if report.lacking:
         return f"not read here: {first(CheckReport(problems=[Problem(*report.lacking.split(': ', 1))]))} | - | -"

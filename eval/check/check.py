@@ -35,7 +35,7 @@ from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import GGUF, MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHere, Problem, largest
-from draftsmith.modules.formats.foreign import detect, head_kind, named_format
+from draftsmith.modules.formats.foreign import builders, detect, head_kind, named_format, not_read_here
 from draftsmith.modules.formats.readings import TRAINER
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import RECORD, foreign_package
@@ -125,11 +125,17 @@ def run(config: CheckConfig) -> int:
     named = next((format for (name, _), format in formats().items() if name == wanted), None)
     if named is not None:
         source = state_source(named.predicts, *models)
-        format = named if wanted == MTP else named_format(wanted, foreign_package(config.directory))
+    if named is not None and wanted == MTP:
+        format = named
     else:
         package = foreign_package(config.directory)
-        source = state_source(head_kind(package) == AcceptanceHead.kind, *models)
-        format = detect(package, source.facts)
+        if (error := not_read_here(package)) is not None:
+            report = CheckReport(lacking=str(error))
+            print_report(report, str(config.directory), wanted)
+            return report.exit_code
+        if named is None:
+            source = state_source(head_kind(package) == AcceptanceHead.kind, *models)
+        format = detect(package, source.facts) if named is None else named_format(wanted, package)
     head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)
@@ -176,6 +182,8 @@ def check_head(
         net = build_head(format.kind, theirs.config, theirs.state)
     except NotReadHere as error:
         report.lacking = str(error)
+        systems = builders(package, format.kind)
+        report.notes.append(f"{systems or 'no system that was read'}: builds heads of its class")
         return report
     except InputError as error:
         report.problems.append(Problem(error.field, str(error).partition(": ")[2]))
@@ -310,7 +318,7 @@ def difference(name: str, pairs: Sequence[tuple[Tensor, Tensor]], share: float =
 
 def print_report(report: CheckReport, directory: str, format: str) -> None:
     """Print what differs, what was measured, and the notes."""
-    print_text(Text(f"{directory} as {format} reads it", "bold"))
+    print_text(Text(f"{directory}{'' if format == 'auto' else f' as {format} reads it'}", "bold"))
     if report.problems:
         rows = [(Text(problem.where, "red"), problem.text) for problem in report.problems]
         print_table(table_from_cells("error", ("differs", "as"), rows))

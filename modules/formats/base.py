@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -30,11 +30,25 @@ Raw = Mapping[str, object]  # a `config.json`
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+# Versions of other systems whose sources were read.
+VERSIONS = {
+    "SafeAILab/EAGLE": "cb7e084", "vLLM": "0.33.0", "SGLang": "0.5.23", "speculators": "0.9.0",
+    "llama.cpp": "(llama-cpp-python 0.3.36)", "DeepSpec": "afdfa7c", "SpecForge": "0.2.0", "SpecForge main": "9aafadf",
+    "ModelOpt": "0.47.0", "ModelOpt main": "33d8c76", "Automodel": "0.7.0", "TorchSpec": "6f21829", "Hydra": "3f39fbd",
+    "eagle-harness": "0.1.3",
+}  # fmt: skip
+
+
 class NotReadHere(InputError):
     """A head that our drafters do not compute, and its trainer and servers may: no fault of its files."""
 
-    def __init__(self, field: str, found: object, expected: str):
-        super().__init__(field, found, expected, "Such heads are not supported.")
+    def __init__(self, field: str, found: object, expected: str, remedy: str = "Such heads are not supported."):
+        super().__init__(field, found, expected, remedy)
+
+
+def with_versions(systems: Iterable[str]) -> str:
+    """Join names of systems, each with the version that was read."""
+    return ", ".join(f"{system} {VERSIONS[system]}" for system in systems)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import HeadFormat, Package, TargetFacts
+from draftsmith.modules.formats import GGUF, formats
+from draftsmith.modules.formats.base import HeadFormat, NotReadHere, Package, TargetFacts, with_versions
 from draftsmith.modules.formats.block import KINDS
 from draftsmith.modules.formats.eagle1 import LAST_NORM
 from draftsmith.modules.formats.llama import architecture, inner_object
-from draftsmith.modules.formats.systems import EAGLE1_CLASSES
+from draftsmith.modules.formats.systems import EAGLE1_CLASSES, TYPE
 from draftsmith.modules.types import InputError
 
 CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DFlash2 or DSpark head, or an acceptance head of SpecDec_pp"
-NOT_YET = "Importing it is not supported yet."
 NAMES = ("architectures", "model_type")  # fields
 SELECTS = r"candidate_selector\.predecessor_codebook$"  # of DFlash2
 
@@ -66,18 +66,19 @@ def head_kind(package: Package) -> str:
     """Return the kind of our heads that a directory holds.
 
     Raises:
-        InputError: another public head, a whole model, one of our heads, or an unknown directory; it says which.
+        NotReadHere: another public head; it says which, and who trains and serves it.
+        InputError: a whole model, one of our heads, or an unknown directory.
     """
     names = Names(package)
-    named = f", {names.architecture}" if names.architecture else ""
-    for what, matches, remedy in unsupported(names):
+    for matches, error in unsupported(names):
         if matches:
-            raise InputError("directory", what + named, CAN_READ, remedy)
+            raise error
     if is_specdec_pp(names.shapes):
         return "acceptance"
     if names.kind:
         return names.kind
     first = ", ".join(sorted(names.shapes)[:4]) or "none"
+    named = f", {names.architecture}" if names.architecture else ""
     what = f"tensors of no head that is known ({first}){named}"
     raise InputError("directory", what, CAN_READ, "Check the path, or name its format with --format.")
 
@@ -115,6 +116,7 @@ class Names:
         name = self.architecture.lower()
         named = name.startswith(("dflash", "qwen3dflash", "dspark", "qwen3dspark", "lfm2dspark"))
         others = not named and any(word in name for word in ("dflash", "dspark", "peagle", "domino"))
+        others |= any(self.architecture in classes for classes in SERVED.values())
         if others or ("hidden_norm.weight" not in self.bare and not named):
             return ""
         inner = inner_object(self.config, "dflash_config")
@@ -149,7 +151,7 @@ class Names:
         """True for a whole model: layers and an embedding, and nothing that fuses."""
         stack = r"(language_model\.)?(model\.)?(layers|transformer\.h|h|decoder\.layers|gpt_neox\.layers)\.\d+\."
         embedding = self.has(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings)\.")
-        return self.has(stack) and embedding and not self.has(r"(eh_proj|fc|medusa_heads|context_proj)\.")
+        return self.has(stack) and embedding and not self.has(r"(eh_proj|fc|medusa_heads?|context_proj)\.")
 
 
 def causal_lm(package: Package) -> bool:
@@ -157,36 +159,106 @@ def causal_lm(package: Package) -> bool:
     return Names(package).causal_lm
 
 
-def unsupported(names: Names) -> Iterator[tuple[str, bool, str]]:
-    """Yield kinds of directories that are not read, whether this is one, and the remedy.
+class Unread(NamedTuple):
+    """Kind of heads that our drafters lack.
+
+    names: pattern of classes and of speculators' kinds, in lower case. tensors: pattern of bare names. trained: systems
+    that write it. served: those that load it; None: those with its class (`SERVED`).
+    """
+
+    what: str
+    names: str
+    tensors: str
+    trained: tuple[str, ...]
+    served: tuple[str, ...] | None = None
+
+
+UNREAD = (
+    Unread("Hydra heads", "hydra", r"hydra_mlp\.|input_embed_fn\.", ("Hydra",), ()),
+    # FasterDecoding's heads are numbered, ModelOpt's and those with the whole model around them have a prefix.
+    Unread("Medusa heads", "medusa", r"medusa_heads?\.|\d+\.\d+\.linear\.(weight|bias)", ("ModelOpt",), ()),
+    Unread("an XPress head", "xpress", r"refiner_head\.", ("speculators",), ("vLLM",)),
+    Unread("a P-EAGLE head", "peagle", r"mask_hidden$", ("speculators", "SpecForge", "Automodel"), ("vLLM",)),
+    Unread("a DSpine head", "dspine", r"transfer_codes$|injection\.", ("SpecForge main",), ()),
+    Unread("a LiLiCorr head", "lilicorr", r"lilicorr\.", ("ModelOpt main",), ("vLLM", "SGLang")),
+    Unread("a Domino head", "domino", r"prefix_gru\.", ("SpecForge", "ModelOpt", "Automodel"), ("SGLang",)),
+    Unread("an EAGLE-4 head", "eagle4", "$.", (), ("eagle-harness",)),
+    Unread(
+        "a head with latent attention (MLA)", "eagle3deepseek|deepseekv3eagle3", r".*\.kv_a_proj_with_mqa\.",
+        ("TorchSpec", "Automodel"), ("vLLM", "SGLang"),
+    ),
+)  # fmt: skip
+# Classes of heads with other layers than we read, by the systems that have them.
+BOTH = ("DFlash2BeamDraftModel", "DFlashLagunaForCausalLM")
+VLLM_EAGLE = ("Llama4", "MiniCPM", "Cohere", "Mistral", "MistralLarge3")
+SERVED = {
+    "vLLM": {
+        "Gemma4DSparkModel", "K3DSparkModel", "MuseSparkDSparkModel", "DSparkV41DraftModel", "Qwen3OmniDSparkModel",
+        *BOTH, "EagleDeepSeekMTPModel", *(f"Eagle{family}ForCausalLM" for family in VLLM_EAGLE),
+    },
+    "SGLang": {
+        "MiniMaxDFlash2DraftModel", "LingDSparkModel", "DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark", *BOTH,
+        "Qwen2ForCausalLMEagle", "MistralForCausalLMEagle", "MistralLarge3ForCausalLMEagle",
+    },
+    "llama.cpp": {"DeepseekV4DSparkModel"},
+}  # fmt: skip
+
+
+def builders(package: Package, kind: str) -> str:
+    """Return the systems, with the versions that were read, that build heads of a kind of ours for a directory."""
+    name = architecture(package.config)
+
+    def builds(format: HeadFormat) -> bool:
+        # Directories of speculators and GGUF files have marks of their own; vLLM reads the former, too.
+        by_class = name in format.classes and format.name not in ("speculators", GGUF)
+        return format.wrote(package) or by_class or (format.name == "vllm" and TYPE in package.config)
+
+    return with_versions(format.system for format in formats().values() if format.kind == kind and builds(format))
+
+
+def unsupported(names: Names) -> Iterator[tuple[bool, InputError]]:
+    """Yield whether a directory is of a kind that is not read, and the error that says so.
 
     Listed are those that would pass for a head of ours. Of any other head `read` finds unknown or missing tensors.
     """
-    config, name = names.config, names.architecture.lower()
+    config, called = names.config, f", {names.architecture}" if names.architecture else ""
+
+    def refused(what: str, remedy: str) -> InputError:
+        return InputError("directory", what + called, CAN_READ, remedy)
+
+    def unread(what: str, trained: Sequence[str] = (), served: Sequence[str] | None = None) -> InputError:
+        if served is None:
+            served = [system for system, classes in SERVED.items() if names.architecture in classes]
+        by = with_versions(served) if served else f"none of {with_versions(SERVED)}"
+        trainers = f"trained by {with_versions(trained)}, " if trained else ""
+        return NotReadHere("directory", what + called, CAN_READ, f"Such heads are {trainers}served by {by}.")
+
     own = isinstance(config.get("kind"), str) and isinstance(config.get("head"), Mapping)
-    remedy = "It needs no import: pass it with --draft or --acceptance, or write it for others with draftsmith export."
-    yield "one of draftsmith's own heads", own, remedy
-    speculators = config.get("speculators_model_type", "eagle3" if "speculators_config" not in config else None)
-    unread = speculators not in ("eagle3", *KINDS)
-    yield "a head of speculators of a kind that is not read", unread, NOT_YET
-    # FasterDecoding's heads are numbered, ModelOpt's and those with the whole model around them have a prefix.
-    medusa = names.has(r"medusa_heads?\.|\d+\.\d+\.linear\.(weight|bias)")
-    yield "Medusa heads", medusa, NOT_YET
-    hydra = "hydra_head_arch" in config or names.has(r"hydra_mlp\.|input_embed_fn\.")
-    yield "Hydra heads", hydra, NOT_YET
-    yield "a head that drafts several tokens at once (P-EAGLE)", "peagle" in name, NOT_YET
-    domino = "domino" in name or names.has(r"prefix_gru\.")
-    yield "a DFlash head with a recurrent network over its drafts (Domino)", domino, NOT_YET
-    yield "a head with latent attention (MLA)", names.has(r".*\.kv_a_proj_with_mqa\."), NOT_YET
+    needed = "It needs no import: pass it with --draft or --acceptance, or write it for others with draftsmith export."
+    yield own, refused("one of draftsmith's own heads", needed)
+    yield names.causal_lm, refused("a causal language model", "A whole model drafts as it is: pass it with --draft.")
+    speculators = config.get(TYPE, "eagle3" if "speculators_config" not in config else None)
+    classes = f"{names.architecture} {speculators} {'hydra' if 'hydra_head_arch' in config else ''}".lower()
+    for one in UNREAD:
+        known = re.search(one.names, classes) is not None or names.has(one.tensors)
+        yield known, unread(one.what, one.trained, one.served)
+    yield speculators not in ("eagle3", *KINDS), unread(f"a head of speculators of kind {speculators}", ["speculators"])
     conv = names.has(r"candidate_selector\.|selector_hidden\.|.*conv_(base|proj)") and not names.has(SELECTS)
-    other = any(word in name for word in ("dflash", "dspark")) and not names.block
-    yield "a block drafter whose layers are not Qwen3's", other or (conv and bool(names.block)), NOT_YET
-    yield "a causal language model", names.causal_lm, "A whole model drafts as it is: pass it with --draft."
+    other = any(word in names.architecture.lower() for word in ("dflash", "dspark")) and not names.block
+    yield other or (conv and bool(names.block)), unread("a block drafter whose layers are not Qwen3's")
     # One with a last norm is told from others as it is read.
     other = names.kind == "eagle" and names.architecture not in ("", *EAGLE1_CLASSES) and LAST_NORM not in names.bare
-    yield "an EAGLE-1 head of a class that is not read", other, NOT_YET
+    what = "an EAGLE-1 head of a class that is not read"
+    yield other and any(names.architecture in classes for classes in SERVED.values()), unread(what)
+    yield other, refused(what, "Name the system that reads it with --format.")
     quantized = names.has(r".*\.(qweight|qzeros|weight_scale|weight_packed|SCB)$")
-    yield "quantized weights", quantized, "Import the directory that they were made from."
+    yield quantized, refused("quantized weights", "Import the directory that they were made from.")
+
+
+def not_read_here(package: Package) -> NotReadHere | None:
+    """Return why a directory's kind of head is not read; None of others, damaged ones too."""
+    error = next((error for matches, error in unsupported(Names(package)) if matches), None)
+    return error if isinstance(error, NotReadHere) else None
 
 
 def is_specdec_pp(shapes: Mapping[str, tuple[int, ...]]) -> bool:

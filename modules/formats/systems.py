@@ -30,7 +30,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.formats import families
-from draftsmith.modules.formats.base import Package, Raw, Served, TargetFacts, layer_types
+from draftsmith.modules.formats.base import VERSIONS, Package, Raw, Served, TargetFacts, layer_types
 from draftsmith.modules.formats.block import (
     CLASSES,
     CONTEXT,
@@ -71,7 +71,7 @@ SPECULATORS_CLASSES = {
     "dflash2": ("DFlash2DraftModel",),
     "dspark": ("DSparkSpeculator",),
 }
-TYPE, VERSION = "speculators_model_type", "0.9.0"
+TYPE = "speculators_model_type"
 EAGLE3 = "LlamaForCausalLMEagle3"  # the class of vLLM and SGLang
 NUM_STATES, COUNT = 3, "num_aux_hidden_states"  # of the target, that systems read by default
 BOTH = ("attention_bias", "bias")  # fields of either bias in models/llama.py of vLLM and SGLang
@@ -318,7 +318,8 @@ class VllmEagle1(Vllm[EagleConfig], Eagle1Format):
 
 
 class VllmEagle3(Vllm[Eagle3Config], ServedEagle3):
-    classes = (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+    others = ("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM")
+    classes = (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", *others)
     bias_fields = BiasFields(qkv=("attention_bias",), o=BOTH, mlp=("mlp_bias",))
 
     def flags(self, raw: Raw) -> Flags:
@@ -574,7 +575,7 @@ class SpeculatorsEagle3(Speculators[Eagle3Config], Eagle3Format):
         layers = layers_to_name(config, target)
         return {
             TYPE: "eagle3",
-            "speculators_version": VERSION,
+            "speculators_version": VERSIONS["speculators"],
             "architectures": ["Eagle3DraftModel"],
             "speculators_config": speculators_config("eagle3", 5, target),
             "transformer_layer_config": {
@@ -633,7 +634,7 @@ class SpeculatorsBlock(Speculators[BlockConfig], BlockFormat):
     def fields(self, config: BlockConfig, dtype: torch.dtype, target: TargetFacts | None) -> Fields:
         return {
             TYPE: self.kind,
-            "speculators_version": VERSION,
+            "speculators_version": VERSIONS["speculators"],
             "architectures": [*self.classes],
             "speculators_config": speculators_config(self.kind, config.drafts, target),
             "transformer_layer_config": qwen3_fields(config, dtype),

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.base import NotReadHere, Package
+from draftsmith.modules.formats.foreign import head_kind
 from draftsmith.modules.llama_config import config_object
 from draftsmith.modules.pretrained.gguf import read_gguf_head
-from draftsmith.modules.pretrained.heads import kind_at
+from draftsmith.modules.pretrained.heads import kind_at, named_kind
 from draftsmith.modules.pretrained.hub import model_directory
 from draftsmith.modules.pretrained.quantized import Quantized, decide
 from draftsmith.modules.pretrained.reading import (
@@ -164,6 +165,23 @@ def foreign_package(directory: Path) -> Package:
         remedy = f"Write it for others: draftsmith export --head {directory} --format FORMAT --output DIR"
         raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
     return package
+
+
+def check_own(path: str) -> None:
+    """Raise InputError for a local directory with another system's head, which a command would take for a model."""
+    directory = Path(path)
+    files = directory.glob("*.safetensors") if (directory / "config.json").is_file() else ()
+    headers = {name: header for file in files for name, header in tensor_headers(file, FETCH).items()}
+    shapes = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
+    package = Package(read_model_json(directory / "config.json") if shapes else {}, shapes)
+    try:
+        kind = head_kind(package)
+    except NotReadHere:
+        raise
+    except InputError:  # a model, or whatever its loader makes of it
+        return
+    remedy = f"Import it first: draftsmith import {path} --target TARGET --output HEAD"
+    raise InputError("draft", f"{path}, {named_kind(kind)} head of another system", "a head of ours", remedy)
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

@@ -195,6 +195,8 @@ DAMAGES: dict[str, tuple[Edit, int, str]] = {
     "another residual": (lambda d: d.set(norm_before_residual=True), 1, "vllm: another head, or none (read with norm"),
     "half a layer": (lambda d: d.add("layers.1.self_attn.q_proj.weight", torch.zeros(1)), 1, "is missing"),
     "other states": (lambda d: d.set(target_hidden_size=7), 3, "not read here: config.json, target_hidden_size"),
+    "a drafter of several tokens": (lambda d: d.add("mask_hidden", torch.zeros(1, 1, 1)), 3,
+        "Such heads are trained by speculators 0.9.0, SpecForge 0.2.0, Automodel 0.7.0, served by vLLM 0.33.0."),
 }  # fmt: skip
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import Package, TargetFacts
-from draftsmith.modules.formats.foreign import detect, head_kind, named_format
+from draftsmith.modules.formats.base import VERSIONS, NotReadHere, Package, TargetFacts
+from draftsmith.modules.formats.foreign import builders, detect, head_kind, named_format
+from draftsmith.modules.formats.systems import FORMATS
 from draftsmith.modules.types import InputError
 
 H, V, INTER, AUX = 64, 512, 176, 3
@@ -124,26 +125,63 @@ def speculators(kind: str) -> dict:
 # What the message says, config.json, tensors.
 REFUSED = [
     ("one of draftsmith's own heads", {"kind": "eagle", "schema_version": 1, "head": {"fc_bias": False}}, EAGLE),
-    ("a head of speculators", speculators("peagle"), AS_LAYERS),
-    ("a head of speculators", {"speculators_config": {}}, AS_LAYERS),
-    ("a head that drafts several tokens at once", of("PEagleDraftModel"), AS_LAYERS),
-    ("a block drafter whose layers are not Qwen3's",
-        of("DFlash2DraftModel"), DFLASH | {"candidate_selector.hidden.weight": (H, H)},
-    ),
-    ("Medusa heads", MEDUSA, MEDUSA_1),
-    ("Medusa heads", {}, LM | {f"medusa_heads.{name}": shape for name, shape in MEDUSA_2.items()}),
-    ("Medusa heads",
-        of("MistralForCausalLM") | MEDUSA, LM | {f"medusa_head.{name}": shape for name, shape in MEDUSA_1.items()},
-    ),
-    ("Hydra heads", {}, {"hydra_mlp.0.0.linear.weight": (H, 2 * H), "hydra_lm_head.0.weight": (V, H)}),
-    ("Hydra heads", {"hydra_head_arch": "eagle-attn"}, HYDRA_EAGLE | layer("attn", norms=PLAIN)),
-    ("a class that is not read, Qwen2ForCausalLMEagle", of("Qwen2ForCausalLMEagle"), EAGLE | QKV_BIAS),
     ("a causal language model, LlamaForCausalLM", of("LlamaForCausalLM"), LM),
+    ("a causal language model, DeepseekV3ForCausalLM", of("DeepseekV3ForCausalLM"),
+        LM | {"model.layers.0.self_attn.kv_a_proj_with_mqa.weight": (4, H)},
+    ),
     ("a causal language model", {}, {"wte.weight": (V, H), "h.0.attn.c_attn.weight": (H, 3 * H)}),
     ("quantized weights", EAGLE_1, {"fc.qweight": (8, H), "fc.scales": (1, H)}),
     ("no head that is known (layers.0.mlp", EAGLE_1, layer("layers.0")),  # EAGLE-1 that lost its fc
     ("no head that is known (model.0.linear.bias", SPECDEC, specdec(1) | {"model.1.weight": (1, H)}),
     ("no head that is known (none)", {}, {}),
+]  # fmt: skip
+NOWHERE = "none of vLLM 0.33.0, SGLang 0.5.23, llama.cpp (llama-cpp-python 0.3.36)"
+LAGUNA = {"layers.0.self_attn.g_proj.weight": (4, H)}
+# What it is called, by whom it is trained and served, config.json, tensors.
+NOT_READ = [
+    ("an XPress head, Qwen3XPressModel", "speculators 0.9.0", "vLLM 0.33.0", of("Qwen3XPressModel"), DFLASH),
+    ("an XPress head", "speculators 0.9.0", "vLLM 0.33.0",
+        speculators("xpress"), DFLASH | {"refiner_head.readout.weight": (V, 8)},
+    ),
+    ("a P-EAGLE head", "speculators 0.9.0, SpecForge 0.2.0, Automodel 0.7.0", "vLLM 0.33.0", speculators("peagle"),
+        AS_LAYERS | {"mask_hidden": (1, 1, AUX * H)},
+    ),
+    ("a P-EAGLE head, PEagleDraftModel", "SpecForge 0.2.0", "vLLM 0.33.0", of("PEagleDraftModel"), AS_LAYERS),
+    ("a P-EAGLE head, LlamaEagle3DraftModel", "Automodel 0.7.0", "vLLM 0.33.0",
+        of("LlamaEagle3DraftModel"), AS_LAYERS | {"mask_hidden": (1, 1, AUX * H)},
+    ),
+    ("a DSpine head, DSpineDraftModel", "SpecForge main 9aafadf", NOWHERE, of("DSpineDraftModel"), DFLASH),
+    ("a DSpine head", "SpecForge main 9aafadf", NOWHERE, {}, DFLASH | {"transfer_codes": (V, 8)}),
+    ("a LiLiCorr head, LiLiCorrDraftModel", "ModelOpt main 33d8c76", "vLLM 0.33.0, SGLang 0.5.23",
+        of("LiLiCorrDraftModel"), DFLASH | {"lilicorr.token_proj.weight": (H, H)},
+    ),
+    ("a Domino head, DFlashDraftModel", "SpecForge 0.2.0, ModelOpt 0.47.0", "SGLang 0.5.23",
+        of("DFlashDraftModel"), DFLASH | {"prefix_gru.weight_ih_l0": (H, H)},
+    ),
+    ("a head with latent attention (MLA)", "TorchSpec 6f21829", "vLLM 0.33.0, SGLang 0.5.23",
+        of("LlamaForCausalLMEagle3"), EAGLE_3 | {"midlayer.self_attn.kv_a_proj_with_mqa.weight": (4, H)},
+    ),
+    ("an EAGLE-4 head", "", "eagle-harness 0.1.3", of("LlamaForCausalLMEagle4"), AS_LAYERS),
+    ("a head of speculators of kind mtp", "speculators 0.9.0", NOWHERE, speculators("mtp"), AS_LAYERS),
+    ("a head of speculators of kind None", "speculators 0.9.0", NOWHERE, {"speculators_config": {}}, AS_LAYERS),
+    ("a block drafter whose layers are not Qwen3's", "", "SGLang 0.5.23", of("DSparkMiniMaxDraftModel"), DFLASH),
+    ("a block drafter whose layers are not Qwen3's", "", "vLLM 0.33.0, SGLang 0.5.23",
+        of("DFlashLagunaForCausalLM"), DFLASH | LAGUNA,
+    ),
+    ("a block drafter whose layers are not Qwen3's", "", "vLLM 0.33.0", of("Gemma4DSparkModel"), DFLASH),
+    ("a block drafter whose layers are not Qwen3's", "", NOWHERE,
+        of("DFlash2DraftModel"), DFLASH | {"candidate_selector.hidden.weight": (H, H)},
+    ),
+    ("Medusa heads", "ModelOpt 0.47.0", NOWHERE, MEDUSA, MEDUSA_1),
+    ("Medusa heads", "", NOWHERE, {}, LM | {f"medusa_heads.{name}": shape for name, shape in MEDUSA_2.items()}),
+    ("Medusa heads", "", NOWHERE,
+        of("MistralForCausalLM") | MEDUSA, LM | {f"medusa_head.{name}": shape for name, shape in MEDUSA_1.items()},
+    ),
+    ("Hydra heads", "Hydra 3f39fbd", NOWHERE, {}, {"hydra_mlp.0.0.linear.weight": (H, 2 * H)}),
+    ("Hydra heads", "", NOWHERE, {"hydra_head_arch": "eagle-attn"}, HYDRA_EAGLE | layer("attn", norms=PLAIN)),
+    ("a class that is not read, Qwen2ForCausalLMEagle", "", "SGLang 0.5.23",
+        of("Qwen2ForCausalLMEagle"), EAGLE | QKV_BIAS,
+    ),
 ]  # fmt: skip
 
 
@@ -207,6 +245,25 @@ def test_a_known_layout_that_is_not_read_is_refused_by_its_name(said, config, sh
     with pytest.raises(InputError) as error:
         head_kind(package(config, shapes))
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("said", "trained", "served", "config", "shapes"), NOT_READ)
+def test_a_head_of_others_is_named_with_its_trainers_and_servers(said, trained, served, config, shapes):
+    with pytest.raises(NotReadHere) as error:
+        head_kind(package(config, shapes))
+    text = str(error.value)
+    assert f"found {said}" in text.replace("an EAGLE-1 head of ", "") and text.endswith(f"served by {served}.")
+    assert trained in text and "\n" not in text
+
+
+def test_systems_that_build_a_class_are_named_with_their_versions():
+    assert {format.system for format in FORMATS} <= VERSIONS.keys()
+    block = {
+        "vLLM 0.33.0, SGLang 0.5.23": of("DFlash2DraftModel"),
+        "vLLM 0.33.0, speculators 0.9.0": speculators("dflash2"),
+    }
+    for systems, config in block.items():
+        assert builders(package(config, DFLASH), "dflash2") == systems
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLMEagle", [None], 7])
