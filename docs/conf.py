@@ -64,6 +64,7 @@ FIRST = {
     "Use it": ["docs/decoding", "docs/evaluation", "docs/serve"],
     "Guides": [
         "docs/guides/llamacpp",
+        "docs/guides/continue-a-head",
         "docs/guides/large-targets",
         "docs/guides/low-acceptance",
         "docs/guides/",

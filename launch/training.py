@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import tempfile
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,7 +98,42 @@ def run(config: TrainedConfig) -> Path | None:
         raise InputError("train", found, "the extra `train`", "Run: pip install 'draftsmith[train]'")
     from draftsmith.train.command import run as train
 
-    return train(config, explain)
+    with tempfile.TemporaryDirectory() as scratch:
+        return train(with_own_head(config, Path(scratch)), explain)
+
+
+def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
+    """Return the options with --init as one of our heads: another system's is imported into OUTPUT/init.
+
+    scratch: takes it if nothing is trained.
+
+    Raises:
+        InputError: `import` refuses it, or the output was begun with another head.
+    """
+    from draftsmith.data.ranks import place
+    from draftsmith.launch.export.import_head import ImportConfig, hashes
+    from draftsmith.launch.export.import_head import run as import_head
+    from draftsmith.modules.formats import MTP
+    from draftsmith.modules.pretrained.directory import package_directory
+    from draftsmith.modules.pretrained.heads import kind_at
+    from draftsmith.modules.pretrained.reading import read_object
+    from draftsmith.train.config import TrainDrafterConfig
+
+    if not isinstance(config, TrainDrafterConfig) or not config.starts_from_head or kind_at(config.init) is not None:
+        return config
+    directory = (scratch if config.plan else config.output) / "init"
+    manifest, rank = directory / "manifest.json", place().rank or place().local_rank
+    while rank and not config.plan and not manifest.exists():
+        time.sleep(1)
+    if not manifest.exists():
+        format: Any = MTP if config.kind == MTP else "auto"
+        loading = {"engine": config.engine, "trust_remote_code": config.trust_remote_code}
+        import_head(ImportConfig(config.init, directory, config.target, format=format, **loading))
+    elif config.kind != MTP and read_object(manifest, {})["imported"]["sha256"] != hashes(
+        package_directory(config.init)
+    ):
+        raise InputError("init", config.init, f"the head that {config.output} was begun with", "Choose another output.")
+    return dataclasses.replace(config, init=str(directory))
 
 
 def explain(best: Path, config: TrainDrafterConfig, module: LitDrafter, data: HeadDataModule) -> None:

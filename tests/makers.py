@@ -63,11 +63,12 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from worlds import tiny_llama_dir  # noqa: E402
 
+from draftsmith.launch.export.export import run as export  # noqa: E402
 from draftsmith.launch.export.import_head import run as import_head  # noqa: E402
-from draftsmith.launch.export.settings import ImportConfig  # noqa: E402
+from draftsmith.launch.export.settings import ExportConfig, ImportConfig  # noqa: E402
 from draftsmith.modules.drafters.branches import as_decoding  # noqa: E402
 from draftsmith.modules.formats.base import NotReadHere, largest  # noqa: E402
-from draftsmith.modules.pretrained.heads import load_draft_head  # noqa: E402
+from draftsmith.modules.pretrained.heads import load_draft_head, load_head, original_of, save_head  # noqa: E402
 from draftsmith.modules.pretrained.models import load_lm  # noqa: E402
 from draftsmith.modules.pretrained.reading import read_object  # noqa: E402
 from draftsmith.modules.targets.base import CausalLM  # noqa: E402
@@ -582,11 +583,11 @@ def specforge() -> Iterator[Case]:
     }  # fmt: skip
     for kind, cases in variants.items():
         for name, options in cases.items():
-            for export in ("hf", "sglang") if kind == "eagle3" else ("hf",):
+            for saved in ("hf", "sglang") if kind == "eagle3" else ("hf",):
                 for family in ("qwen3", "llama") if name in ("default", "reduced") else ("qwen3",):
-                    write = functools.partial(write_specforge, kind, export, **options)
+                    write = functools.partial(write_specforge, kind, saved, **options)
                     drafts = functools.partial(specforge_drafts, kind)
-                    label = f"{name}, {export}" if kind == "eagle3" else name
+                    label = f"{name}, {saved}" if kind == "eagle3" else name
                     yield Case("SpecForge", kind, label, write, drafts, family)
 
 
@@ -771,10 +772,33 @@ def judged(case: Case, text: Text, folder: Path) -> tuple[str, str]:
             return "not read here", str(error)
         except InputError as error:
             return "refused", str(error)
+        worst, back = difference(drafts, expected, case.near), written_back(case, text, folder)
     imported = read_object(ours / "manifest.json", {})["imported"]
-    worst = difference(drafts, expected, case.near)
     said = "".join(f"; reported: {problem}" for problem in imported["problems"])
-    return "right" if worst <= BAR else "WRONG", f"{worst:.1e} as {imported['producer']}{said}"
+    verdict = "right" if worst <= BAR and (isinstance(back, str) or back <= BAR) else "WRONG"
+    return (
+        verdict,
+        f"{worst:.1e} as {imported['producer']}, {back if isinstance(back, str) else f'{back:.1e}'} back{said}",
+    )
+
+
+def written_back(case: Case, text: Text, folder: Path) -> float | str:
+    """Change every weight, write the head as it came, and compare with the trainer's class; or say why not."""
+    assert case.drafts is not None
+    ours, changed, back = folder / "ours", folder / "changed", folder / "back"
+    head = load_head(ours)
+    for weight in head.parameters():
+        weight.data.add_(0.05 * torch.randn_like(weight))
+    save_head(changed, head, read_object(ours / "manifest.json", {}), "", original_of(ours))
+    try:
+        code = export(ExportConfig(output=back, head=changed, target=str(text.path)))
+    except InputError as error:
+        return f"refused ({error})"
+    if code:
+        return "the check differs"
+    with torch.no_grad():
+        expected = case.drafts(back, text)
+    return difference(our_drafts(changed, text, len(expected), len(expected[0])), expected, case.near)
 
 
 def main(words: Sequence[str]) -> None:

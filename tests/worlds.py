@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -242,15 +241,16 @@ def use_tokens_of(head: Any, ids: Tensor, target: Any) -> None:
 
 def quick_block_head(
     target: Any, rows: Sequence[Sequence[int]], steps: int, kind: str = "dspark", rate: float = 5e-3,
-    draft_vocab: int = 0, masks: Mapping[str, Any] = MappingProxyType({}), **options: Any,
+    draft_vocab: int = 0, **options: Any,
 ) -> Any:  # fmt: skip
     """Train a DFlash or DSpark head of one layer by its own loss. draft_vocab: tokens that it can draft, those of the
-    rows first. masks: fields of its config that no option of a training has. options: of its training."""
+    rows first. options: of its training."""
     torch.manual_seed(0)
     head_type = head_class(kind)
     settings = head_type.Settings(**{"num_layers": 1, "markov_rank": 16 * (kind == "dspark"), **options})
-    config = head_type.new_config(settings, target.config)
-    head: Any = head_type(dataclasses.replace(config, draft_vocab_size=draft_vocab or None, **masks))
+    head: Any = head_type(
+        dataclasses.replace(head_type.new_config(settings, target.config), draft_vocab_size=draft_vocab or None)
+    )
     ids = _rectangle(rows)
     if draft_vocab:
         use_tokens_of(head, ids, target)

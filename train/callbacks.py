@@ -34,7 +34,7 @@ from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.checkpoint import checkpoint_of
 from draftsmith.modules.pretrained.files import CannotWrite
-from draftsmith.modules.pretrained.heads import head_fields, save_head
+from draftsmith.modules.pretrained.heads import head_fields, original_of, save_head
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
@@ -135,6 +135,7 @@ class Save(pl.Callback):
     def __init__(self, config: TrainConfig, manifest: Mapping[str, Any], checkpoints: Checkpoints):
         """manifest: entries of the heads' manifests, beside step and metrics."""
         self.config, self.manifest, self.checkpoints = config, manifest, checkpoints
+        self.original = original_of(config.init) if config.starts_from_head else None
         self.saved_step = 0
         self.unsaved: dict[str, str] = {}
         # When the last step ended; and after which one last/ and a checkpoint were due.
@@ -198,7 +199,7 @@ class Save(pl.Callback):
                 manifest = {**self.manifest, "step": step, "metrics": metrics}
                 card = model_card(head.kind, {"head": head_fields(head), **manifest})
                 try:
-                    save_head(self.config.output / name, head, manifest, card)
+                    save_head(self.config.output / name, head, manifest, card, self.original)
                 except (OSError, CannotWrite) as error:
                     failure = str(error)
         failure = self._agree_on_failure(trainer, f"{name}/ of step {step}", failure)

@@ -210,6 +210,11 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
         """Most tokens of packed sequences whose loss is computed at once; 0: all of a micro-batch."""
         return 0
 
+    @property
+    def starts_from_head(self) -> bool:
+        """It goes on with a trained head."""
+        return False
+
     def num_steps(self, per_epoch: int) -> int:
         """Return the number of steps, of which an epoch has `per_epoch`; MOST if the clock decides."""
         if self.minutes:
@@ -289,8 +294,9 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
             once, whole sequences or a piece of a longer one, which still reads all before it: memory stays the same for
             rows of any length. The gradients are those of the whole; 0 learns a part at once.
         device_map: Spread the layers of a target larger than a GPU over those of this one process, by transformers.
-        init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
-            width and vocabulary have to be this target's. For a draft model: any model of the target's tokenizer.
+        init: random, or a head to fine-tune, whose shape it keeps: ours, or the directory or hub id of any that
+            `import` reads. Only its width and vocabulary have to be this target's. For a draft model: any model of the
+            target's tokenizer.
     """
 
     kind: ClassVar[str]
@@ -325,6 +331,10 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
     @property
     def drafter(self) -> type[DraftHead]:
         return head_class(self.kind)
+
+    @property
+    def starts_from_head(self) -> bool:
+        return self.init != "random" and not self.drafter.saved_as_model
 
     @property
     def most_at_once(self) -> int:
@@ -390,3 +400,7 @@ class TrainAcceptanceConfig(TrainConfig):
     w_acc: float = 1.0
     w_rej: float = 6.0
     mix: float | None = None
+
+    @property
+    def starts_from_head(self) -> bool:
+        return self.init is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from draftsmith.eval.check.check import CheckReport, Measure, check_head, origin
 from draftsmith.eval.check.record import hashes_of, types_of
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ExportConfig
-from draftsmith.modules.formats import GGUF, MTP, check_served, formats, formats_of
-from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
+from draftsmith.modules.formats import GGUF, MTP, ORIGINAL, check_served, formats, formats_of
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Served, TargetFacts, largest
 from draftsmith.modules.formats.gguf import head_to_gguf
+from draftsmith.modules.formats.llama_format import LlamaFormat
 from draftsmith.modules.formats.quantized import FORMATS, quantizable, quantize, served_memory, with_quantized
 from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.card import measured_of, model_card
@@ -42,10 +43,12 @@ from draftsmith.modules.pretrained.heads import (
     kind_at,
     made_with,
     named_kind,
+    original_of,
     stored_tensors,
 )
 from draftsmith.modules.pretrained.hub import check_push, loadable, resolve_model, upload
 from draftsmith.modules.pretrained.models import DTYPES, load_lm
+from draftsmith.modules.pretrained.provenance import flatten
 from draftsmith.modules.pretrained.quantized import Quantized
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.pretrained.stitch import head_package, stitch
@@ -82,6 +85,8 @@ def run(config: ExportConfig) -> int:
     if config.push is not None:
         check_push(config.push)
     write = export_gguf_draft if config.format == GGUF and config.head is None else export_head
+    if config.format == ORIGINAL:
+        write = export_original
     try:
         with whole_directory(config.output) as partial:
             report, command = write(config, partial)
@@ -149,10 +154,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
     read_back = format.read(head_package(directory, format.name), source.facts)
-    record = {"format": format.name, "kind": format.kind, "head": origin}
-    record |= {"config": dataclasses.asdict(read_back.config)}
-    record |= {"tensors": hashes_of(read_back.state), "types": types_of(read_back.state.values())}
-    write_json(directory / RECORD, {**record, **made_with()})
+    write_record(directory, format, read_back, origin)
     exported = build_head(format.kind, head.config, state)
     report = check_head(directory, format, source, exported, trained=head if eight else None)
 
@@ -183,6 +185,85 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
             f"{format.system} reads no GGUF: {model} holds the weights of {source.path}, for which it was trained."
         )
     return report, "\n\n".join([command, *notes, *expected_gain(path, measured, format.kind, tau)])
+
+
+def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
+    """Write a head as its files came, and check it by their own format. Returns the report and how it is used.
+
+    Raises:
+        InputError: the head comes from no other system's directory, or its files have no place for what it is now.
+    """
+    path = head_directory(_given(config, "head", "the head's directory")).resolve()
+    kind, files = head_config(path)["kind"], original_of(path)
+    if files is None:
+        names = " or ".join(other.name for other in formats_of(kind)) or "none: no format holds it"
+        raise InputError("format", f"none, and {path} comes from no other system", names, "Pass --format.")
+    if config.weights != "auto":
+        raise InputError("weights", config.weights, "auto: the files keep their types", "Leave it out, or --format.")
+    format = formats()[files.format, kind]
+    assert isinstance(format, LlamaFormat)
+    manifest = read_object(path / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
+    recorded = manifest.get("config") or manifest.get("imported") or {}
+    source = state_source(False, config.target or recorded.get("target"), None, config.loading)
+    head: Any = original(path, kind, source)
+    full = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
+    facts = dataclasses.replace(source.facts, path=loadable(source.path))
+    package = files.write(format, full, facts, source.drafter.identity)
+    write_package(directory, package)
+
+    # Read back by its own format, and compared in the types of the files. What that misread before is as it was.
+    read_back = format.read(package, source.facts)
+    check_same_config(head.config, read_back.config)
+    origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
+    write_record(directory, format, read_back, origin)
+    state = {name: stored.to(read_back.state[name].dtype) for name, stored in full.items()}
+    report = check_head(directory, format, source, build_head(kind, head.config, state))
+    report.problems = [one for one in report.problems if f"{one.where}: {one.text}" not in files.problems]
+
+    # A trainer serves nothing: a server that reads its files alike.
+    server = format if format.writes else next(serving(format, package, source.facts), None)
+    command = f"draftsmith train {kind} --init {config.output}, or {format.system}"
+    if server is not None:
+        count = config.num_drafted or num_drafted(measured_of(path), kind, getattr(head.config, "drafts", None))
+        window, confidence = head.config.llama.sliding_window, bool(getattr(head.config, "confidence", False))
+        served = Served(facts.path, str(config.output), count, facts.served_family, window, confidence)
+        command = server.serve(served)
+    notes = [f"As it came: {problem}" for problem in files.problems]
+    if "auto_map" in files.config:
+        notes.append("config.json names code that is not written: copy it from where the head came.")
+    checks = [str(measure) for measure in report.measures]
+    export = {"format": format.name, "command": command, "checks": checks, "head": origin, "notes": notes}
+    card = {**manifest, "head": head_fields(head), "license": config.license}
+    text = model_card(kind, card, measured=measured_of(path), export={**export, "weights": "as they came"})
+    write_text(directory / "README.md", text)
+    return report, "\n\n".join([command, *notes])
+
+
+def write_record(directory: Path, format: HeadFormat, read: ImportedHead, origin: Mapping[str, Any]) -> None:
+    """Write `draftsmith.json`: what a directory holds. read: as its format reads it. origin: the head."""
+    record = {"format": format.name, "kind": format.kind, "head": origin, "config": dataclasses.asdict(read.config)}
+    record |= {"tensors": hashes_of(read.state), "types": types_of(read.state.values())}
+    write_json(directory / RECORD, {**record, **made_with()})
+
+
+def check_same_config(head: Any, files: Any) -> None:
+    """Raise InputError if files that were written as they came describe another head, as one with another window."""
+    ours, theirs = (flatten(dataclasses.asdict(config)) for config in (head, files))
+    for name, value in ours.items():
+        # Reading raises it to the target's.
+        if theirs.get(name) != value and name != "llama.max_position":
+            expected = f"{theirs.get(name)}, as the head's own files had"
+            raise InputError(name, value, expected, "Write it in a server's format: pass --format.")
+
+
+def serving(format: HeadFormat, package: Package, target: TargetFacts) -> Iterator[HeadFormat]:
+    """Yield the systems that serve a directory of another format as it is."""
+    for other in formats_of(format.kind):
+        try:
+            if other.name != GGUF and not other.read(package, target).problems:
+                yield other
+        except InputError:
+            continue
 
 
 def check_eight_bits(weights: str, format: HeadFormat) -> None:

@@ -21,6 +21,7 @@ from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.formats import MTP, formats
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead
 from draftsmith.modules.formats.foreign import detect, head_kind, named_format
+from draftsmith.modules.formats.original import Original
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.directory import package_directory, read_package, weight_files
@@ -100,7 +101,8 @@ def run(config: ImportConfig) -> Path:
         },
         **made_with(),
     }
-    save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
+    original = Original.of(format, package, imported, facts, identity)
+    save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}), original)
     _print_result(config, format, imported)
     return config.output
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from draftsmith.data.settings import Dtype, ServedLoading
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
-from draftsmith.modules.formats import GGUF
+from draftsmith.modules.formats import GGUF, ORIGINAL
 from draftsmith.modules.types import InputError, check_range
 
 
@@ -17,10 +17,11 @@ class ExportConfig(ServedLoading):
     """Write a head as another system loads it, check what was written, and print the command that serves it.
 
     Attributes:
-        format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
-            speculators all but EAGLE-1; llamacpp an EAGLE-3 head of version 3 or 3-norm, a DFlash or DSpark head, or a
-            draft model, as one GGUF file; mtp writes a copy of the target's checkpoint with an MTP module, and links to
-            the files that stay as they are.
+        format: original, for a head that was imported, or trained on from another system's (`train --init`): the files
+            as they came. eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark
+            heads too, speculators all but EAGLE-1; llamacpp an EAGLE-3 head of version 3 or 3-norm, a DFlash or DSpark
+            head, or a draft model, as one GGUF file; mtp writes a copy of the target's checkpoint with an MTP module,
+            and links to the files that stay as they are.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
@@ -36,7 +37,7 @@ class ExportConfig(ServedLoading):
         push: Hub id: upload the directory there, with its model card. A new repository is private.
     """
 
-    format: WrittenFormat
+    format: Literal["original", WrittenFormat] = ORIGINAL
     output: Path
     head: Path | None = None
     target: str | None = None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 GGUF = "llamacpp"  # the format whose heads are one GGUF file
+ORIGINAL = "original"  # that of the directory which a head was imported from
 MTP = "mtp"  # the format whose heads are part of their target's checkpoint
 
 

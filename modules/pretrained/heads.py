@@ -20,6 +20,7 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.formats.base import check_tensors
+from draftsmith.modules.formats.original import Original
 from draftsmith.modules.pretrained.files import copy_file, whole_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256, git_commit, package_versions
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 REMEDY = "Copy or train the head again."
+# What another system's directory was, and its tensors that are no part of the head (`Original`).
+ORIGINAL, ORIGINAL_TENSORS = "original.json", "original.safetensors"
 # Files of a model beside config.json and weights that a draft model made from it needs too.
 COMPANIONS = (
     "tokenizer*",
@@ -122,11 +125,13 @@ def made_with() -> dict[str, Any]:
     return {"packages": package_versions(), "git_commit": git_commit()}
 
 
-def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], card: str) -> Path:
+def save_head(
+    directory: str | Path, head: Any, manifest: Mapping[str, Any], card: str, original: Original | None = None
+) -> Path:
     """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
 
     manifest: what it was made from: `target` (identity), `sampling`, the fields LABELS, inputs, seed, versions and
-        metrics. The files' sha256 are added here.
+        metrics. The files' sha256 are added here. original: of a head that was imported, or trained on from there.
     """
     directory = Path(directory)
     config = {
@@ -146,6 +151,10 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
         write_json(partial / "config.json", config, indent=2)
         write_tensors(partial / "model.safetensors", state, {"format": "pt"} if saved_as_model else None)
         write_text(partial / "README.md", card)
+        if original is not None:
+            fields = {field.name: getattr(original, field.name) for field in dataclasses.fields(original)}
+            write_tensors(partial / ORIGINAL_TENSORS, fields.pop("kept"))
+            write_json(partial / ORIGINAL, fields)
         # The manifest is written last: a directory without it is unfinished.
         # The card has no hash: it may be edited, and is written anew by `eval bench --card`.
         sha256 = {file.name: file_sha256(file) for file in sorted(partial.iterdir()) if file.name != "README.md"}
@@ -353,6 +362,16 @@ def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int 
         manifest = read_object(head_directory(directory) / "manifest.json", {"tied_to_target?": [str]}, REMEDY)
         head.tied_to_target = tuple(manifest.get("tied_to_target", ()))
     return head
+
+
+def original_of(directory: str | Path) -> Original | None:
+    """Return the directory of another system that a head comes from; None if there was none, or it was not kept."""
+    file = head_directory(directory) / ORIGINAL
+    if not file.exists():
+        return None
+    shape = {"format": str, "config": dict, "tensors": dict, "copies": dict, "problems": [str], "target": object}
+    kept = read_tensors(file.with_name(ORIGINAL_TENSORS), REMEDY)
+    return Original(**read_object(file, shape, REMEDY), kept=kept)
 
 
 def starting_weights(directory: str | Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ Its engine drafts with them on a GPU only; the layers below are DFlash's, which 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,11 +18,9 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, _resolve_layer_attention
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
-
-DRAFTS = ("dflash", "dflash2", "dspark")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,30 +38,10 @@ def config_of(kind: str, case: str, format: str) -> VllmConfig:
     return config
 
 
-@contextmanager
-def current(config: VllmConfig) -> Iterator[None]:
-    """Build modules by a config, with the runner that serves layers which differ."""
-    with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        yield
-
-
-@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in DRAFTS for case in cases(kind, "vllm")])
-def test_layers_have_our_windows_and_causality(kind: str, case: str):
-    ours = read(kind, case, "vllm").ours["masks"].tolist()
-    for format in ("vllm", "speculators"):
-        if (read(kind, case, format).directory).exists():
-            config = config_of(kind, case, format)
-            with current(config):
-                found = [_resolve_layer_attention(config.speculative_config.draft_model_config.hf_config, layer)
-                         for layer in range(len(ours))]  # fmt: skip
-            assert [[window or 0, causal] for window, causal in found] == ours, format
-
-
 def loaded_whole(config: VllmConfig, made: type[nn.Module], state: dict[str, Tensor]) -> nn.Module:
     """The draft's module with the directory's weights, all of which are there."""
     draft_config = config.speculative_config.draft_model_config
-    with current(config):
+    with set_current_vllm_config(config):
         with uninitialized_is_nan():
             draft = made(vllm_config=config)
         emptied(draft)

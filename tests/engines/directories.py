@@ -11,8 +11,6 @@ logits.J [T, V], of EAGLE-3 and block drafters [T, draft vocabulary]
     Of the J-th token of a draft from every row; beyond the text it is fed token 0. EAGLE-1 has J = 0 alone. Of a block
     drafter, J = 0 and 1: of the blocks at positions 1, 2, .. of a text whose last token has states too; -inf for what a
     selector does not choose among.
-masks [layers, 2]
-    Of a block drafter: the window of each layer, 0 for none, and whether it is causal.
 final [T, H], loss of DFlash2
     The target's states that give its logits, and the loss of the blocks at positions 1 to T - 5, by `LOSS`.
 embed_tokens, lm_head [V, H], state.NAME; d2t of EAGLE-3, and of block drafters with a reduced vocabulary
@@ -135,13 +133,11 @@ CASES = {
         "block": Case(ALL[1:], shape={"layout": "fill-in"}),
         "window": Case(ALL[1:], shape={"layout": "fill-in"}, window=WINDOW),
         "reduced": Case(("vllm", "speculators"), shape={"layout": "fill-in", "draft_vocab_size": 100}),
-        "mixed": Case(THREE[1:], shape={"layout": "fill-in", "full_layers": (1,)}, window=WINDOW),
         "int8": Case(THREE[1:], WIDE, shape={"layout": "fill-in"}, weights="int8"),
     },
     "dflash2": {
         "block": Case(ALL[1:], shape={"layout": "fill-in", **SELECTOR}),
         "window": Case(ALL[1:], shape={"layout": "fill-in", **SELECTOR, "conv_kernel": 3}, window=WINDOW),
-        "bidirectional": Case(ALL[1:], shape={"layout": "fill-in", **SELECTOR, "causal": False}, window=WINDOW),
         "fp8": Case(THREE[1:], WIDE, shape={"layout": "fill-in", **SELECTOR}, weights="fp8"),
     },
     "dspark": {
@@ -151,8 +147,6 @@ CASES = {
         "part": Case(("vllm", "sglang"), shape={"markov_rank": 6}, rope=PART),
         "window": Case(ALL[1:], shape={"markov_rank": 6}, window=WINDOW),
         "reduced": Case(("vllm", "speculators"), shape={"markov_rank": 6, "confidence": True, "draft_vocab_size": 100}),
-        "mixed": Case(ALL[1:], shape={"markov_rank": 6, "full_layers": (0,)}, window=WINDOW),
-        "causal": Case(THREE[1:], shape={"markov_rank": 6, "causal": True}),
         "int8": Case(THREE[1:], WIDE, shape={"markov_rank": 6, "confidence": True}, weights="int8"),
         "gated": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "gated"}),
         "rnn": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "rnn", "confidence": True}),
@@ -195,7 +189,7 @@ def block_logits(head: Any, lm: Any, ids: Tensor, states: Tensor) -> Tensor:
     config, anchors = head.config, torch.arange(1, len(ids))
     slots = torch.full((len(anchors), config.block_size), config.mask_token)
     slots[:, 0] = ids[anchors]
-    blocks = DocumentBlocks.of(0, anchors, config.block_size, config.reach)
+    blocks = DocumentBlocks.of(0, anchors, config.block_size, config.llama.sliding_window)
     hidden = head(lm.embed(slots), states, [blocks])[:, config.first_slot :][:, :2]
     logits = lm.lm_head(hidden) if head.tokens is None else head.lm_head(hidden)
     if head.sequential is None:
@@ -239,7 +233,6 @@ def write(kind: str, case: Case, directory: Path) -> None:
         logits = block_logits(head, lm, ids[0], states)
         ours |= {"states": states.contiguous(), "logits.0": logits[:, 0].clone(), "logits.1": logits[:, 1].clone()}
         ours |= {} if head.tokens is None else {"d2t": head.d2t.clone()}
-        ours |= {"masks": torch.tensor([(mask.window or 0, mask.causal) for mask in head.config.masks])}
         if kind == "dflash2":
             ours |= {"final": lm.features(ids)[0].contiguous()}
             ours |= {"loss": block_loss(head, lm, ids, torch.cat([states, ours["final"]], -1)[None])}

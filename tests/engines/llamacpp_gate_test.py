@@ -88,7 +88,6 @@ def test_every_printed_and_documented_command_is_read_and_one_is_started(tmp_pat
 
 BLOCKS = ["dflash", "dflash2", "dspark", "filling", "dflash-window", "dflash2-window", "dspark-window"]
 BLOCKS += ["dflash-reduced", "dspark-reduced"]
-BLOCKS += ["dflash-bidirectional", "dspark-causal", "dflash2-mixed"]
 CASES = ["three", "whole", *BLOCKS]
 
 

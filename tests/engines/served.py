@@ -55,8 +55,7 @@ class Case:
     fc_bias: as of `quick_eagle_head`; no export holds such a head: `gate_test.py` writes its directory.
     first: learns the answers to the first so many held-out prompts, which `gate_test.py` asks, in place of TAUGHT.
     block: kind of a block drafter, whose training takes `shape` as options. window: sliding window of the head, several
-    times shorter than the prompts; masks: what else `BlockConfig` says of it. num_layers: of an EAGLE-3 head. weights:
-    of `export`."""
+    times shorter than the prompts. num_layers: of an EAGLE-3 head. weights: of `export`."""
 
     formats: tuple[str, ...]
     shape: dict[str, Any] | None = field(default_factory=dict)
@@ -67,7 +66,6 @@ class Case:
     block: str = ""
     window: int | None = None
     num_layers: int = 1
-    masks: dict[str, Any] = field(default_factory=dict)
     weights: str = "auto"
 
     @property
@@ -99,18 +97,6 @@ CASES = {
     "dflash-window": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash", window=12),
     "dflash2-window": Case(("llamacpp",), {"selector_top_k": 7}, first=4, block="dflash2", window=12),
     "dspark-window": Case(("llamacpp",), first=4, block="dspark", window=12),
-    "dflash-bidirectional": Case(
-        ("llamacpp", "vllm", "speculators"), first=4, block="dflash", window=12, masks={"causal": False}
-    ),
-    "dspark-causal": Case(("llamacpp",), first=4, block="dspark", masks={"causal": True}),
-    "dflash2-mixed": Case(
-        ("llamacpp",),
-        {"selector_top_k": 7, "num_layers": 2},
-        first=4,
-        block="dflash2",
-        window=12,
-        masks={"full_layers": (0,), "causal": False},
-    ),
 }
 
 
@@ -123,8 +109,7 @@ def answers(target: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 def trained(target: Any, case: Case, rows: Sequence[Sequence[int]]) -> Any:
     if case.block:
         options = {"block": 5, "anchors": 256, "window": case.window, **(case.shape or {})}
-        masks = {"draft_vocab": case.draft_vocab, "masks": case.masks}
-        return quick_block_head(target, rows, BLOCK_STEPS, case.block, **masks, **options)
+        return quick_block_head(target, rows, BLOCK_STEPS, case.block, draft_vocab=case.draft_vocab, **options)
     if case.shape is None:
         return quick_eagle_head(target, rows, STEPS, fc_bias=case.fc_bias)
     layer = layer_like(target.config, case.rope_theta)

@@ -114,7 +114,7 @@ def test_an_exported_block_drafter_computes_in_speculators_what_it_does_here(kin
                 prev_emb=model.markov_head.prev_embeddings(before),
             )  # fmt: skip
     # Its window lies before the anchor for all slots of a block; here and in servers before each slot.
-    near = places[:, -1] < span(model)
+    near = places[:, 0] + first + 1 < span(model)
     wanted = {name: ours[name][places[near, 0] - 1] for name in ("logits.0", "logits.1")}
     theirs = {f"logits.{j}": logits[near, first + j] for j in (0, 1)}
     if kind == "dflash2":

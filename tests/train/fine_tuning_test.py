@@ -14,10 +14,15 @@ from safetensors.torch import load_file
 from trainings import a_module, a_part, config, validate
 from worlds import tiny_llama_dir
 
+from draftsmith.launch.export.export import run as export
+from draftsmith.launch.export.export import write_package
+from draftsmith.launch.export.settings import ExportConfig
+from draftsmith.launch.training import run as train
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.formats import formats
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.heads import load_head, save_head
+from draftsmith.modules.pretrained.heads import load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.command import run
@@ -85,6 +90,35 @@ def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artifacts, tmp_path,
     save_head(start, a_module(artifacts, tmp_path).head, {}, "card")  # another head of the same shape at the same path
     with pytest.raises(InputError, match=r"another inputs\.init"):
         run(settings)
+
+
+def test_another_systems_head_goes_on_and_is_written_as_it_came(artifacts, tmp_path, eagle_run):
+    """A training that makes it worse hands back what it began with: the validation before the first step counts."""
+    head, theirs, output = load_head(eagle_run / "best"), tmp_path / "theirs", tmp_path / "run"
+    package = formats()["vllm", "eagle"].write(head.config, stored_tensors(head), torch.float32)
+    theirs.mkdir()
+    write_package(theirs, package)
+    settings = config(artifacts, output, init=str(theirs), max_steps=2, lr=3.0, tau_prompts=0)
+    best = train(settings)
+    assert json.loads((best / "manifest.json").read_text())["step"] == 0.0
+    before, after = (load_file(path / "model.safetensors") for path in (best, output / "last"))
+    assert all(torch.equal(before[name], weight) for name, weight in stored_tensors(head).items())
+    assert not torch.equal(before["fc.weight"], after["fc.weight"])
+    assert train(settings) == best
+
+    for kept, tensors in ((best, before), (output / "last", after)):
+        back = tmp_path / kept.name
+        assert export(ExportConfig(output=back, head=kept, target=str(artifacts.target))) == 0
+        assert json.loads((back / "config.json").read_text()) == package.config
+        written = load_file(back / "model.safetensors")
+        assert written.keys() == package.tensors.keys()
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in written.items())
+    package.tensors["fc.weight"].add_(1.0)
+    write_package(theirs, package)
+    with pytest.raises(InputError, match=r"init: found .*theirs, expected the head that .*run was begun with"):
+        train(settings)
+    with pytest.raises(InputError, match=r"format: found none, and .* comes from no other system"):
+        export(ExportConfig(output=tmp_path / "none", head=eagle_run / "best", target=str(artifacts.target)))
 
 
 @pytest.mark.parametrize(
