@@ -110,7 +110,8 @@ def served_variants(variants: Sequence[HeadVariant], target: ServedLM) -> list[H
     start = target.start({layer for variant in variants for layer in variant.layers})
     if variants[0] not in readable:
         found = f"a server with states of layers {', '.join(map(str, target.layers))}"
-        raise InputError("target_server", found, f"{', '.join(map(str, variants[0].layers))}", f"Start it: {start}")
+        wanted = ", ".join(map(str, sorted({*variants[0].layers, final})))
+        raise InputError("target_server", found, wanted, f"Start it: {start}")
     if readable != variants:
         log_note(f"{len(variants) - len(readable)} readings of other layers are left out. To try them: {start}")
     return readable

@@ -190,7 +190,7 @@ def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artifacts, col
     assert read.features.cpu().view(torch.int16).equal(wanted.features.view(torch.int16))
 
 
-FINAL = (2,)  # the target has two layers
+FINAL = (3,)  # the target has two layers
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +315,7 @@ def test_a_row_whose_file_never_comes_is_asked_for_again_and_then_given_up(
     "served, message",
     [
         ({"layers": (1,)}, "teacher: found"),
-        ({"layers": (1, 2)}, "states of width 64, expected 1 layers of 32"),
+        ({"layers": (1, 3)}, "states of width 64, expected 1 layers of 32"),
         ({"layers": FINAL, "connector": False}, "without our connector"),
     ],
 )
@@ -330,7 +330,7 @@ def test_states_of_another_numbering_are_refused_before_the_first_step(artifacts
 
 
 def test_states_of_another_layer_beside_a_proved_last_one_are_refused(artifacts, target, tmp_path):
-    with StatesServer(target, (0, 2), tmp_path / "spool") as server:
+    with StatesServer(target, (0, 3), tmp_path / "spool") as server:
         settings = features_config(artifacts, server, tmp_path / "features", drafter="eagle3", layers=(1,))
         with pytest.raises(InputError, match=r"states of layer 1 off by .* nearest to layer 0"):
             make_features(settings)
