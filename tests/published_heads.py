@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -116,8 +117,10 @@ def vocabularies(config: Mapping[str, Any], vocab: int) -> dict[str, Any]:
             smaller[name] = V
         elif name == "draft_vocab_size" and value:
             smaller[name] = V if value == vocab else DRAFT_V
-        elif name in ("markov_rank", "conv_group_size"):  # the latter a divisor of the width
+        elif name == "markov_rank":
             smaller[name] = min(value, RANK)
+        elif name == "conv_group_size":  # a divisor of the width
+            smaller[name] = 2
     return {**config, **smaller}
 
 
@@ -297,12 +300,19 @@ def speculators_dspark(head: Published, facts: TargetFacts) -> dict[str, Tensor]
     return {**dspark(head, facts), **own, **tables(drafted, head.layer["vocab_size"])}
 
 
+def speculators_eagle3(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
+    """speculators' EAGLE-3, which saves the target's embedding, and a norm of all states before fc."""
+    tensors = eagle3(dataclasses.replace(head, config={**head.layer, **head.config}), facts, "layers.0")
+    norm = {"input_norm.weight": rand(tensors["fc.weight"].shape[1])} if head.config["norm_before_fc"] else {}
+    return {**tensors, **norm, "embed_tokens.weight": facts.embed_tokens}
+
+
 RULES: dict[str, Callable[[Published, TargetFacts], dict[str, Tensor]]] = {
     "eagle1": eagle1, "eagle3": eagle3, "eagle3-mla": latent, "peagle": peagle, "dflash": dflash, "dspark": dspark,
     "dflash2": dflash2,
     "deepspec-dspark": deepspec, "deepspec-dflash": deepspec, "deepspec-eagle3": deepspec_eagle3,
     "deepspec-dspark-gated": gated, "domino": domino, "torchspec-dflash": torchspec,
-    "speculators-dspark": speculators_dspark,
+    "speculators-dspark": speculators_dspark, "speculators-eagle3": speculators_eagle3,
 }  # fmt: skip
 
 
