@@ -13,6 +13,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import io
+import itertools
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -119,7 +120,7 @@ class Case:
 
     write: makes the head for a target and saves it. drafts: loads it by the trainer's class; None for heads that ours
     cannot be. near: most tokens behind which rows are compared, where the trainer lays its window otherwise than
-    servers do.
+    servers do. apart: what else the trainer computes otherwise than every server.
     """
 
     maker: str
@@ -129,7 +130,7 @@ class Case:
     drafts: Callable[[Path, Text], Drafts] | None = None
     family: str = "qwen3"
     near: int = 2**31
-    arguments: dict[str, Any] = field(default_factory=dict)
+    apart: str = ""
 
     def __str__(self) -> str:
         return f"{self.maker} {self.kind} {self.name} ({self.family})"
@@ -588,7 +589,8 @@ def specforge() -> Iterator[Case]:
                     write = functools.partial(write_specforge, kind, saved, **options)
                     drafts = functools.partial(specforge_drafts, kind)
                     label = f"{name}, {saved}" if kind == "eagle3" else name
-                    yield Case("SpecForge", kind, label, write, drafts, family)
+                    apart = {"norm_output": "feeds states back unnormed", "no norm": "norms no logits"}.get(name, "")
+                    yield Case("SpecForge", kind, label, write, drafts, family, apart=apart)
 
 
 # -- Unsloth
@@ -725,7 +727,105 @@ def verl() -> Iterator[Case]:
                 yield Case("verl", kind, name, write, functools.partial(verl_drafts, kind), family)
 
 
-MAKERS = (speculators, automodel, specforge, unsloth, verl)
+# -- ModelOpt
+
+
+def modelopt_model(kind: str, target: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Convert a target as ModelOpt trains it; return it and the module that drafts."""
+    import modelopt.torch.speculative as speculative
+    from modelopt.torch.speculative.plugins import modeling_dflash, modeling_eagle
+    from transformers.models import llama, qwen3
+
+    # transformers 5.23 takes no device; ModelOpt's own range ends below it.
+    modeling_eagle.LlamaRotaryEmbedding = lambda config, device: llama.modeling_llama.LlamaRotaryEmbedding(config)
+    modeling_dflash._ROTARY_CLS = lambda config, device: qwen3.modeling_qwen3.Qwen3RotaryEmbedding(config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim", "rms_norm_eps")
+    sizes = {name: getattr(model.config, name) for name in names}
+    if kind == "eagle3":
+        given = {"use_aux_hidden_state": True, "use_last_layernorm": True, "has_lm_head": True}
+        shape = sizes | given | {"_attn_implementation": "eager"} | options
+        settings = {"eagle_architecture_config": shape, "eagle_use_torch_compile": False}
+        model = speculative.convert(model, [("eagle", settings | {"eagle_export_rope_scaling": {}})])
+        model.eagle_module._maybe_init_rope()
+        return model, model.eagle_module
+    shape = sizes | {"num_hidden_layers": 3, "_attn_implementation": "eager"}
+    if kind == "dspark":
+        shape |= {"projector_type": "dspark", "markov_rank": 6}
+    own = {name: options[name] for name in options if name.startswith("dflash_")}
+    settings = {"dflash_block_size": BLOCK, "dflash_mask_token_id": MASK, "dflash_use_torch_compile": False, **own}
+    settings["dflash_architecture_config"] = shape | {name: options[name] for name in options.keys() - own}
+    model = speculative.convert(model, [("dflash", settings)])
+    return model, model.dflash_module
+
+
+def write_modelopt(kind: str, options: dict[str, Any], target: Path, output: Path) -> None:
+    model, module = modelopt_model(kind, target, options)
+    randomized(module, ())
+    model.get_exporter().export(output)
+
+
+def modelopt_drafts(kind: str, options: dict[str, Any], path: Path, text: Text) -> Drafts:
+    once = bool(options.get("once"))
+    model, module = modelopt_model(kind, text.path, options)
+    filled(module, path, text)
+    if once:
+        # Of the two calls in a layer, of the states and then of the embeddings, the second.
+        calls = itertools.count()
+        module.layers[0].input_layernorm.register_forward_hook(
+            lambda norm, inputs, output: output if next(calls) % 2 else inputs[0]
+        )
+    if kind == "eagle3":
+        rows, layers = [], [number + 1 for number in model.eagle_config.eagle_aux_hidden_state_layer_ids]
+        fed = module.fc(text.states(layers))[None]
+        for start in range(2, LENGTH - PASSES + 1):
+            hidden, logits = fed[:, : start - 1], []
+            for depth in range(PASSES):
+                ids, count = text.ids[None, 1 : start + depth], start - 1 + depth
+                mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
+                normed, plain, _ = module(hidden, text.lm.embed(ids), mask, torch.arange(count)[None])
+                logits.append(module.lm_head(normed[0, -1]))
+                hidden = torch.cat([hidden, plain[:, -1:]], 1)
+            rows.append(torch.stack(logits))
+        vocab = text.lm.info.vocab_size
+        ids = torch.arange(vocab) if offsets(module) is None else offsets(module)
+        return [whole(part, ids, vocab) for part in torch.stack(rows).unbind(1)]
+
+    def run(block: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+        mask = model._build_generate_swa_mask(states.shape[1], 1, torch.float32, "cpu")
+        return module(text.lm.embed(block), states, positions, mask)
+
+    def add(logits: Tensor, previous: Tensor, hidden: Tensor) -> Tensor:
+        return logits + module.compute_markov_bias(previous[:, None], hidden[:, None])[:, 0]
+
+    return by_anchors(text, text.outputs(model.target_layer_ids), int(kind == "dflash"), run,
+                      add if kind == "dspark" else None)  # fmt: skip
+
+
+def modelopt() -> Iterator[Case]:
+    window, causal = {"dflash_swa_window_size": WINDOW}, {"dflash_draft_attention": "causal"}
+    variants: dict[str, dict[str, dict[str, Any]]] = {
+        "eagle3": {
+            "default": {}, "states normed once": {"once": True}, "2 layers": {"num_hidden_layers": 2},
+            "2 layers, normed once": {"num_hidden_layers": 2, "once": True},
+        },
+        "dflash": {
+            "default": {}, "window": window, "causal": causal, "causal window": window | causal,
+            "sinks": {"dflash_attention_sink": True},
+        },
+        "dspark": {
+            "default": {}, "gated": {"markov_head_type": "gated"}, "rnn": {"markov_head_type": "rnn"},
+            "confidence": {"use_confidence_head": True},
+        },
+    }  # fmt: skip
+    for kind, cases in variants.items():
+        for name, options in cases.items():
+            drafts = None if name == "sinks" else functools.partial(modelopt_drafts, kind, options)
+            apart = "norms the first layer's states twice" if kind == "eagle3" and "once" not in options else ""
+            yield Case("ModelOpt", kind, name, functools.partial(write_modelopt, kind, options), drafts, apart=apart)
+
+
+MAKERS = (speculators, automodel, specforge, unsloth, verl, modelopt)
 
 # -- ours
 
@@ -775,7 +875,9 @@ def judged(case: Case, text: Text, folder: Path) -> tuple[str, str]:
         worst, back = difference(drafts, expected, case.near), written_back(case, text, folder)
     imported = read_object(ours / "manifest.json", {})["imported"]
     said = "".join(f"; reported: {problem}" for problem in imported["problems"])
-    verdict = "right" if worst <= BAR and (isinstance(back, str) or back <= BAR) else "WRONG"
+    same = worst <= BAR and (isinstance(back, str) or back <= BAR)
+    verdict = "right" if same else "apart" if case.apart else "WRONG"
+    said += f"; {case.apart}" * (verdict == "apart")
     return (
         verdict,
         f"{worst:.1e} as {imported['producer']}, {back if isinstance(back, str) else f'{back:.1e}'} back{said}",

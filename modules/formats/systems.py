@@ -446,6 +446,10 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
     def flags(self, raw: Raw) -> Flags:
         return Flags.read(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
 
+    def wrote(self, package: Package) -> bool:
+        # Trainers alone name layers there, ModelOpt and SpecForge, and mean outputs, as SGLang does.
+        return super().wrote(package) or layer_ids(self.top_level(package.config), "eagle_config") is not None
+
     def layers(self, raw: Raw, target: TargetFacts | None) -> tuple[int, ...] | None:
         if (ids := layer_ids(raw, "eagle_config")) is None:
             return None
