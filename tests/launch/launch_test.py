@@ -347,6 +347,10 @@ def test_a_server_of_states_is_started_with_the_layers_of_the_drafter_and_what_f
     draft = json.loads(options["--speculative-config"])["draft_model_config"]
     assert draft["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9, 12]
     connector = json.loads(options["--kv-transfer-config"])
-    assert connector["kv_connector_extra_config"] == {"directory": str(tmp_path), "feature_dtype": "fp8"}
+    assert connector["kv_connector_extra_config"] == {
+        "directory": str(tmp_path),
+        "feature_dtype": "fp8",
+        "layers": [2, 6, 9, 13],
+    }
     module, name = connector["kv_connector_module_path"], connector["kv_connector"]
     assert f"class {name}(" in Path(*module.split(".")[1:]).with_suffix(".py").read_text()
