@@ -142,9 +142,12 @@ class Checkpoint:
         directory = self.directory
         whole, index = directory / "model.safetensors", directory / INDEX
         named = sorted(set(weight_map(index).values())) if index.exists() else []
-        # As transformers does, but where the index names the file too, and a module that was added beside it, as vLLM
-        # does.
+        # An index that names the file too has a module that was added beside it: servers read both, transformers needs
+        # the file alone. One of shards that are not here was left by an earlier save.
         if whole.exists() and whole.name not in named:
+            if here := [name for name in named if (directory / name).is_file()]:
+                remedy = "vLLM and SGLang read the shards, transformers the file: keep those that are meant."
+                raise InputError("model", f"{directory} with {whole.name} and {here[0]}", "one of them", remedy)
             return [whole]
         if named:
             files = [directory / name for name in named]

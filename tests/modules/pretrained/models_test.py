@@ -204,6 +204,9 @@ def test_an_index_that_names_the_whole_file_counts_and_a_leftover_one_does_not(d
         shards = {**names, "mtp.fc.weight": more} if more else {"a": "model-00001-of-00002.safetensors"}
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
         assert [file.name for file in Checkpoint(directory).files] == (files or ["model.safetensors"])
+    save_file({"a": torch.zeros(1)}, directory / "model-00001-of-00002.safetensors")
+    with pytest.raises(InputError, match=r"model\.safetensors and model-00001.*vLLM and SGLang read the shards"):
+        Checkpoint(directory).files  # noqa: B018
 
 
 def test_without_an_index_a_stray_file_is_no_shard(directory):
