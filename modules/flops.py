@@ -42,8 +42,12 @@ def attention(config: LlamaConfig, pairs: int) -> float:
 
 
 def matrices(module: nn.Module, rows: float, chosen: int = 1) -> float:
-    """Count `rows` positions through all matrices of a module; of stacked experts [E, .., ..] each meets so many."""
-    weights = [weight for weight in module.parameters() if weight.dim() > 1]
+    """Count `rows` positions through all matrices of a module but embeddings, whose rows are only looked up.
+
+    Of stacked experts [E, .., ..] each position meets `chosen`.
+    """
+    parts = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
+    weights = [weight for part in parts for weight in part.parameters(recurse=False) if weight.dim() > 1]
     return 2.0 * rows * sum(w.numel() * chosen // len(w) if w.dim() == 3 else w.numel() for w in weights)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import DocumentParts, TargetWeights
@@ -26,7 +27,7 @@ from draftsmith.modules.llama_config import (
     layers_of,
 )
 from draftsmith.modules.rotary import add_rope_table
-from draftsmith.modules.targets.base import final_state
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import InputError, check_config, check_range
 
 
@@ -39,6 +40,7 @@ class Eagle3Config(CaptureConfig):
     norm_before_fc: they are normed side by side, as one vector of n H, before they are joined.
     norm_output: its own states are normed before it reads them again (EAGLE-3.1).
     norm_before_residual: the residual of its first layer is the normed state; only heads of other trainers have it.
+    own_embedding: it reads an embedding of its own, which its trainer trained, in place of the target's.
     """
 
     draft_vocab_size: int
@@ -46,6 +48,7 @@ class Eagle3Config(CaptureConfig):
     norm_before_fc: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    own_embedding: bool = False
     windowed = True
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ DRAFT_VOCAB = 32_000
 class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
     """EAGLE-3: it reads the inputs of some of the target's layers, and its own state in the place of the next ones. It
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
-    directory.
+    directory, unless another trainer trained it.
 
     Network g_t = fc([states of the layers at t]); h_t = layers(embed(x_{t+1}), g_t); lm_head(norm(h_t)) ~ x_{t+2}.
 
@@ -106,6 +109,7 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         super().__init__()
         self.config = config
         size, eps = config.hidden_size, config.llama.rms_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
         norms = len(config.aux_layers) if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(norms))
@@ -117,6 +121,12 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         self.norm = RMSNorm(size, eps)
         self.add_lm_head(config, config.draft_vocab_size)
         add_rope_table(self, config.llama, config.max_position)
+
+    def embedding(self, target: CausalLM) -> Callable[[Tensor | Sequence[int]], Tensor]:
+        if self.embed_tokens is None:
+            return target.embed
+        weight = self.embed_tokens.weight
+        return lambda ids: F.embedding(torch.as_tensor(ids, device=weight.device), weight)
 
     def read(self, states: Tensor) -> Tensor:
         """Join the states [.., n H] of the target's n layers to g [.., H]."""
@@ -199,6 +209,8 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         self.tied_to_target = ("lm_head.weight",)
 
     def freeze(self, settings: Eagle3Settings) -> None:
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(False)
         self.lm_head.requires_grad_(settings.train_lm_head)
         if settings.train_lm_head:
             self.tied_to_target = ()

@@ -40,6 +40,10 @@ class FeatureHead(DraftHead[ConfigT, SettingsT]):
         """cos and sin [positions, rotary_dim] of its layers; None: those of its config."""
         return None
 
+    def embedding(self, target: CausalLM) -> Callable[[Tensor | Sequence[int]], Tensor]:
+        """Return the lookup of the token embeddings [.., H] that it reads."""
+        return target.embed
+
     def read(self, features: Tensor) -> Tensor:
         """Map the target's features [.., F] to states [.., H]."""
         return features
@@ -64,12 +68,13 @@ class FeatureHead(DraftHead[ConfigT, SettingsT]):
 
 
 class PairNetwork:
-    """A head's layers with the target's embedding before them and an lm_head behind (`engine.rows.Network`)."""
+    """A head's layers with an embedding before them and an lm_head behind (`engine.rows.Network`)."""
 
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, head: FeatureHead, target: CausalLM):
-        self.head, self.embed = head.lean(target), target.embed
+        self.head = head.lean(target)
+        self.embed = self.head.embedding(target)
         self.lm_head = head.output or target.lm_head
         layers, tables = self.head.decoder_layers, self.head.rotary_tables
         self.stack = LeanStack(layers, head.config.llama, target.dtype, target.device, tables=tables)

@@ -299,14 +299,15 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
         ttt_steps, measured = settings.num_ttt_steps(step), step is None or step.logged
         pairs = paired(batch, settings.token_mask, self.config, ttt_steps, step)
         device, rows = batch.input_ids.device, slice(pairs.first, pairs.first + pairs.states.shape[1])
-        embeds = target.embed(pairs.next_ids).to(dtype)  # [B, T + ttt_steps - 1, H]
+        embed = self.embedding(target)
+        embeds = embed(pairs.next_ids).to(dtype)  # [B, T + ttt_steps - 1, H]
         earlier, before = list[Entry](), pairs.earlier
         if before.start < before.stop:
             ids, states = (
                 batch.input_ids[:, before.start + 1 : before.stop + 1],
                 cast(Tensor, batch.features)[:, before],
             )
-            own = target.embed(ids).to(dtype), read_states(states, self.config).to(dtype)
+            own = embed(ids).to(dtype), read_states(states, self.config).to(dtype)
             # They are most of a long text, and cheap to compute again.
             earlier = checkpoint(self.read_keys, *own, batch.position_ids[:, before], use_reentrant=False)
         states = pairs.states.to(dtype)  # [B, T, F]

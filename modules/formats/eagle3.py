@@ -31,6 +31,7 @@ from draftsmith.modules.types import InputError
 #   lm_head.weight                             [draft_vocab_size, H]
 #   d2t                                        [draft_vocab_size] int64, added to a drafted id
 #   t2d                                        [V] bool, whether a token of the target is drafted
+#   embed_tokens.weight                        [V, H]     that of the target, or trained
 #   fc_norm.{i}.weight                         of the target's i-th state, in EAGLE-3.1
 # Norms of the states, under the names that SGLang first had for them.
 OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
@@ -81,6 +82,9 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
         if config.llama.num_layers > 1 and not self.later_norm:
             remedy = "Export it with --format vllm, sglang or speculators."
             yield "num_layers", config.llama.num_layers, f"1, all that {self.system} computes", remedy
+        if config.own_embedding and not self.own_embedding:
+            expected = f"false: {self.system} takes the target's embedding in its place and says nothing"
+            yield "own_embedding", True, expected, "Export it with --format vllm or --format speculators."
 
     def check_common(self, config: Eagle3Config) -> None:
         expected = "no bias of q, k and v: SafeAILab/EAGLE and SGLang have none in EAGLE-3"
@@ -127,7 +131,8 @@ class Eagle3Format(LlamaFormat[Eagle3Config]):
             o_bias=biases.o,
             mlp_bias=biases.mlp,
         )
-        return Eagle3Config(llama, aux_layers, drafted, **flags._asdict())
+        own = "embed_tokens.weight" in tensors
+        return Eagle3Config(llama, aux_layers, drafted, **flags._asdict(), own_embedding=own)
 
     def _take_later_layers(self, files: HeadFiles, stated: int) -> int:
         """Return the number of layers in the file. stated: as `config.json` has it.

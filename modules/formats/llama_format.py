@@ -27,6 +27,7 @@ from draftsmith.modules.formats.base import (
     TargetFacts,
     as_stored,
     check_tensors,
+    largest,
     same_values,
 )
 from draftsmith.modules.formats.llama import Fields, architecture
@@ -141,11 +142,29 @@ class HeadFiles:
             if self.target is None or self.target.embed_tokens is None:
                 expected = "the target to compare it with"
                 raise InputError(on_disk, "an embedding in the head", expected, "Pass --target.")
-            if not same_values(tensor, self.target.embed_tokens):
-                found, expected = "an embedding that differs from the target's", "the target's: our head reads that one"
-                remedy = "Pass the target that the head was trained for, or remove the tensor if it was not trained."
-                raise InputError(on_disk, found, expected, remedy)
-            self.notes.append(f"{on_disk} is left out: it is the target's embedding")
+            if same_values(tensor, self.target.embed_tokens):
+                self.notes.append(f"{on_disk} is left out: it is the target's embedding")
+            else:
+                self.take_embedding(on_disk, tensor, self.target.embed_tokens)
+
+    def take_embedding(self, on_disk: str, tensor: Tensor, target: Tensor) -> None:
+        """Take an embedding that differs from the target's if the system drafts with it.
+
+        Raises:
+            InputError: it was not trained, so that it belongs to another target; or our head reads the target's.
+        """
+        frozen = self.raw.get("embed_requires_grad") is False
+        if self.format.kind != "eagle3" or frozen or tensor.shape != target.shape:
+            found, expected = "an embedding that differs from the target's", "the target's: our head reads that one"
+            remedy = "Pass the target that the head was trained for, or remove the tensor if it was not trained."
+            raise InputError(on_disk, found, expected, remedy)
+        apart = (tensor.float() - target.float()).abs()
+        rows = int((apart > 0).any(1).sum())
+        differs = f"{rows} of {len(tensor)} rows differ from the target's, by at most {largest(apart):.2g}"
+        self.notes.append(f"{on_disk} is the head's own: {differs}. Else the head was trained for another target")
+        if self.format.own_embedding:
+            self.tensors["embed_tokens.weight"] = tensor
+        self.add_problems({on_disk: (not self.format.own_embedding, "drops it and drafts with the target's")})
 
     def take_biases(self) -> Biases:
         """Drop biases that the system does not use, or that are zero; return which layers of our head keep one."""
@@ -264,6 +283,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
         whole_context: it raises for a head of a shorter context than its target.
         listed_states: it joins the target's states in the order of the list that names them, not in that of the layers.
         norms_last: its state after the last layer is that after the final norm, as in transformers' hidden_states.
+        own_embedding: it drafts with an embedding in the file that differs from the target's.
         loads: settings of `refused` that it computes in others' directories; vLLM, which serves those, does not.
     """
 
@@ -282,6 +302,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
     whole_context = False
     listed_states = False
     norms_last = False
+    own_embedding = True
     loads: tuple[str, ...] = ()
 
     # -- of a kind of head

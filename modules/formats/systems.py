@@ -442,6 +442,7 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
     whole_heads = True
     families = families.SGLANG_EAGLE3
     later_norm = "hidden_norm"
+    own_embedding = False
 
     def flags(self, raw: Raw) -> Flags:
         return Flags.read(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
@@ -593,11 +594,13 @@ class SpeculatorsEagle3(Speculators[Eagle3Config], Eagle3Format):
             **{name: getattr(config, name) for name in Flags._fields},
             "target_hidden_size": None,
             IDS: None if layers is None else list(layers),
-            "embed_requires_grad": False,
+            "embed_requires_grad": config.own_embedding,
             "tie_word_embeddings": False,
         }
 
     def extra_tensors(self, config: Eagle3Config, dtype: torch.dtype, target: TargetFacts | None) -> dict[str, Tensor]:
+        if config.own_embedding:
+            return {}
         if target is None or target.embed_tokens is None:
             raise InputError("target", "none", "the target, whose embedding the file has", "Pass --target.")
         return {"embed_tokens.weight": target.embed_tokens.detach().to(dtype).contiguous().clone()}

@@ -126,6 +126,7 @@ CASES = {
         "part": Case(("vllm",), rope=PART),
         "window": Case(ALL[1:], shape={"draft_vocab_size": 100}, window=WINDOW),
         "deep": Case(ALL[1:], num_layers=3, shape={"draft_vocab_size": 100, "norm_before_fc": True}, window=WINDOW),
+        "embedding": Case(("vllm", "speculators"), shape={"draft_vocab_size": 100, "own_embedding": True}),
         "int8": Case(THREE[1:], NARROW, num_layers=2, shape={"draft_vocab_size": 100}, weights="int8"),
         "fp8": Case(THREE[1:], WIDE, shape={"draft_vocab_size": 100}, weights="fp8"),
     },
@@ -238,7 +239,7 @@ def write(kind: str, case: Case, directory: Path) -> None:
             ours |= {"loss": block_loss(head, lm, ids, torch.cat([states, ours["final"]], -1)[None])}
     else:
         states = lm.features(ids, aux_layers=head.config.aux_layers)[:, :-1].contiguous()
-        ttt_steps = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)
+        ttt_steps = head.unroll(head.embedding(lm)(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)
         logits = [head.lm_head(head.logits_input(hidden))[0].clone() for hidden in ttt_steps]
         ours |= {"states": states[0], "d2t": head.d2t.clone()} | {f"logits.{j}": part for j, part in enumerate(logits)}
     tables = {"embed_tokens": lm.model.embed_tokens.weight, "lm_head": lm.model.lm_head.weight}

@@ -69,7 +69,9 @@ def test_an_export_is_loaded_whole_and_gives_our_logits(case: str, format: str):
     config = engine_config(exported, "eagle3")
     draft = load(config, draft=True)[0]
     loaded = dict(draft.named_parameters())
-    assert loaded.pop("model.embed_tokens.weight").isnan().all() == (format == "vllm")  # the target's takes its place
+    if "embed_tokens.weight" not in exported.state:
+        # The target's takes its place.
+        assert loaded.pop("model.embed_tokens.weight").isnan().all() == (format == "vllm")
     offsets = loaded.pop("draft_id_to_target_id", None)
     expected = fused(exported.state)
     if format == "vllm":

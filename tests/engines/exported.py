@@ -201,8 +201,9 @@ def assert_drafts(what: str, ours: Mapping[str, Tensor], parts: list[Tensor]) ->
 
 
 def unpadded(draft: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters without the rows by which engines round lm_head up."""
-    return {n: t[: draft.config.draft_vocab_size] if n == "lm_head.weight" else t for n, t in parameters.items()}
+    """Return parameters without the rows by which engines round lm_head and the embedding up."""
+    rows = {"lm_head.weight": draft.config.draft_vocab_size, "model.embed_tokens.weight": draft.config.vocab_size}
+    return {name: t[: rows.get(name)] for name, t in parameters.items()}
 
 
 def whole(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:

@@ -83,7 +83,7 @@ CASES = {
     "taught": Case(("vllm",), OTHER, draft_vocab=512, rope_theta=300.0, first=4),
     # As llama.cpp serves them: three layers, version 3.
     "three": Case(("llamacpp",), {"aux_layers": (1, 4, 11), "norm_before_fc": True}, 512, rope_theta=300.0, first=4),
-    "residual": Case(("speculators",), {"norm_before_residual": True}),
+    "residual": Case(("speculators", "llamacpp"), {"norm_before_residual": True, "own_embedding": True}),
     "ends": Case(("vllm",), {"aux_layers": (0, 6, 12)}, draft_vocab=512, first=4),
     "dflash": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash"),
     "dflash2": Case(("llamacpp",), {"selector_top_k": 7}, first=4, block="dflash2"),

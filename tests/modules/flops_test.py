@@ -74,7 +74,9 @@ def test_a_targets_forward(config):
 
 
 def eagle3_head(config: LlamaConfig) -> Eagle3Head:
-    return Eagle3Head(Eagle3Config(dataclasses.replace(config, num_layers=2), (0, 1), config.vocab_size))
+    return Eagle3Head(
+        Eagle3Config(dataclasses.replace(config, num_layers=2), (0, 1), config.vocab_size, own_embedding=True)
+    )
 
 
 @pytest.mark.parametrize("config", [GROUPED, PLAIN], ids=["grouped", "plain"])

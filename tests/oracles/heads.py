@@ -111,7 +111,7 @@ class PlainEagle3(Plain):
     def draft(self, embedding: Tensor, ids: Tensor, states: Tensor, steps: int) -> Tensor:
         """Return logits [steps, V] of a greedy draft behind the target's states [T, 3H] of tokens 0 ... T-1, whose next
         ones are ids [T]."""
-        size = self.llama.hidden_size
+        size, embedding = self.llama.hidden_size, self.tensors.get("embed_tokens.weight", embedding)
         if self.raw.get("fc_norm"):
             parts = [self.norm(f"fc_norm.{i}", part) for i, part in enumerate(states.split(size, -1))]
             states = torch.cat(parts, -1)

@@ -76,7 +76,12 @@ SHAPES: dict[str, Any] = {
     "medusa": MedusaConfig(H, V, CAPACITY, own_lm_head=True),
     "hydra": HydraConfig(LLAMA, num_layers=3, own_lm_head=True),
     "eagle3": Eagle3Config(
-        dataclasses.replace(layer_like(LLAMA), num_layers=2), (1, 2, 3), V - 1, fc_norm=True, norm_output=True
+        dataclasses.replace(layer_like(LLAMA), num_layers=2),
+        (1, 2, 3),
+        V - 1,
+        True,
+        norm_output=True,
+        own_embedding=True,
     ),
     "mtp": MtpHead.new_config(MtpSettings(), NARROW_VALUES),
 }

@@ -91,7 +91,7 @@ def by_hand(head: Eagle3Head, batch: FeatureBatch, settings: Eagle3Settings) -> 
     ttt_steps = [[0.0, 0] for _ in range(3)]  # weighted loss and tokens of each sequence
     for b, length in enumerate(LENGTHS):
         ids, features = batch.input_ids[b, :length], batch.features[b, :length]
-        embeds = TARGET.embed(ids[1:])
+        embeds = head.embedding(TARGET)(ids[1:])
         embeds = torch.cat([embeds, torch.zeros(PASSES, H, dtype=embeds.dtype)])[None]
         hidden = head.unroll(embeds, features[None, :, :-H], PASSES)
         for s in range(1, length):
@@ -125,10 +125,11 @@ DIALECTS = {
 }
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
-def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any]) -> None:
-    """In validation, and in a step whose metrics are not logged."""
-    head, settings = head_of(), Eagle3Settings(ttt_steps=PASSES, **dialect)
+def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any], own: bool) -> None:
+    """In validation, and in a step whose metrics are not logged; with the target's embedding or its own."""
+    head, settings = head_of(own_embedding=own), Eagle3Settings(ttt_steps=PASSES, **dialect)
     wanted = pytest.approx(by_hand(head, batch_of(), settings), rel=1e-9)
     for step in (None, TrainStep(0, 1, LENGTHS, (0, 0, 0), logged=False)):
         assert head.loss(batch_of(), TARGET, settings, step).loss.item() == wanted
@@ -156,7 +157,7 @@ def test_spans_of_a_batch_add_up_to_it(dialect: dict[str, Any], num_layers: int,
     settings, batch = Eagle3Settings(ttt_steps=PASSES, **dialect), batch_of(packed=True)
     found = []
     for spans in ([None], [(0, 4), (4, 6), (6, 9), (9, 21)], [(0, 14), (14, 15), (15, 21)]):
-        head = head_of(window=window, num_layers=num_layers)
+        head = head_of(window=window, num_layers=num_layers, own_embedding=True)
         outputs = [head.loss(batch, TARGET, settings, TrainStep(0, 1, LENGTHS, (), span=span)) for span in spans]
         loss = torch.stack([output.loss for output in outputs]).sum()
         loss.backward()
@@ -179,11 +180,11 @@ def test_a_step_that_is_not_logged_has_the_same_loss_and_no_metrics(reduced: boo
 
 def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
     for trained in (False, True):
-        head, settings = head_of(), Eagle3Settings(ttt_steps=PASSES, train_lm_head=trained)
+        head, settings = head_of(own_embedding=True), Eagle3Settings(ttt_steps=PASSES, train_lm_head=trained)
         head.freeze(settings)
         head.loss(batch_of(), TARGET, settings, None).loss.backward()
         missing = {name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()}
-        assert missing == (set() if trained else {"lm_head.weight"})
+        assert missing == {"embed_tokens.weight"} | (set() if trained else {"lm_head.weight"})
 
 
 def test_validation_foretells_drafts() -> None:
@@ -281,6 +282,7 @@ class Linear(Target):
         ({"norm_before_residual": True}, False),
         ({"window": 5}, True),
         ({"num_layers": 3, "window": 5}, True),
+        ({"own_embedding": True}, True),
     ],
     ids=str,
 )
@@ -292,7 +294,7 @@ def test_decoding_computes_what_training_computed(late: dict[str, Any], reduced:
     branches: Any = BranchDrafter(head.net(target), len(drafted))
     branches.open(text, features)
     found = branches.states([len(text)], torch.tensor([drafted]))[0]
-    embeds = target.embed(torch.tensor([*text, *drafted]))[None, 1:]
+    embeds = head.embedding(target)([*text, *drafted])[None, 1:]
     ttt_steps = head.unroll(embeds, features[None, : len(text) - 1], len(drafted) + 1)
     for j, hidden in enumerate(ttt_steps):
         wanted = hidden[0, len(text) - 2]

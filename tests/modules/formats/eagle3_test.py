@@ -48,6 +48,7 @@ HELD = {
     "half a head, scaled": ({"llama_config": llama(head_dim=8, rope_scaling=PART)}, ("vllm",)),
     "window": ({"llama_config": llama(sliding_window=4)}, ("vllm", "sglang", "speculators")),
     "wide heads": ({"llama_config": llama(head_dim=8)}, ("vllm", "sglang", "speculators")),
+    "own embedding": ({"own_embedding": True}, ("eagle", "vllm", "speculators")),
     "three decoder layers": (
         {"llama_config": llama(num_layers=3, sliding_window=4)},
         ("vllm", "sglang", "speculators"),
@@ -83,7 +84,8 @@ def test_a_written_head_drafts_as_a_plain_implementation(case, name):
     ids, states = torch.randint(V, (6,)), torch.randn(6, len(head.aux_layers) * H)
     expected = PlainEagle3(package, head.config.llama).draft(TARGET.embed_tokens.double(), ids, states.double(), 3)
     tokens = expected.argmax(-1)
-    embeds = TARGET.embed_tokens[torch.cat([ids, tokens[:-1]])][None]
+    table = TARGET.embed_tokens if head.embed_tokens is None else head.embed_tokens.weight
+    embeds = table[torch.cat([ids, tokens[:-1]])][None]
     for j, hidden in enumerate(head.unroll(embeds, states[None], 3)):
         logits = head.lm_head(head.logits_input(hidden[0, len(ids) - 1]))
         torch.testing.assert_close(logits.double(), expected[j, D2T], rtol=0, atol=2e-4)  # float32 against float64
@@ -164,6 +166,7 @@ REFUSED = [
     ({"llama_config": llama(head_dim=8)}, "head_dim: found 8", ("eagle",)),
     ({"llama_config": llama(qkv_bias=True)}, "qkv_bias: found True", tuple(EAGLE3)),
     ({"llama_config": llama(sliding_window=4)}, "sliding_window: found 4, expected none: SafeAILab", ("eagle",)),
+    ({"own_embedding": True}, "own_embedding: found True, expected false: SGLang takes the target's", ("sglang",)),
     ({"llama_config": llama(num_layers=2)}, "num_layers: found 2, expected 1, all that SafeAILab.* comp", ("eagle",)),
 ]  # fmt: skip
 
@@ -228,6 +231,25 @@ def test_without_a_target_only_a_head_that_names_its_layers_is_read():
     with pytest.raises(InputError, match=r"target: found none.*layers 2, L/2 and L-3.*Pass --target"):
         EAGLE3["vllm"].read(written("vllm"), None)
     assert EAGLE3["vllm"].read(written("vllm", aux_layers=(1, 4, 11)), None).config.aux_layers == (1, 4, 11)
+
+
+def test_an_embedding_of_its_own_is_kept_where_the_server_keeps_it():
+    """vLLM's llm_base_proposer.py and speculators' model.py keep it, SGLang's eagle_worker_v2.py does not. One that was
+    not trained is that of another target."""
+    embedding = TARGET.embed_tokens.clone()
+    embedding[3:5, 2] += 0.5
+    for name in ("vllm", "sglang", "eagle"):
+        imported = EAGLE3[name].read(changed(written(name), {}, {"embed_tokens.weight": embedding}), TARGET)
+        assert imported.config.own_embedding == (name != "sglang") == ("embed_tokens.weight" in imported.state)
+        assert "is the head's own: 2 of 20 rows differ from the target's, by at most 0.5." in imported.notes[0]
+        assert where(imported) == ["embed_tokens.weight"] * (name == "sglang")
+    theirs = written("speculators")
+    assert theirs.config["embed_requires_grad"] is False
+    for name in ("vllm", "speculators"):
+        with pytest.raises(InputError, match=r"embed_tokens.weight: found an embedding that differs.*was trained for"):
+            EAGLE3[name].read(changed(theirs, {}, {"embed_tokens.weight": embedding}), TARGET)
+    with pytest.raises(InputError, match="an embedding that differs"):
+        EAGLE3["vllm"].read(changed(written("vllm"), {}, {"embed_tokens.weight": embedding[:-1]}), TARGET)
 
 
 def test_the_norm_of_a_later_layer_is_where_each_server_reads_it():

@@ -26,7 +26,7 @@ STEEP = RopeScaling("yarn", 4.0, original_max_position=64, beta_fast=4.0, beta_s
         ({}, True),
         ({}, False),
         ({"norm_before_fc": True, "aux_layers": (1, 4, 11)}, True),
-        ({"norm_before_residual": True}, True),
+        ({"norm_before_residual": True, "own_embedding": True}, True),
         ({"llama_config": llama(rope_scaling=LLAMA3, rope_theta=500000.0, head_dim=8)}, True),
         ({"llama_config": llama(rope_scaling=LINEAR, head_dim=8)}, True),
         ({"llama_config": llama(rope_scaling=YARN, head_dim=8)}, True),
@@ -42,9 +42,10 @@ def test_a_head_comes_back_bit_by_bit(settings, reduced):
     assert imported.config == head.config and imported.problems == ()
     assert imported.state.keys() == state.keys()
     assert all(torch.equal(imported.state[name], tensor) for name, tensor in state.items())
-    # What llama.cpp reads: ids, not offsets; layers by name; no embedding.
+    # What llama.cpp reads: ids, not offsets; layers by name; an embedding only if it is not the target's.
     assert not reduced or torch.equal(tensors["d2t"], D2T)
-    assert metadata["eagle3.target_layers"] == list(head.config.aux_layers) and "token_embd.weight" not in tensors
+    assert metadata["eagle3.target_layers"] == list(head.config.aux_layers)
+    assert ("token_embd.weight" in tensors) == head.config.own_embedding
 
 
 def test_rotary_pairs_are_neighbors():
@@ -69,6 +70,7 @@ def test_rotary_pairs_are_neighbors():
     [
         ({"fc_norm": True}, "fc_norm: found True, expected no norms.*--version 3"),
         ({"norm_output": True}, "norm_output: found True.*--version 3"),
+        ({"llama_config": llama(num_layers=2)}, "num_layers: found 2, expected 1, all that llama.cpp computes"),
         ({"aux_layers": (1, 4)}, r"layers: found \[1, 4\], expected 3 layers"),
         ({"llama_config": llama(qkv_bias=True)}, "qkv_bias"),
         ({"llama_config": llama(sliding_window=4)}, "sliding_window: found 4, expected none: llama.cpp ignores it"),
