@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +43,10 @@ class Original:
     def of(
         cls, format: object, package: Package, head: ImportedHead, target: TargetFacts | None, identity: Any
     ) -> Original | None:
-        """Return what is to be kept of a directory; None for one that cannot be written back: GGUF, 8 or 4 bits."""
-        if not isinstance(format, LlamaFormat) or package.quantized or "gguf" in package.config:
+        """Return what is to be kept of a directory; None for one that cannot be written back: GGUF, 8 or 4 bits, or a
+        norm by both of its names (`systems.ServedEagle3.disk_tensors`)."""
+        both = any(re.search(r"layers\.[1-9]\d*\.hidden_norm\.", name) for name in package.tensors)
+        if both or not isinstance(format, LlamaFormat) or package.quantized or "gguf" in package.config:
             return None
         tensors, copies, kept = {}, {}, {}
         for name, tensor in package.tensors.items():

@@ -43,6 +43,9 @@ STATE_ALONE = {"confidence_head.proj.weight": BLOCK.tensors["confidence_head.pro
 CASES = {
     "shuffled, with a prefix, the embedding and a buffer": (PREFIXED, "sglang", "eagle3", 1.0),
     "ids for offsets": (changed(EAGLE, {}, {"d2t": D2T}), "sglang", "eagle3", 1.0),
+    "a layer more, own embedding": (
+        written("speculators", llama_config=llama(num_layers=2), own_embedding=True), "speculators", "eagle3", 1.0,
+    ),
     "neighbors": (changed(BLOCK, {"rope_is_neox_style": False}), "sglang", "dspark", 1.0),
     "confidence of the state": (
         changed(BLOCK, {"confidence_head_with_markov": False}, STATE_ALONE), "sglang", "dspark", 1.0,
@@ -69,6 +72,12 @@ def test_what_is_read_from_written_files_is_the_head_that_was_trained_on(case):
     assert back.config == read.config
     for key, tensor in more.items():
         torch.testing.assert_close(back.state[key], tensor, rtol=0 if scale == 1 else 1e-6, atol=0)
+
+
+def test_files_with_a_norm_by_both_names_are_not_written_back():
+    """What was trained would stand under one of them."""
+    package, format = written("vllm", llama_config=llama(num_layers=2)), EAGLE3["vllm"]
+    assert Original.of(format, package, format.read(package, TARGET), TARGET, {}) is None
 
 
 def test_weights_without_a_place_are_refused_and_another_target_is_named():
