@@ -212,6 +212,21 @@ def test_a_whole_model_and_a_head_of_our_own_are_told_what_they_are(tmp_path, ta
     assert "It needs no import" in capsys.readouterr().err
 
 
+def test_a_head_of_another_system_is_no_draft_model(tmp_path, target, capsys):
+    """Not read, or to be imported first; a draft model passes."""
+    state = {"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}
+    gone = str(tmp_path / "gone.jsonl")
+    bench = ["eval", "bench", "--target", target, "--methods", "spec", "--prompts", gone, "--output", f"{gone}-out"]
+    for name, words in (
+        ("Qwen3XPressModel", "an XPress head"),
+        ("LlamaForCausalLM", "Import it first: draftsmith import"),
+    ):
+        theirs = write(tmp_path / name, {"architectures": [name]}, state, "model.safetensors")
+        assert main([*bench, "--draft", theirs]) == 2
+        assert words in (error := capsys.readouterr().err) and error.count("\n") == 1
+    assert main([*bench, "--draft", target]) == 2 and "gone.jsonl" in capsys.readouterr().err
+
+
 def test_a_format_that_is_named_is_not_guessed(tmp_path, target):
     fields = eagle_fields(target, architectures=["SomeoneElsesEagle"])
     theirs = write(tmp_path / "theirs", fields, dict(original(target).named_parameters()), "head.bin")
