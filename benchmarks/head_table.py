@@ -20,7 +20,7 @@ from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import BASELINE, Row, of_methods, read_rows, summary_row, totals_of
 from draftsmith.eval.meta import RESULTS, hardware
-from draftsmith.eval.report.tables import markdown
+from draftsmith.eval.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.pretrained.files import write_json, write_text
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions

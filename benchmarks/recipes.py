@@ -32,7 +32,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import BASELINE, MeasuredResamples, Row, of_methods, read_rows, totals_of
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
 from draftsmith.eval.meta import hardware
-from draftsmith.eval.report.tables import markdown
+from draftsmith.eval.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.pretrained.files import write_json, write_text

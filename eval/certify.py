@@ -32,8 +32,8 @@ from draftsmith.eval.bets import (
     ends_as_asked,
 )
 from draftsmith.eval.meta import RESULTS, describe
-from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import CertifyConfig
+from draftsmith.eval.tables import to_json
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter

@@ -214,7 +214,7 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Show runs as one HTML file that needs no network: tables, charts, and traces round by round.
+    """Show runs as one HTML file that loads nothing: tables, curves, and traced answers token by token.
 
     Attributes:
         runs: directories with results.json (of `eval bench`, `served` and `certify`), and of trainings, which may

@@ -139,7 +139,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.settings:CompareConfig", "eval.bench.compare", "Two runs of the bench, prompt by prompt", ("runs",)
         ),
         "eval report": Command(
-            "eval.settings:ReportConfig", "eval.report.command", "Finished runs as one HTML page", ("runs",)
+            "eval.settings:ReportConfig", "eval.report", "Finished runs as one HTML page", ("runs",)
         ),
         "eval certify": Command(
             "eval.settings:CertifyConfig",

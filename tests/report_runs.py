@@ -1,5 +1,4 @@
-"""Runs made by hand for the report: a benchmark with traced rounds, and tables and charts of a training, with text
-that would run if it were not escaped."""
+"""A benchmark with traced rounds, made by hand for the report, with text that would run if it were not escaped."""
 
 from __future__ import annotations
 
@@ -7,9 +6,6 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
-
-from draftsmith.data.console import Column, Table
-from draftsmith.eval.report.tables import drawn_data, to_json
 
 HOSTILE = "<script>alert(1)</script>"
 METHODS = ("ar", "spec:k=3", "eagle-tree:nodes=4:depth=2:topk=2")
@@ -108,52 +104,3 @@ def _row(method: str, temperature: float) -> dict[str, Any]:
             for low, high, name, tau in ends
         ]  # fmt: skip
     return {"method": method, "temperature": temperature, **whole, "by_task": {task: part for task in TASKS}}
-
-
-def rows_to_draw() -> list[dict[str, Any]]:
-    """Two panels of three rows that have what any chart of tables draws."""
-    rows = []
-    for panel in ("one", HOSTILE):
-        for i in range(3):
-            row: dict[str, Any] = dict.fromkeys(NAMED, panel) | dict.fromkeys(SERIES, "a.b[0]")
-            rows.append(row | {key: (i + 1) / 4 for key in NUMBERS})
-    return rows
-
-
-NAMED = ("temperature", "task")
-SERIES = ("method", "series")
-NUMBERS = ("context", "low", "high", "speedup", "tau", "tokens_per_s", "at_step", "value", "prompts")
-
-
-def wide_rows() -> list[dict[str, Any]]:
-    """As many columns and as long names as studies have, in two panels."""
-    rows = []
-    for panel in ("T=0", "T=1, prompts of a long name"):
-        for i in range(24):
-            series = f"specdecpp:h=0.{i % 6}:calibrated=on"
-            row: dict[str, Any] = dict.fromkeys(NAMED, panel) | dict.fromkeys(SERIES, series)
-            rows.append(row | {key: (i + 1) / 24 for key in NUMBERS})
-    return rows
-
-
-def study_tables() -> list[Table]:
-    """Tables to read and tables to draw, and of each one that is empty."""
-    drawn = ("training-loss", "training-tau", "training-depth")
-    return [
-        Table("best", "Best & rest", [Column("m", "method_1"), Column("n", "50 %", ".2fx"), Column("c", "count", ",")],
-              [{"m": "a_b & c", "n": 1.5, "c": 1200}, {"m": HOSTILE, "n": None, "c": 7}], "A note of 5 %."),
-        Table("empty", "No rows", [Column("m", "method")]),
-        *(drawn_data(name, rows_to_draw()) for name in drawn),
-        drawn_data("training-speed", []),
-    ]  # fmt: skip
-
-
-def study_run(directory: Path) -> Path:
-    return write_study(directory, {"tables": to_json(study_tables())})
-
-
-def write_study(directory: Path, found: dict[str, Any]) -> Path:
-    directory.mkdir(parents=True)
-    results = {"meta": {**META, "kind": "training"}, **found, "summary": {"best_tokens_per_s": 321.5}}
-    (directory / "results.json").write_text(json.dumps(results))
-    return directory

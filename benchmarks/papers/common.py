@@ -29,8 +29,8 @@ from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.runner import EngineRunner, load_run
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.meta import RESULTS, describe
-from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
+from draftsmith.eval.tables import to_json
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import Generation, Round

@@ -30,7 +30,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.bench.runner import read_tree
-from draftsmith.eval.report.tables import drawn_data
+from draftsmith.eval.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.trace import pool

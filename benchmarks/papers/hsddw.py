@@ -24,7 +24,7 @@ from draftsmith.benchmarks.papers.common import Row
 from draftsmith.data.console import Column, Table, json_values
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.report.tables import drawn_data
+from draftsmith.eval.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.metrics import soft_label_auc
 from draftsmith.modules.decoding.drafter import Drafter

@@ -28,7 +28,7 @@ from draftsmith.data.console import Column, Table, format_interval, json_values,
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.report.tables import drawn_data
+from draftsmith.eval.tables import drawn_data
 from draftsmith.launch.cli import dispatch, main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc

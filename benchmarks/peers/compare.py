@@ -42,7 +42,7 @@ from draftsmith.eval.bench.recorded import read_recorded, read_text
 from draftsmith.eval.bench.replay import Walk, make_drafters
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bootstrap import Resamples
-from draftsmith.eval.report.tables import markdown
+from draftsmith.eval.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.method_names import parse_methods

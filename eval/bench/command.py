@@ -42,8 +42,8 @@ from draftsmith.eval.bench.results import (
 from draftsmith.eval.bench.runner import DRAFT_ROOM, check_methods, load_run, make_runners
 from draftsmith.eval.bench.tables import results_tables
 from draftsmith.eval.meta import RESULTS, describe
-from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.settings import BenchConfig
+from draftsmith.eval.tables import from_json
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured

@@ -39,8 +39,8 @@ from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bench.tables import replay_tables
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.meta import RESULTS, describe
-from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import BenchConfig
+from draftsmith.eval.tables import to_json
 from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.drafters.block.drafter import SlotNet
 from draftsmith.modules.drafters.branches import BranchDrafter, pieces

@@ -35,8 +35,8 @@ from draftsmith.eval.engines.schedule import best_lengths, ranges, sglang_config
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
 from draftsmith.eval.engines.vllm import server_words as server_words_vllm
 from draftsmith.eval.meta import RESULTS, describe
-from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.eval.settings import SYSTEMS, ServedConfig
+from draftsmith.eval.tables import drawn_data, to_json
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.foreign import causal_lm, head_kind

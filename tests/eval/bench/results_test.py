@@ -24,7 +24,7 @@ from draftsmith.eval.bench.results import (
 )
 from draftsmith.eval.bench.tables import acceptance_tables, results_tables
 from draftsmith.eval.bootstrap import Resamples
-from draftsmith.eval.report.tables import markdown
+from draftsmith.eval.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.types import InputError

@@ -1,1 +1,0 @@
-"""`draftsmith eval report`: results as one HTML page, as pictures and as tables for papers."""
