@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 
+from draftsmith.benchmarks.hf_generate import HFRunner, load_hf_model
 from draftsmith.benchmarks.measured import Measured, describe_run, report
 from draftsmith.benchmarks.synthetic import random_eagle_head, random_pair
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.clock import Clock, Stopwatch, clock_of, interleaved, medians

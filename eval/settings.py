@@ -127,9 +127,9 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
             Or benchmarks by name, fetched from the hub: six-tasks (EAGLE's), spec-bench, speed-bench, deepspec.
         mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
         acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
-        methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
-            hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off, cost:c=auto:min=1:max=16,
-            online:c=auto:min=1:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10, hf-assisted:k=5:t=0; the five
+        methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3.
+            With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off, cost:c=auto:min=1:max=16,
+            online:c=auto:min=1:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10; the five
             policies from specdec++ to self-verify also with drafter=KIND, by a trained head of that kind. Three models:
             pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20. A head's own methods begin with its kind;
             docs/decoding.md lists them all. Of several --draft of one kind each is measured, named by what its path

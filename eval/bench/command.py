@@ -21,7 +21,6 @@ from draftsmith.data.settings import (
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.template import NO_TEMPLATE, load_chat_tokenizer
 from draftsmith.eval.bench.contexts import check_contexts, context_prompts
-from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.kinds import add_kinds
 from draftsmith.eval.bench.measuring import REMEDY, Journal, PromptRunner
 from draftsmith.eval.bench.prompts import LONG_TEXT, BenchPrompt, kept_prompts, read_questions, task_sources
@@ -85,7 +84,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         InputError: bad options, models or prompts; an unfinished run of other options in `output`; no prompt that
             could be measured.
     """
-    requested = {item.label: item for item in parse_methods(config.methods, BASELINES)}
+    requested = {item.label: item for item in parse_methods(config.methods)}
     # Every speed-up is over ar, so that it is always measured, first.
     named = by_each({BASELINE: parse_methods(BASELINE)[0]} | requested, config.paths)
     heads = check(config, named)
@@ -128,7 +127,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     # Measure.
     models.times.load_state_dict(journal.times)
     # Building runners measures costs, which meta holds.
-    runners = make_runners(named, models, config.modes, **config.loading)
+    runners = make_runners(named, models, config.modes)
     meta |= models.times.state_dict()
     journal.start(depends_on(meta), models.times.state_dict())
     context, room = target.info.max_position, models.capacity - DRAFT_ROOM

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -14,7 +13,6 @@ import yaml
 
 from draftsmith.data.console import log_note
 from draftsmith.data.settings import MODEL, ROLES
-from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -70,32 +68,17 @@ class EngineRunner:
 
 
 def make_runners(
-    named: Sequence[LabeledMethod], models: Models, modes: Sequence[SamplingParams], **loading: Any
-) -> dict[float, dict[str, Runner]]:
+    named: Sequence[LabeledMethod], models: Models, modes: Sequence[SamplingParams]
+) -> dict[float, dict[str, EngineRunner]]:
     """Build the runners: temperature -> label -> runner.
 
-    Sessions are shared by all temperatures, and so are drafters that do not learn. transformers' models are loaded only
-    for the methods that use them.
-
-    modes: sampling at each temperature. loading: arguments of `load_lm`, for models that transformers runs itself.
+    Sessions are shared by all temperatures, and so are drafters that do not learn. modes: sampling at each one.
     """
-
-    # A model of transformers serves all methods and temperatures.
-    @functools.cache
-    def hf_model(path: str) -> Any:
-        return load_hf_model(path, loading["dtype"], loading["device"], loading["trust_remote_code"])
-
     # By captured layers; a GPU's graphs are worth keeping.
     sessions: dict[tuple[int, ...], Session] = {}
-    runners: dict[float, dict[str, Runner]] = {params.temperature: {} for params in modes}
+    runners: dict[float, dict[str, EngineRunner]] = {params.temperature: {} for params in modes}
     for item in named:
         label, method, own = item.label, item.method, models.of(item.variant)
-        if isinstance(method, HFAssisted | HFGenerate):
-            assistant = (hf_model(own.paths["draft"]), method.k, method.t) if isinstance(method, HFAssisted) else ()
-            target = hf_model(own.paths["target"])
-            for params in modes:
-                runners[params.temperature][label] = HFRunner(target, params, models.ends, *assistant)
-            continue
         drafter = method.build(own)
         aux_layers = () if drafter is None else drafter.aux_layers
         if aux_layers not in sessions:

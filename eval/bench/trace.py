@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate
 from draftsmith.eval.bench.measuring import prompt_seed
 from draftsmith.eval.bench.results import BASELINE, Row
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
@@ -197,9 +196,8 @@ def write_traces(
             own.append(row["prompt"])
     baseline = [row for row in baseline if row["prompt"] in numbers[row["task"]]]
 
-    # Fresh runners: methods that learn begin anew, and transformers' own have no rounds to trace.
-    ours = [item for item in named if not isinstance(item.method, HFGenerate | HFAssisted)]
-    runners: Any = make_runners(ours, models, modes)
+    # Fresh runners: methods that learn begin anew.
+    runners = make_runners(named, models, modes)
     ids: set[int] = set()
     write_text(directory / TRACE, "")
     for row in baseline:

@@ -68,25 +68,25 @@ def settings_of(method: Method) -> dict[str, object]:
     return {spec.name: hints[spec.name] for spec in dataclasses.fields(method) if spec.name not in fixed}
 
 
-def parse_methods(text: str, more: Mapping[str, Method] | None = None) -> list[LabeledMethod]:
-    """Parse methods `name:setting=value`, separated by commas. more: methods of other engines.
+def parse_methods(text: str) -> list[LabeledMethod]:
+    """Parse methods `name:setting=value`, separated by commas.
 
     Raises:
         InputError: unknown method or setting, a value of another type, a method named twice.
     """
     labels = [label.strip() for label in text.split(",") if label.strip()]
     if not labels:
-        known = ", ".join([*known_methods(), *(more or {})])
-        raise InputError("methods", repr(text), f"some of {known}", "Name at least one.")
+        expected = f"some of {', '.join(known_methods())}"
+        raise InputError("methods", repr(text), expected, "Name at least one.")
     for label in labels:
         if labels.count(label) > 1:
             raise InputError("methods", f"{label} twice", "each method once", "Remove one of them.")
-    return [LabeledMethod(label, parse_method(label, more)) for label in labels]
+    return [LabeledMethod(label, parse_method(label)) for label in labels]
 
 
-def parse_method(label: str, more: Mapping[str, Method] | None = None) -> Method:
+def parse_method(label: str) -> Method:
     """Parse one method with its settings."""
-    known = {**known_methods(), **(more or {})}
+    known = known_methods()
     name, *parts = (part.strip() for part in label.split(":"))
     name, at, variant = name.partition("@")
     if at and not variant:

@@ -22,7 +22,7 @@ from draftsmith.modules.pretrained.card import measured_of
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.types import InputError
 
-METHODS = "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.3:calibrated=on,eagle:k=2,hf,hf-assisted:k=3"
+METHODS = "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.3:calibrated=on,eagle:k=2"
 NEW_TOKENS = 20
 SCHEMA = {
     "method", "prompts", "tokens", "wall_s", "cpu_s", "tokens_per_s", "speedup", "tau", "num_target_calls",
@@ -104,7 +104,7 @@ def test_prompts_and_tasks_add_up_to_the_whole(results, per_prompt):
 
 def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
     sampling = dataclasses.replace(
-        config, methods="spec:k=3,hf", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
+        config, methods="spec:k=3,eagle:k=2", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
     )
     tokens = []
     for seed in (0, 0, 1):
@@ -124,7 +124,7 @@ def test_an_answer_ends_at_the_end_token_unless_told_otherwise(config, per_promp
     model.generation_config.eos_token_id = ends
     model.save_pretrained(target)
     tokenizer.save_pretrained(str(target))
-    methods, output = "spec:k=3,hf-assisted:k=3", tmp_path / "out"
+    methods, output = "spec:k=3,eagle:k=2", tmp_path / "out"
     ending = dataclasses.replace(config, target=str(target), methods=methods, ignore_eos=False, limit=1, output=output)
     found = bench.bench(ending)
     end = next(place for place, token in enumerate(first["token_ids"]) if token in ends)

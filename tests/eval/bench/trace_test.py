@@ -32,13 +32,13 @@ METHODS = (
     "dflash2:k=3,dflash2-tree:nodes=6:depth=2:topk=3,dflash2-static,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
     "mtp:k=2,mtp-tree:nodes=6:depth=2:topk=3,mtp-static,"
-    "pld:k=4,lookahead:w=4:n=3:g=4,hf"
+    "pld:k=4,lookahead:w=4:n=3:g=4"
 )
 
 
 def test_every_own_method_is_traced_below():
     own = set(known_methods()) - {"ar"}
-    assert own == {label.partition(":")[0] for label in METHODS.split(",")} - {"hf"}
+    assert own == {label.partition(":")[0] for label in METHODS.split(",")}
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,8 @@ def test_lines_add_up_to_the_results(traced):
     by_method = defaultdict(list)
     for line in lines:
         by_method[line["method"]].append(line)
-    assert set(by_method) == {row["method"] for row in rows} - {"hf"}
+    assert set(by_method) == {row["method"] for row in rows}
     for row in rows:
-        if row["method"] == "hf":
-            continue
         own = by_method[row["method"]]
         assert {line["prompt"] for line in own} == {0, 1}
         drafted = sum(line.get("num_drafted", 0) for line in own)

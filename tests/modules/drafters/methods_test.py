@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.method_names import check_needs, known_methods, parse_method, parse_methods
@@ -58,7 +57,6 @@ def test_a_cost_is_a_number_or_measured():
         ("spec:k=1:k=2", ["k twice"]),
         ("spec,spec", ["spec twice"]),
         ("specdec++:h=0", ["h: found 0.0", "in (0, 1)"]),
-        ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
         ("confidence:drafter=lookup", ["'lookup'", "one of draft, dflash"]),
         ("eagle-tree:nodes=200", ["nodes: found 200", "1 to 128"]),
         ("eagle-tree:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
@@ -75,7 +73,7 @@ def test_a_cost_is_a_number_or_measured():
 )
 def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
     with pytest.raises(InputError) as raised:
-        parse_methods(text, BASELINES)
+        parse_methods(text)
     assert all(part in str(raised.value) for part in expected), str(raised.value)
 
 

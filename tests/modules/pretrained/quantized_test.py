@@ -29,11 +29,10 @@ from tiny_configs import random_model, tiny_config
 from transformers import AutoModelForCausalLM
 from worlds import tiny_llama_dir
 
-from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.layerwise import read_layerwise
-from draftsmith.modules.pretrained.models import load_lm, load_outer
+from draftsmith.modules.pretrained.models import load_lm, load_outer, load_transformers
 from draftsmith.modules.pretrained.quantized import Quantized
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
@@ -43,7 +42,7 @@ IDS = torch.tensor([[5, 9, 40, 7]])
 READERS = (
     load_lm,
     lambda path: load_lm(path, engine="hf"),
-    lambda path: load_hf_model(path, "auto", "cpu"),
+    lambda path: load_transformers(Checkpoint(path), "auto"),
     lambda path: read_layerwise(Checkpoint(path), [1, 2], lambda *_: None),
     lambda path: write_gguf_model(Path("x"), Checkpoint(path)),
 )
@@ -84,7 +83,7 @@ def test_every_engine_computes_the_weights_that_files_stand_for(method, pair):
     # Another model than the twin, whatever engine reads it.
     assert lean.info.identity == hf.info.identity
     assert lean.info.identity["weights"] != expected.info.identity["weights"]
-    weight = load_hf_model(str(directory), "bfloat16", "cpu").state_dict()["model.layers.0.mlp.up_proj.weight"]
+    weight = load_transformers(Checkpoint(directory), torch.bfloat16).state_dict()["model.layers.0.mlp.up_proj.weight"]
     assert torch.equal(weight, lean.model.state_dict()["layers.0.mlp.up_proj.weight"].bfloat16())
 
 

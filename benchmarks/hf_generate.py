@@ -1,4 +1,4 @@
-"""transformers' own `generate` as baselines of the bench: they share no code with this engine's decoder."""
+"""transformers' own `generate`, plain and assisted, with our counts: no code of it is ours (latency.py)."""
 
 from __future__ import annotations
 
@@ -13,39 +13,12 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.drafters.method import Method
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import DTYPES, load_transformers
 from draftsmith.modules.targets.shape import max_position
-from draftsmith.modules.types import InputError, SamplingParams, check_range
+from draftsmith.modules.types import SamplingParams
 
 Call = tuple[int, Tensor]  # of the target: how many tokens were in its cache, and the tokens [T] that it read
-
-
-@dataclass(frozen=True)
-class HFGenerate(Method):
-    """transformers' own `generate`: a baseline that shares no code with this engine."""
-
-
-@dataclass(frozen=True)
-class HFAssisted(Method):
-    """transformers' assisted generation with the draft model: at most k drafted tokens a round.
-
-    t: a round ends early after a drafted token of probability below t; 0 drafts all k. Where scikit-learn is installed
-        transformers moves a t above 0 in every round, by what was accepted so far in the same answer.
-    """
-
-    k: int = 5
-    t: float = 0.0
-    uses = ("draft",)
-
-    def __post_init__(self) -> None:
-        check_range("k", self.k, 1)
-        if not 0 <= self.t < 1:
-            raise InputError("t", self.t, "0 (off) or a probability below 1", "Correct it.")
-
-
-BASELINES: dict[str, Method] = {"hf": HFGenerate(), "hf-assisted": HFAssisted()}
 
 
 @dataclass(frozen=True)

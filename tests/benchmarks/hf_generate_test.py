@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
+from draftsmith.benchmarks.hf_generate import HFRunner, load_hf_model
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import SamplingParams
 
