@@ -148,7 +148,8 @@ def test_what_zero_shares_out_adds_up_over_the_ranks(strategy):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_layers", "window"), [("eagle3", 1, 0), ("eagle3", 2, 256), ("dflash", 2, 0), ("dflash", 2, 256)]
+    ("kind", "num_layers", "window"),
+    [("eagle3", 1, 0), ("eagle3", 2, 256), ("dflash", 2, 0), ("dflash", 2, 256), ("dflash", 3, 256)],
 )
 @pytest.mark.parametrize("span", [None, (512, 1024)])
 def test_the_memory_of_a_loss_is_what_autograd_keeps(kind, num_layers, window, span, tmp_path):
@@ -156,6 +157,8 @@ def test_the_memory_of_a_loss_is_what_autograd_keeps(kind, num_layers, window, s
     target = load_lm(str(tiny_llama_dir(tmp_path, layers=8, hidden=128, max_position_embeddings=1024)))
     settings = draftsmith.settings(kind, output=tmp_path, window=window, num_layers=num_layers)
     head, lengths = draftsmith.new_head(settings, target), (1024, 600)
+    if num_layers == 3:
+        head.config = dataclasses.replace(head.config, full_layers=(0,))
     ids = [torch.arange(length) % 97 for length in lengths]
     batch = pack_features([{"input_ids": own, "loss_mask": torch.arange(len(own)) % 50 >= 20} for own in ids])
     size = 128 * len(head.loss_layers(head.config, 8))
