@@ -88,7 +88,7 @@ def test_every_printed_and_documented_command_is_read_and_one_is_started(tmp_pat
 
 BLOCKS = ["dflash", "dflash2", "dspark", "filling", "dflash-window", "dflash2-window", "dspark-window"]
 BLOCKS += ["dflash-reduced", "dspark-reduced"]
-CASES = ["three", "whole", *BLOCKS]
+CASES = ["three", "whole", "residual", *BLOCKS]
 
 
 @pytest.mark.parametrize("case", CASES)
