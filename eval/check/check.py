@@ -331,7 +331,7 @@ def print_report(report: CheckReport, directory: str, format: str) -> None:
     count, unclear = len(report.failures), report.unclear
     if report.lacking:
         print_text(Text(f"not read here: {report.lacking}", "bold yellow"))
-        print_text("Draftsmith's drafter lacks this; its trainer and servers may compute it. No fault of the files.")
+        print_text("Draftsmith has no drafter for it; its trainer and servers may. That says nothing about the files.")
     elif count:
         print_text(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red"))
     elif unclear:

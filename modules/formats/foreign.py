@@ -20,7 +20,9 @@ from draftsmith.modules.types import InputError
 
 CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DFlash2 or DSpark head, or an acceptance head of SpecDec_pp"
 NAMES = ("architectures", "model_type")  # fields
-SELECTS = r"candidate_selector\.predecessor_codebook$"  # of DFlash2
+SELECTS = r"candidate_selector\."  # of DFlash2
+# Tensors that heads have and whole models do not.
+OF_HEADS = r"(eh_proj|fc|medusa_heads?|context_proj|midlayer|layers\.\d+\.hidden_norm)\.|[dt]2[dt]$"
 
 
 def detect(package: Package, target: TargetFacts | None = None) -> HeadFormat:
@@ -151,7 +153,7 @@ class Names:
         """True for a whole model: layers and an embedding, and nothing that fuses."""
         stack = r"(language_model\.)?(model\.)?(layers|transformer\.h|h|decoder\.layers|gpt_neox\.layers)\.\d+\."
         embedding = self.has(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings)\.")
-        return self.has(stack) and embedding and not self.has(r"(eh_proj|fc|medusa_heads?|context_proj)\.")
+        return self.has(stack) and embedding and not self.has(OF_HEADS) and TYPE not in self.config
 
 
 def causal_lm(package: Package) -> bool:
@@ -243,7 +245,7 @@ def unsupported(names: Names) -> Iterator[tuple[bool, InputError]]:
         known = re.search(one.names, classes) is not None or names.has(one.tensors)
         yield known, unread(one.what, one.trained, one.served)
     yield speculators not in ("eagle3", *KINDS), unread(f"a head of speculators of kind {speculators}", ["speculators"])
-    conv = names.has(r"candidate_selector\.|selector_hidden\.|.*conv_(base|proj)") and not names.has(SELECTS)
+    conv = names.has(r"selector_hidden\.|.*conv_(base|proj)") and not names.has(SELECTS)
     other = any(word in names.architecture.lower() for word in ("dflash", "dspark")) and not names.block
     yield other or (conv and bool(names.block)), unread("a block drafter whose layers are not Qwen3's")
     # One with a last norm is told from others as it is read.

@@ -569,8 +569,9 @@ class SpeculatorsEagle3(Speculators[Eagle3Config], Eagle3Format):
         other = raw.get("model_type", "qwen3")
         layers = "qwen3" if files.qk_norm else "llama"
         nested = not wrong["transformer_layer_config"][0]
-        if not files.has("embed_tokens.weight"):
-            files.notes.append("embed_tokens.weight is not in the file: vLLM takes the target's, speculators may not")
+        for name in ("embed_tokens.weight", "lm_head.weight"):
+            if not files.has(name):
+                files.notes.append(f"{name} is not in the file: vLLM takes the target's, speculators may not")
         return {
             **wrong,
             "model_type": (nested and other != layers, f"builds the layer of {other!r}: write {layers}"),

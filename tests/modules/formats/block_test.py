@@ -385,6 +385,7 @@ UNREADABLE = [
     ("dflash2", {"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping: found 30.0, expected None"),
     ("dflash2", {"dflash_config": {"mask_token_id": MASK}}, {}, "conv_kernel_size: found 0, expected a positive"),
     ("dflash2", {}, {"candidate_selector.successor_codebook": None}, "successor_codebook is missing"),
+    ("dflash2", {}, {"candidate_selector.predecessor_codebook": None}, "predecessor_codebook is missing"),
     ("dflash2", {}, {"layers.0.mlp_conv.base_kernel": torch.zeros(2, 2, H)}, "base_kernel is .2, 2,"),
     ("dspark", {}, {"lm_head.weight": TABLE}, "lm_head.weight: found one that differs from the target's"),
     ("dspark", {}, {"embed_tokens.weight": TABLE}, "an embedding that differs from the target's"),

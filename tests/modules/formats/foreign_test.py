@@ -170,7 +170,7 @@ NOT_READ = [
     ),
     ("a block drafter whose layers are not Qwen3's", "", "vLLM 0.33.0", of("Gemma4DSparkModel"), DFLASH),
     ("a block drafter whose layers are not Qwen3's", "", NOWHERE,
-        of("DFlash2DraftModel"), DFLASH | {"candidate_selector.hidden.weight": (H, H)},
+        of("DFlash2DraftModel"), DFLASH | {"selector_hidden.weight": (H, H)},
     ),
     ("Medusa heads", "ModelOpt 0.47.0", NOWHERE, MEDUSA, MEDUSA_1),
     ("Medusa heads", "", NOWHERE, {}, LM | {f"medusa_heads.{name}": shape for name, shape in MEDUSA_2.items()}),
