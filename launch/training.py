@@ -119,7 +119,7 @@ def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
     from draftsmith.modules.pretrained.reading import read_object
     from draftsmith.train.config import TrainDrafterConfig
 
-    if not isinstance(config, TrainDrafterConfig) or not config.starts_from_head or kind_at(config.init) is not None:
+    if not isinstance(config, TrainDrafterConfig) or config.starting_head is None or kind_at(config.init):
         return config
     directory = (scratch if config.plan else config.output) / "init"
     manifest, rank = directory / "manifest.json", place().rank or place().local_rank
@@ -127,8 +127,8 @@ def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
         time.sleep(1)
     if not manifest.exists():
         format: Any = MTP if config.kind == MTP else "auto"
-        loading = {"engine": config.engine, "trust_remote_code": config.trust_remote_code}
-        import_head(ImportConfig(config.init, directory, config.target, format=format, **loading))
+        own = ImportConfig(config.init, directory, config.target, format=format, engine=config.engine)
+        import_head(dataclasses.replace(own, trust_remote_code=config.trust_remote_code))
     elif config.kind != MTP and read_object(manifest, {})["imported"]["sha256"] != hashes(
         package_directory(config.init)
     ):

@@ -135,7 +135,7 @@ class Save(pl.Callback):
     def __init__(self, config: TrainConfig, manifest: Mapping[str, Any], checkpoints: Checkpoints):
         """manifest: entries of the heads' manifests, beside step and metrics."""
         self.config, self.manifest, self.checkpoints = config, manifest, checkpoints
-        self.original = original_of(config.init) if config.starts_from_head else None
+        self.original = None if config.starting_head is None else original_of(config.starting_head)
         self.saved_step = 0
         self.unsaved: dict[str, str] = {}
         # When the last step ended; and after which one last/ and a checkpoint were due.

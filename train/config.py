@@ -211,9 +211,9 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
         return 0
 
     @property
-    def starts_from_head(self) -> bool:
-        """It goes on with a trained head."""
-        return False
+    def starting_head(self) -> str | None:
+        """The trained head that it goes on with."""
+        return None
 
     def num_steps(self, per_epoch: int) -> int:
         """Return the number of steps, of which an epoch has `per_epoch`; MOST if the clock decides."""
@@ -333,8 +333,8 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
         return head_class(self.kind)
 
     @property
-    def starts_from_head(self) -> bool:
-        return self.init != "random" and not self.drafter.saved_as_model
+    def starting_head(self) -> str | None:
+        return None if self.init == "random" or self.drafter.saved_as_model else self.init
 
     @property
     def most_at_once(self) -> int:
@@ -402,5 +402,5 @@ class TrainAcceptanceConfig(TrainConfig):
     mix: float | None = None
 
     @property
-    def starts_from_head(self) -> bool:
-        return self.init is not None
+    def starting_head(self) -> str | None:
+        return None if self.init is None else str(self.init)

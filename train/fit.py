@@ -169,7 +169,7 @@ def _fit(
             default_root_dir=config.output,
         )
         # A trained head may be better as it is: it is validated as step 0, and is best/ until another is better.
-        if checkpoint is None and config.starts_from_head:
+        if checkpoint is None and config.starting_head is not None:
             module.state.unvalidated = trainer.limit_val_batches > 0
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)

@@ -475,7 +475,7 @@ class LitDrafter(LitHead):
             inputs["loss"] = file_sha256(file)[:16]
         if config.init != "random" and config.drafter.saved_as_model:
             inputs["init"] = Checkpoint(config.init).identity["weights"]
-        elif config.starts_from_head:
+        elif config.starting_head is not None:
             inputs |= starting_weights(config.init)
         target = self.target.info.identity
         return {

@@ -200,7 +200,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
     weights = FrozenWeights(target, counts)
     if config.init != "random" and drafter.saved_as_model:
         weights.checkpoint = Checkpoint(config.init)
-    if config.starts_from_head:
+    if config.starting_head is not None:
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
         assert isinstance(head, DraftHead)
         head.config = head_shape

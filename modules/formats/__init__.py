@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from draftsmith.modules.types import InputError
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 GGUF = "llamacpp"  # the format whose heads are one GGUF file
-ORIGINAL = "original"  # that of the directory which a head was imported from
+ORIGINAL: Final = "original"  # that of the directory which a head was imported from
 MTP = "mtp"  # the format whose heads are part of their target's checkpoint
 
 

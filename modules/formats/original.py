@@ -76,8 +76,8 @@ class Original:
         tensors = dict(self.kept)
         for name, (dtype, shape) in self.tensors.items():
             numbers = torch.arange(1.0, shape[0] + 1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-            own = tables.get(self.copies.get(name, ""))
-            tensors[name] = numbers if own is None else own.to(DTYPES[dtype]).contiguous()
+            table = tables.get(self.copies.get(name, ""))
+            tensors[name] = numbers if table is None else table.to(DTYPES[dtype]).contiguous()
         rows = format.read(Package(self.config, tensors), dataclasses.replace(target, scale=1.0)).state
         state = format.scaled(state, target.scale) if target.scale != 1 else state
 
@@ -86,26 +86,23 @@ class Original:
         for own, new in state.items():
             if not new.is_floating_point():
                 continue
-            name = places.get(own)
-            if name is None:
+            if (place := places.get(own)) is None:
                 # An lm_head that was taken from the target.
                 if own not in rows or not same_values(new, rows[own]):
                     raise InputError(own, "trained weights", "none: the files have no such tensor", OTHER_FORMAT)
                 continue
-            dtype, shape = self.tensors[name]
+            dtype, shape = self.tensors[place]
             if new.ndim == 2 and new.shape[1] > shape[1]:
                 # Zeros were added for the token before, which a confidence head of the state alone does not read.
                 if own == CONFIDENCE and bool(new[:, shape[1] :].any()):
                     config, shape = _with_markov(config), list(new.shape)
                 new = new[:, : shape[1]]
             written = torch.empty(shape, dtype=DTYPES[dtype])
-            written[rows[own].flatten(1)[:, 0].long() - 1 if new.ndim > 1 else rows[own].long() - 1] = new.to(
-                DTYPES[dtype]
-            )
-            tensors[name] = written
-        if identity != self.target and isinstance(
-            verifier := inner_object(config, "speculators_config").get("verifier"), dict
-        ):
+            numbers = rows[own].flatten(1)[:, 0] if new.ndim > 1 else rows[own]
+            written[numbers.long() - 1] = new.to(written.dtype)
+            tensors[place] = written
+        verifier = inner_object(config, "speculators_config").get("verifier")
+        if identity != self.target and isinstance(verifier, dict):
             verifier["name_or_path"] = target.path
         return Package(config, tensors)
 
