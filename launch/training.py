@@ -114,8 +114,9 @@ def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
     from draftsmith.launch.export.import_head import ImportConfig, hashes
     from draftsmith.launch.export.import_head import run as import_head
     from draftsmith.modules.formats import MTP
-    from draftsmith.modules.pretrained.directory import package_directory
-    from draftsmith.modules.pretrained.heads import kind_at
+    from draftsmith.modules.formats.foreign import head_kind
+    from draftsmith.modules.pretrained.directory import package_directory, read_package
+    from draftsmith.modules.pretrained.heads import kind_at, named_kind
     from draftsmith.modules.pretrained.reading import read_object
     from draftsmith.train.config import TrainDrafterConfig
 
@@ -126,6 +127,10 @@ def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
     while rank and not config.plan and not manifest.exists():
         time.sleep(1)
     if not manifest.exists():
+        kind = MTP if config.kind == MTP else head_kind(read_package(config.init))
+        if kind != config.kind:
+            found, remedy = f"{config.init}, {named_kind(kind)} head", f"Train it with: draftsmith train {kind}"
+            raise InputError("init", found, named_kind(config.kind), remedy)
         format: Any = MTP if config.kind == MTP else "auto"
         own = ImportConfig(config.init, directory, config.target, format=format, engine=config.engine)
         import_head(dataclasses.replace(own, trust_remote_code=config.trust_remote_code))

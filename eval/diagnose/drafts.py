@@ -31,6 +31,8 @@ CHANCE = 0.01
 # Share of right first tokens from which every misreading that costs tokens showed on 1,815 positions (EAGLE and EAGLE-3
 # of the embedded pair, benchmarks/README.md); at 0.40 a wrong rotary base did not.
 STRONG = 0.5
+# A reading with fewer right first tokens is that of no trained head: among many, random weights guess a frequent token.
+LEAST = 0.2
 # By less than this factor, sound heads that were stopped early drafted better with norms that they had not learned to
 # read: up to 1.09 first tokens and 1.06 tokens of two. The same norms wrong in files of trained ones cost 1.21 to 1.26.
 UNLEARNED = 1.15
@@ -230,7 +232,7 @@ def better_variants(as_it_is: Tensor, others: Mapping[str, Tensor], whole: bool 
         share, own = (float(one.float().mean()) for one in pair)
         gains, reads_own = share >= UNLEARNED * own, right(lengths, 2) >= LATER_SOUND * right(lengths) ** 2
         learned = whole or (gains and reads_own if later else gains or share >= STRONG)
-        if learned and sign_test(wins, losses) < CHANCE / len(others):
+        if learned and right(lengths) >= LEAST and sign_test(wins, losses) < CHANCE / len(others):
             better.append(label)
     return sorted(better, key=lambda label: -float(others[label].float().mean()))
 

@@ -77,7 +77,8 @@ class Original:
         for name, (dtype, shape) in self.tensors.items():
             numbers = torch.arange(1.0, shape[0] + 1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
             table = tables.get(self.copies.get(name, ""))
-            tensors[name] = numbers if table is None else table.to(DTYPES[dtype]).contiguous()
+            # Embedding and lm_head of a tied target are one tensor, which no file holds twice.
+            tensors[name] = numbers if table is None else table.to(DTYPES[dtype]).contiguous().clone()
         rows = format.read(Package(self.config, tensors), dataclasses.replace(target, scale=1.0)).state
         state = format.scaled(state, target.scale) if target.scale != 1 else state
 

@@ -448,8 +448,9 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
         return Flags.read(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
 
     def wrote(self, package: Package) -> bool:
-        # Trainers alone name layers there, ModelOpt and SpecForge, and mean outputs, as SGLang does.
-        return super().wrote(package) or layer_ids(self.top_level(package.config), "eagle_config") is not None
+        # Trainers alone name layers there and not at the top, ModelOpt and SpecForge; they mean outputs, as SGLang does.
+        raw = self.top_level(package.config)
+        return super().wrote(package) or (layer_ids(raw) is None and layer_ids(raw, "eagle_config") is not None)
 
     def layers(self, raw: Raw, target: TargetFacts | None) -> tuple[int, ...] | None:
         if (ids := layer_ids(raw, "eagle_config")) is None:
@@ -782,6 +783,10 @@ class SpecForgeBlock(BlockFormat):
     marks = ("DSparkDraftModel",)
     anchored = ("dspark", *marks)
     reads_part = False
+    loads = ("layout", "markov_rank")
+
+    def top_level(self, config: Raw) -> Raw:
+        return {"confidence_head_with_markov": False, **super().top_level(config)}
 
 
 class ModelOptBlock(BlockFormat):
