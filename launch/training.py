@@ -134,10 +134,12 @@ def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
         format: Any = MTP if config.kind == MTP else "auto"
         own = ImportConfig(config.init, directory, config.target, format=format, engine=config.engine)
         import_head(dataclasses.replace(own, trust_remote_code=config.trust_remote_code))
-    elif config.kind != MTP and read_object(manifest, {})["imported"]["sha256"] != hashes(
-        package_directory(config.init)
-    ):
-        raise InputError("init", config.init, f"the head that {config.output} was begun with", "Choose another output.")
+    # What was imported stays when the files are moved.
+    elif config.kind != MTP and Path(config.init).exists():
+        begun = read_object(manifest, {})["imported"]["sha256"]
+        if begun != hashes(package_directory(config.init)):
+            expected = f"the head that {config.output} was begun with"
+            raise InputError("init", config.init, expected, "Choose another output.")
     return dataclasses.replace(config, init=str(directory))
 
 

@@ -197,7 +197,7 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
     kind, files = head_config(path)["kind"], original_of(path)
     if files is None:
         names = " or ".join(other.name for other in formats_of(kind)) or "none: no format holds it"
-        raise InputError("format", f"none, and {path} comes from no other system", names, "Pass --format.")
+        raise InputError("format", f"none, and {path} has no files to be written as they came", names, "Pass --format.")
     if config.weights != "auto":
         raise InputError("weights", config.weights, "auto: the files keep their types", "Leave it out, or --format.")
     format = formats()[files.format, kind]
@@ -222,21 +222,22 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
 
     # A trainer serves nothing: a server that reads its files alike.
     server = format if format.writes else next(serving(format, package, source.facts), None)
-    command = f"draftsmith train {kind} --init {config.output}, or {format.system}"
+    command, notes = f"draftsmith train {kind} --init {config.output}, or {format.system}", list[str]()
+    measured, tau = measured_of(path), (manifest.get("metrics") or {}).get("tau")
     if server is not None:
-        count = config.num_drafted or num_drafted(measured_of(path), kind, getattr(head.config, "drafts", None))
+        count = config.num_drafted or num_drafted(measured, kind, getattr(head.config, "drafts", None), tau)
         window, confidence = head.config.llama.sliding_window, bool(getattr(head.config, "confidence", False))
         served = Served(facts.path, str(config.output), count, facts.served_family, window, confidence)
-        command = server.serve(served)
-    notes = [f"As it came: {problem}" for problem in files.problems]
+        command, notes = server.serve(served), server.serve_notes(served)
+    notes += [f"As it came: {problem}" for problem in files.problems]
     if "auto_map" in files.config:
         notes.append("config.json names code that is not written: copy it from where the head came.")
     checks = [str(measure) for measure in report.measures]
     export = {"format": format.name, "command": command, "checks": checks, "head": origin, "notes": notes}
     card = {**manifest, "head": head_fields(head), "license": config.license}
-    text = model_card(kind, card, measured=measured_of(path), export={**export, "weights": "as they came"})
+    text = model_card(kind, card, measured=measured, export={**export, "weights": "as they came"})
     write_text(directory / "README.md", text)
-    return report, "\n\n".join([command, *notes])
+    return report, "\n\n".join([command, *notes, *expected_gain(path, measured, kind, tau)])
 
 
 def write_record(directory: Path, format: HeadFormat, read: ImportedHead, origin: Mapping[str, Any]) -> None:

@@ -69,6 +69,8 @@ READ_STATE = (
 # Fields of a DFlash2 head by ours, and those that would change what its selector adds to, with their plain values.
 SELECTOR = {"conv_kernel": "conv_kernel_size", "conv_group": "conv_group_size"}
 SELECTOR |= {name: name for name in ("selector_rank", "selector_top_k")}
+# Of MiMo-V2.5's and ModelOpt's heads, in vLLM.
+SINKS = {"attention_value_scale": 1.0, "attention_sink_bias": False, "add_swa_attention_sink_bias": False}
 SCALES, SOFTCAP = {"input_embedding_scale": 1.0, "output_multiplier": 1.0}, "final_logit_softcapping"
 NON_CAUSAL = "sliding_window_non_causal"  # of speculators
 # Copies of the target's weights that speculators' files may have.
@@ -99,7 +101,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
 
     model_type = "qwen3"
     # Layers are causal or not within a block (`causal`).
-    plain_values = {name: value for name, value in PLAIN_VALUES.items() if name != "is_causal"}
+    plain_values = {name: value for name, value in PLAIN_VALUES.items() if name != "is_causal"} | SINKS
     bias_fields = BiasFields(qkv=("attention_bias",), o=("attention_bias",))
     class_names: Mapping[str, tuple[str, ...]] = CLASSES
     own_names: Mapping[str, str] = MappingProxyType({})
@@ -280,6 +282,8 @@ class BlockFormat(LlamaFormat[BlockConfig]):
                 files.notes.append(f"confidence_head: left out, {self.system} does not use it")
                 for part in ("weight", "bias"):
                     tensors.pop(f"confidence_head.proj.{part}", None)
+            elif said:
+                files.add_problems({"confidence_head.proj.weight": (True, "does not find it, and says nothing")})
             return False
         reads_token = bool(rank and raw.get("confidence_head_with_markov", True))
         if weight is not None and self.classes and reads_token != (weight.numel() > width):

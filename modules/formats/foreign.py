@@ -52,6 +52,9 @@ def misread(format: HeadFormat, package: Package, target: TargetFacts | None) ->
     """
     try:
         problems = [one for one in format.read(package, target).problems if one.where not in ("target", *NAMES)]
+    except NotReadHere:
+        # Rather what we lack than a reading that misses something.
+        return 0.5, architecture(package.config) not in format.classes
     except InputError:
         return math.inf, True
     return len(problems), architecture(package.config) not in format.classes

@@ -448,7 +448,7 @@ class SglangEagle3(Sglang[Eagle3Config], ServedEagle3):
         return Flags.read(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
 
     def wrote(self, package: Package) -> bool:
-        # Trainers alone name layers there and not at the top, ModelOpt and SpecForge; they mean outputs, as SGLang does.
+        # Trainers alone name layers there and not at the top, ModelOpt and SpecForge: outputs, as SGLang counts.
         raw = self.top_level(package.config)
         return super().wrote(package) or (layer_ids(raw) is None and layer_ids(raw, "eagle_config") is not None)
 
@@ -620,6 +620,10 @@ class SpeculatorsBlock(Speculators[BlockConfig], BlockFormat):
     def top_level(self, config: Raw) -> Raw:
         # Files without it are older than the field.
         return {"sample_from_anchor": False, **super().top_level(config)}
+
+    def serving_notes(self, config: BlockConfig, target: TargetFacts | None) -> list[str]:
+        alone = [f"vLLM computes no {config.markov_type} Markov head"] if config.markov_type != "vanilla" else []
+        return [*super().serving_notes(config, target), *alone]
 
     def problems(self, files: HeadFiles) -> Wrong:
         unsaid = self.kind == "dspark" and "sample_from_anchor" not in files.package.config

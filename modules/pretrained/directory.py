@@ -35,6 +35,7 @@ KINDS = (".safetensors", ".bin", ".pt")
 # Files that trainers leave beside the weights, and every system ignores (vLLM 0.33.0, model_loader/weight_utils.py).
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
 FETCH = "Fetch it again, or ask its author for safetensors."
+MASK_EMBEDDING = "mask_embedding.pt"  # of MiMo-V2.5's heads
 TORCH_FILE = "pytorch_model.bin"
 WRAPPERS = ("module.", "_orig_mod.")
 STORED = "tensors by their names, nothing else"
@@ -70,6 +71,8 @@ def read_package(path: str) -> Package:
     if (gguf := gguf_file(Path(path))) is not None:
         return dataclasses.replace(read_gguf_head(gguf), exported=exported)
     config = read_model_json(member(directory, "config.json", "the directory"))
+    if (directory / MASK_EMBEDDING).exists():
+        raise NotReadHere(MASK_EMBEDDING, "an embedding of the mask token, which vLLM reads", "none")
     tensors: dict[str, Tensor] = {}
     files, other = weight_files(directory), directory / TORCH_FILE
     for file in files:
@@ -200,7 +203,8 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
             return (member(directory, files[0], "the directory"),)
         if len(indexes) == 1:
             shards = set(weight_map(member(directory, indexes[0], "the directory"), FETCH).values())
-            if not set(files) - shards:
+            # transformers reads a file of this name and ignores the index, vLLM and SGLang read all.
+            if not set(files) - shards and not (len(shards) > 1 and f"model{kind}" in shards):
                 return tuple(member(directory, name, indexes[0]) for name in sorted(shards))
         if files or indexes:
             found = f"several weights ({', '.join([*indexes, *files][:4])})"

@@ -382,6 +382,8 @@ UNREADABLE = [
     ("dspark", {"target_layer_ids": []}, {}, r"target_layer_ids: found \[\], expected a list of integers"),
     ("dspark", {"architectures": 7}, {"confidence_head.proj.weight": torch.zeros(3)}, r"proj.weight is \[3\]"),
     ("dflash2", {"input_embedding_scale": 3.0}, {}, "input_embedding_scale: found 3.0, expected 1.0, as our drafter"),
+    ("dflash", {"attention_value_scale": 0.707}, {}, "attention_value_scale: found 0.707, expected 1.0"),
+    ("dflash", {"attention_sink_bias": True}, {}, "attention_sink_bias: found True, expected False"),
     ("dflash2", {"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping: found 30.0, expected None"),
     ("dflash2", {"dflash_config": {"mask_token_id": MASK}}, {}, "conv_kernel_size: found 0, expected a positive"),
     ("dflash2", {}, {"candidate_selector.successor_codebook": None}, "successor_codebook is missing"),

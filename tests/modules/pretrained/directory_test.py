@@ -187,6 +187,18 @@ def test_shards_are_read_as_one(head):
     assert [file.name for file in weight_files(head)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
 
 
+def test_files_that_systems_read_otherwise_are_refused(head):
+    """transformers opens no index beside model.safetensors; vLLM alone reads an embedding of the mask token."""
+    state = sharded(head, first="model.safetensors")
+    (head / "model-00001-of-00002.safetensors").rename(head / "model.safetensors")
+    assert "Systems differ in which of them they read" in refusal(head)
+    for file in head.glob("*.safetensors*"):
+        file.unlink()
+    save_file(state, head / "model.safetensors")
+    torch.save(torch.ones(2), head / "mask_embedding.pt")
+    assert "mask_embedding.pt: found an embedding of the mask token" in refusal(head)
+
+
 @pytest.mark.parametrize(
     "name", ["../outside.safetensors", "/{root}/outside.safetensors", "sub/inside.safetensors", ".."]
 )
