@@ -69,8 +69,14 @@ READ_STATE = (
 # Fields of a DFlash2 head by ours, and those that would change what its selector adds to, with their plain values.
 SELECTOR = {"conv_kernel": "conv_kernel_size", "conv_group": "conv_group_size"}
 SELECTOR |= {name: name for name in ("selector_rank", "selector_top_k")}
-# Of MiMo-V2.5's and ModelOpt's heads, in vLLM.
-SINKS = {"attention_value_scale": 1.0, "attention_sink_bias": False, "add_swa_attention_sink_bias": False}
+# What vLLM computes with and we do not, with plain values.
+VLLM_ONLY: dict[str, object] = {
+    "attention_value_scale": 1.0,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "dspark_draft_topk": None,
+    "use_aux_hidden_state": True,
+}
 SCALES, SOFTCAP = {"input_embedding_scale": 1.0, "output_multiplier": 1.0}, "final_logit_softcapping"
 NON_CAUSAL = "sliding_window_non_causal"  # of speculators
 # Copies of the target's weights that speculators' files may have.
@@ -101,7 +107,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
 
     model_type = "qwen3"
     # Layers are causal or not within a block (`causal`).
-    plain_values = {name: value for name, value in PLAIN_VALUES.items() if name != "is_causal"} | SINKS
+    plain_values = {name: value for name, value in PLAIN_VALUES.items() if name != "is_causal"} | VLLM_ONLY
     bias_fields = BiasFields(qkv=("attention_bias",), o=("attention_bias",))
     class_names: Mapping[str, tuple[str, ...]] = CLASSES
     own_names: Mapping[str, str] = MappingProxyType({})

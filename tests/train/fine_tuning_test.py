@@ -117,7 +117,7 @@ def test_another_systems_head_goes_on_and_is_written_as_it_came(artifacts, tmp_p
     write_package(theirs, package)
     with pytest.raises(InputError, match=r"init: found .*theirs, expected the head that .*run was begun with"):
         train(settings)
-    with pytest.raises(InputError, match=r"format: found none, and .* comes from no other system"):
+    with pytest.raises(InputError, match=r"format: found none, and .* has no files to be written as they came"):
         export(ExportConfig(output=tmp_path / "none", head=eagle_run / "best", target=str(artifacts.target)))
 
 

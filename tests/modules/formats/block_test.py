@@ -383,6 +383,7 @@ UNREADABLE = [
     ("dspark", {"architectures": 7}, {"confidence_head.proj.weight": torch.zeros(3)}, r"proj.weight is \[3\]"),
     ("dflash2", {"input_embedding_scale": 3.0}, {}, "input_embedding_scale: found 3.0, expected 1.0, as our drafter"),
     ("dflash", {"attention_value_scale": 0.707}, {}, "attention_value_scale: found 0.707, expected 1.0"),
+    ("dspark", {"dspark_draft_topk": 2}, {}, "dspark_draft_topk: found 2, expected nothing"),
     ("dflash", {"attention_sink_bias": True}, {}, "attention_sink_bias: found True, expected False"),
     ("dflash2", {"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping: found 30.0, expected None"),
     ("dflash2", {"dflash_config": {"mask_token_id": MASK}}, {}, "conv_kernel_size: found 0, expected a positive"),
