@@ -8,6 +8,7 @@ from tiny_configs import LAYERS, random_model, sample, tiny_config
 
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.layerwise import read_layerwise
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
 # Fused experts, latent attention, softcaps and windows, recurrent layers, wrappers; norms with a bias, tied embeddings.
@@ -25,9 +26,11 @@ def test_logits_and_states_are_those_of_the_whole_model(family, tmp_path):
     logits = read_layerwise(Checkpoint(tmp_path), text, lambda number, state: states.update({number: state.clone()}))
     # The same operations in the same type.
     torch.testing.assert_close(logits, whole.logits[0], rtol=0, atol=1e-5 * whole.logits.std().item())
-    assert [*states] == [*range(LAYERS)]
+    assert [*states] == [*range(LAYERS + 1)]
+    # transformers' own list ends behind the final norm.
+    last = load_lm(str(tmp_path), engine="hf").features(torch.tensor([text]), aux_layers=(LAYERS,))[0]
     for number, state in states.items():
-        expected = whole.hidden_states[number][0]
+        expected = last if number == LAYERS else whole.hidden_states[number][0]
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-5 * expected.std().item())
 
 
