@@ -10,7 +10,7 @@ SGLang 0.5.23: models/llama_eagle.py, llama_eagle3.py, dflash.py, dspark.py, spe
     but in block drafters.
 speculators 0.9.0: config.py, model.py, models/. The layer's settings are an object inside `config.json`.
 llama.cpp: conversion/llama.py and qwen.py, src/models/eagle3.cpp and dflash.cpp. One GGUF file (`gguf.py`).
-DeepSpec (modeling/dspark), SpecForge, ModelOpt 0.47 (export/plugins/hf_spec_export.py): trainers.
+Trainers whose heads are only read: trainers.py.
 
 A missing tensor stays random or uninitialized in all servers.
 """
@@ -33,12 +33,9 @@ from draftsmith.modules.formats import families
 from draftsmith.modules.formats.base import VERSIONS, Package, Raw, Served, TargetFacts, layer_types
 from draftsmith.modules.formats.block import (
     CLASSES,
-    CONTEXT,
     DEFAULT_BLOCK,
-    FLAT,
     KINDS,
     NON_CAUSAL,
-    OUTPUTS,
     STATES,
     BlockFormat,
     qwen3_fields,
@@ -49,6 +46,7 @@ from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layer
 from draftsmith.modules.formats.llama import IDS, Fields, architecture, flat, layer_ids, llama_fields
 from draftsmith.modules.formats.llama_format import Biases, BiasFields, C, HeadFiles, LlamaFormat, Refusal, Wrong
 from draftsmith.modules.formats.quantized import LAYERS
+from draftsmith.modules.formats.trainers import TRAINERS, DeepSpecEagle3
 from draftsmith.modules.llama_config import (
     BASE,
     CaptureConfig,
@@ -752,64 +750,7 @@ def llamacpp_command(kind: str, served: Served) -> str:
     return f"llama-server -m {shlex.quote(served.model)} -md {shlex.quote(served.directory)} {drafts}"
 
 
-# -- trainers, whose heads are read and not written
-
-
-class DeepSpecEagle3(Eagle3Format):
-    name, system, writes = "deepspec", "DeepSpec", False
-    marks = ("Qwen3Eagle3Model",)
-    layer_names = ("layers.0",)
-    listed_states = True
-
-    def layers(self, raw: Raw, target: TargetFacts | None) -> tuple[int, ...] | None:
-        ids = layer_ids(raw, field=OUTPUTS)
-        return None if ids is None else tuple(number + 1 for number in ids)
-
-
-class DeepSpecBlock(BlockFormat):
-    """DFlash heads of DeepSpec are anchor-first too, and have the name of DSpark; its layers rotate whole heads."""
-
-    name, system, writes = "deepspec", "DeepSpec", False
-    anchored = ("dflash", "dspark")
-    reads_part = False
-    listed_states = True
-
-    def wrote(self, package: Package) -> bool:
-        return architecture(package.config) == "Qwen3DSparkModel" and "num_anchors" in self.top_level(package.config)
-
-    def refused(self, config: BlockConfig, target: TargetFacts | None) -> Iterator[Refusal]:
-        if config.layout != "anchor-first":
-            yield "layout", config.layout, "anchor-first", "Train the head with other options."
-
-
-class SpecForgeBlock(BlockFormat):
-    name, system, writes = "specforge", "SpecForge", False
-    marks = ("DSparkDraftModel",)
-    anchored = ("dspark", *marks)
-    reads_part = False
-    loads = ("layout", "markov_rank")
-
-    def top_level(self, config: Raw) -> Raw:
-        return {"confidence_head_with_markov": False, **super().top_level(config)}
-
-
-class ModelOptBlock(BlockFormat):
-    """No server reads its names, nor TorchSpec's."""
-
-    name, system, writes = "modelopt", "ModelOpt", False
-    marks = ("shift_label",)
-    listed_states = norms_last = True
-    own_names = FLAT
-
-
-class TorchSpecBlock(BlockFormat):
-    name, system, writes = "torchspec", "TorchSpec", False
-    own_names = CONTEXT
-
-
 EAGLE1_CLASSES = VllmEagle1.classes + SglangEagle1.classes
-
-TRAINERS = (DeepSpecBlock, SpecForgeBlock, ModelOptBlock, TorchSpecBlock)
 
 # -- the table: of systems that read a directory alike, it is taken for that of the first
 
