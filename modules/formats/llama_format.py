@@ -148,7 +148,7 @@ class HeadFiles:
                 self.take_embedding(on_disk, tensor, self.target.embed_tokens)
 
     def take_embedding(self, on_disk: str, tensor: Tensor, target: Tensor) -> None:
-        """Take an embedding that differs from the target's if the system drafts with it.
+        """Take an embedding that differs from the target's: what was trained, whether the system drafts with it or not.
 
         Raises:
             InputError: it was not trained, so that it belongs to another target; or our head reads the target's.
@@ -162,9 +162,7 @@ class HeadFiles:
         rows = int((apart > 0).any(1).sum())
         differs = f"{rows} of {len(tensor)} rows differ from the target's, by at most {largest(apart):.2g}"
         self.notes.append(f"{on_disk} is the head's own: {differs}. Else the head was trained for another target")
-        if self.format.own_embedding:
-            self.tensors["embed_tokens.weight"] = tensor
-        self.add_problems({on_disk: (not self.format.own_embedding, "drops it and drafts with the target's")})
+        self.tensors["embed_tokens.weight"] = tensor
 
     def take_biases(self) -> Biases:
         """Drop biases that the system does not use, or that are zero; return which layers of our head keep one."""

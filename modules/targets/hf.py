@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,6 +32,8 @@ from draftsmith.modules.types import InputError
 
 # Most entries of a mask [T, S] while a text is read: longer texts than 5,792 tokens are read in parts.
 MASK_ELEMENTS = 2**25
+LAYER = re.compile(r"\.\d+\.")  # in the names of modules inside a layer
+SAME = 0.999  # least cosine of two states that are one, in any type
 
 
 def decoder_layers(model: Any, least: int, most: int) -> tuple[str, nn.ModuleList]:
@@ -58,6 +61,7 @@ class HFLM:
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         self.refusals, self.readout = Refusals(), Readout()
+        self._norms_last = False  # a text has shown that the final norm reads the last layer's state alone
         layers = DynamicCache(config=model.config).layers
         self.kinds = kinds_in(layers)
         self.mixers = Mixers(is_hybrid(self.kinds))
@@ -107,6 +111,11 @@ class HFLM:
         hidden = output.last_hidden_state.to(self.device)
         if not aux_layers:
             return hidden, hidden
+        if last and not self._norms_last:
+            self._norms_last = self._norms(last[0].to(self.device), hidden)
+        if last and not self._norms_last:
+            remedy = "Train a head that reads the states of other layers."
+            raise InputError("target", "a final norm of more than the last layer", "that of its state alone", remedy)
         # Of transformers' states the last one is normed.
         known = {final_state(num_layers): hidden, **dict(enumerate([*output.hidden_states[:num_layers], *last]))}
         states = [known[number].to(self.device) for number in aux_layers]
@@ -115,6 +124,21 @@ class HFLM:
             remedy = "Train a head that reads the last state."
             raise InputError("target", found, f"states of width {self.info.hidden_size}", remedy)
         return hidden, torch.cat(states, -1)
+
+    def _norms(self, last: Tensor, hidden: Tensor) -> bool:
+        """Return whether a state [B, T, H] is what the final norm reads, some module behind the layers."""
+        parts = (part for name, part in self.decoder.named_modules() if not LAYER.search(name))
+        for part in (nn.Identity(), *(part for part in parts if not list(part.children()))):
+            try:
+                normed = part(last)
+            except (TypeError, ValueError, RuntimeError, IndexError):  # an embedding, rotary positions
+                continue
+            # Some families scale it.
+            if isinstance(normed, Tensor) and normed.shape == hidden.shape:
+                apart = F.cosine_similarity(normed.float().flatten(), hidden.float().flatten(), 0)
+                if apart > SAME:
+                    return True
+        return False
 
     @contextmanager
     def _last_state(self) -> Iterator[list[Tensor]]:
