@@ -212,7 +212,7 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
 
     @property
     def starting_head(self) -> str | None:
-        """The trained head that it goes on with."""
+        """Directory of the trained head that the training starts from; None without one."""
         return None
 
     def num_steps(self, per_epoch: int) -> int:

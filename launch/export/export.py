@@ -191,7 +191,7 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
     """Write a head as its files came, and check it by their own format. Returns the report and how it is used.
 
     Raises:
-        InputError: the head comes from no other system's directory, or its files have no place for what it is now.
+        InputError: the head was not imported from a directory, or its files cannot hold a trained weight.
     """
     path = head_directory(_given(config, "head", "the head's directory")).resolve()
     kind, files = head_config(path)["kind"], original_of(path)

@@ -363,7 +363,7 @@ def qwen3_fields(config: BlockConfig, dtype: torch.dtype) -> Fields:
 
 
 class Windows(NamedTuple):
-    """What layers see, as in `BlockConfig`: the window of all but `full_layers`, and whether they are causal."""
+    """Attention of the layers, as in `BlockConfig`: the window of all but `full_layers`, and if they are causal."""
 
     window: int | None
     full_layers: tuple[int, ...]

@@ -251,7 +251,7 @@ def unsupported(names: Names) -> Iterator[tuple[bool, InputError]]:
     conv = names.has(r"selector_hidden\.|.*conv_(base|proj)") and not names.has(SELECTS)
     other = any(word in names.architecture.lower() for word in ("dflash", "dspark")) and not names.block
     yield other or (conv and bool(names.block)), unread("a block drafter whose layers are not Qwen3's")
-    # One with a last norm is told from others as it is read.
+    # A head with a last norm is refused by `Eagle1Format.read_config`, which names its trainer.
     other = names.kind == "eagle" and names.architecture not in ("", *EAGLE1_CLASSES) and LAST_NORM not in names.bare
     what = "an EAGLE-1 head of a class that is not read"
     yield other and any(names.architecture in classes for classes in SERVED.values()), unread(what)

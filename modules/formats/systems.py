@@ -74,7 +74,7 @@ EAGLE3 = "LlamaForCausalLMEagle3"  # the class of vLLM and SGLang
 NUM_STATES, COUNT = 3, "num_aux_hidden_states"  # of the target, that systems read by default
 BOTH = ("attention_bias", "bias")  # fields of either bias in models/llama.py of vLLM and SGLang
 OTHERS_VLLM, OTHERS_SGLANG = "Export it with --format vllm.", "Export it with --format vllm or --format sglang."
-# What its options are by default, and what they exclude (config/speculative.py, config/vllm.py).
+# Defaults of vLLM's options, and what they exclude (config/speculative.py, config/vllm.py).
 DRAWN = (
     'For temperatures above 0 add "draft_sample_method": "probabilistic": by default vLLM drafts the likeliest tokens.'
 )

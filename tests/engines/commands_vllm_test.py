@@ -33,7 +33,7 @@ PARSER = make_arg_parser(FlexibleArgumentParser())
 
 
 def configured(words: list[str], runner: str) -> VllmConfig:
-    """What vLLM makes of the words behind `vllm serve`, with its model runner of this version."""
+    """Return vLLM's config for the arguments of `vllm serve`, with the V1 or the V2 model runner."""
     args = PARSER.parse_args(words)
     args.model = args.model_tag
     with pytest.MonkeyPatch.context() as patch:

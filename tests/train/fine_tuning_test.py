@@ -93,7 +93,7 @@ def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artifacts, tmp_path,
 
 
 def test_another_systems_head_goes_on_and_is_written_as_it_came(artifacts, tmp_path, eagle_run):
-    """A training that makes it worse hands back what it began with: the validation before the first step counts."""
+    """If training makes the head worse, best/ is the head at step 0."""
     head, theirs, output = load_head(eagle_run / "best"), tmp_path / "theirs", tmp_path / "run"
     package = formats()["vllm", "eagle"].write(head.config, stored_tensors(head), torch.float32)
     theirs.mkdir()

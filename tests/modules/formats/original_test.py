@@ -75,7 +75,7 @@ def test_what_is_read_from_written_files_is_the_head_that_was_trained_on(case):
 
 
 def test_files_with_a_norm_by_both_names_are_not_written_back():
-    """What was trained would stand under one of them."""
+    """Only one of the two copies would hold the trained norm."""
     package, format = written("vllm", llama_config=llama(num_layers=2)), EAGLE3["vllm"]
     assert Original.of(format, package, format.read(package, TARGET), TARGET, {}) is None
 
