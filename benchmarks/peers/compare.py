@@ -38,8 +38,8 @@ from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.command import by_each
-from draftsmith.eval.bench.recorded import read_recorded, read_text
-from draftsmith.eval.bench.replay import Walk, make_drafters
+from draftsmith.eval.bench.recorded import read_recorded
+from draftsmith.eval.bench.replay import Replayed, make_drafters, replay_text
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.tables import markdown
@@ -348,14 +348,11 @@ def measure(config: CompareConfig, heads: Sequence[Path]) -> None:
     target = load_target(checkpoint, **bench.loading)
     loading = {name: value for name, value in bench.loading.items() if name != "server"}
     models = load_models(named, bench.paths, max(len(text.ids) for text in texts), params, target, **loading)
-    drafters, walks = make_drafters(named, models), {item.label: list[Walk]() for item in named}
-    layers = [layer for drafter in drafters for layer in drafter.layers]
+    drafters, walks = make_drafters(named, models), {item.label: list[Replayed]() for item in named}
     for number, text in enumerate(texts):
-        seen = read_text(target, text, params, layers)
-        for drafter in drafters:
-            drafter.walk(number, seen, walks)
+        replay_text(target, number, text, params, drafters, walks)
     for head, own in zip(heads, walks.values(), strict=True):
-        counts = [(walk.task, walk.answer.end - walk.answer.begin, walk.calls[-1]) for walk in own]
+        counts = [(one.task, one.walk.num_tokens, float(one.walk.calls[-1])) for one in own]
         write_json(head.parent / "tau.json", [dict(zip(COUNTS, row, strict=True)) for row in counts])
 
 

@@ -1,4 +1,4 @@
-"""Recorded answers of a target, and its own distribution and states along them, for `eval bench --replay`."""
+"""Recorded answers of a target, for `eval bench --replay`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
@@ -20,27 +19,20 @@ from draftsmith.data.text.template import answered_ids, load_chat_tokenizer, par
 from draftsmith.eval.bench.kinds import PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import row_errors
 from draftsmith.eval.settings import BenchConfig
-from draftsmith.modules.drafters.branches import pieces
-from draftsmith.modules.finite import checked
+from draftsmith.modules.along import Answer, TargetText
 from draftsmith.modules.llama_config import MOST_POSITIONS
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.hub import resolve_model
-from draftsmith.modules.sampling import best_tokens, entropies, probabilities
-from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import InputError, SamplingParams
 
-LOGITS = 2**25  # that are computed at once
 MOST_FOREIGN = 0.05  # of an answer's tokens, that the target would not choose; other kernels change about 1 %
 MOST_EXCESS = 0.1  # of the entropy, by which answers may surprise the target more, or less, than its own would
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Tokens [begin, end) of a text, and their kinds. limit: where decoding would have cut it. turn: of its chat."""
+class RecordedAnswer(Answer):
+    """An answer of a chat. turn: of the chat. kinds: of its tokens."""
 
-    begin: int
-    end: int
-    limit: int
     turn: int
     kinds: Sequence[Kind]
 
@@ -52,7 +44,7 @@ class RecordedText:
     id: str
     task: str
     ids: list[int]
-    answers: list[Answer]
+    answers: list[RecordedAnswer]
 
     @classmethod
     def of(
@@ -65,7 +57,7 @@ class RecordedText:
             prompt = text_of(ids[max(0, begin - PROMPT_TOKENS) : begin])
             kinds = kinds_of([text_of([token]) for token in ids[begin:end]], prompt)
             limit = begin + room if ids[end - 1] in ends else end
-            answers += [Answer(begin, end, limit, turn, kinds)] if begin else []
+            answers += [RecordedAnswer(begin, end, limit, turn, kinds)] if begin else []
         return cls(row["id"], row["task"] or "", ids, answers)
 
 
@@ -107,54 +99,6 @@ def read_recorded(config: BenchConfig, target: Checkpoint) -> tuple[list[Recorde
     if empty := next((text.id for text in texts if not text.answers), None):
         raise InputError("replay", f"text {empty} without an answer behind a prompt", "one in each", "Leave it out.")
     return texts, params
-
-
-@dataclass(frozen=True)
-class TargetText:
-    """Text of T tokens, N of them of answers, as its target reads it.
-
-    states: [T, H] after some layers, by their number. prob: [T] float64, the probability of each token of an answer; 1
-    if greedy. foreign: [N] bool, the target would not choose the token: it is not its first choice, or has probability
-    0. surprise, entropy: [N] -log p, and its mean at this place.
-    """
-
-    text: RecordedText
-    params: SamplingParams
-    states: dict[int, Tensor]
-    prob: Tensor
-    foreign: Tensor
-    surprise: Tensor
-    entropy: Tensor
-
-    def features(self, layers: Sequence[int], length: int) -> Tensor:
-        """Return the states [length, L*H] that a drafter of these layers reads; () are those after the final norm."""
-        return torch.cat([self.states[layer][:length] for layer in layers or (max(self.states),)], -1)
-
-
-@torch.inference_mode()
-def read_text(target: CausalLM, text: RecordedText, params: SamplingParams, layers: Sequence[int]) -> TargetText:
-    """Read a text once, with the states after these layers and after the final norm.
-
-    Raises:
-        NonFinite: the target's logits.
-    """
-    ids, last = torch.tensor(text.ids, device=target.device), final_state(target.info.num_layers)
-    layers = sorted({*layers, last})
-    features = target.features(ids[None], aux_layers=tuple(layers))[0]  # [T, L * H]
-    states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
-    places = torch.cat([torch.arange(answer.begin, answer.end) for answer in text.answers]).to(target.device)  # [N]
-    parts = list[Tensor]()
-    for piece in pieces(len(places), max(1, LOGITS // target.info.vocab_size)):
-        tokens, logits = ids[places[piece]], target.lm_head(states[last][places[piece] - 1])  # [n], [n, V]
-        best = checked(best_tokens(logits), model="target")
-        probs = probabilities(logits, SamplingParams(1.0) if params.greedy else params)  # [n, V]
-        prob = probs.gather(-1, tokens[:, None])[:, 0].double()
-        parts.append(torch.stack([prob, best != tokens if params.greedy else prob == 0, entropies(probs)]))
-    chosen, foreign, entropy = torch.cat(parts, 1)
-    prob = torch.ones(len(ids), dtype=torch.float64, device=target.device)
-    if not params.greedy:
-        prob[places] = chosen
-    return TargetText(text, params, states, prob, foreign.cpu() > 0, -chosen.log().cpu(), entropy.cpu())
 
 
 def check_followed(read: Sequence[TargetText]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from states_server import StatesServer
 from worlds import run_models, small_models
 
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.recorded import Answer, RecordedText, check_followed, read_recorded, read_text
-from draftsmith.eval.bench.replay import make_drafters
+from draftsmith.eval.bench.recorded import RecordedAnswer, RecordedText, check_followed, read_recorded
+from draftsmith.eval.bench.replay import make_drafters, replay_text
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.launch.cli import main
+from draftsmith.modules import along
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.drafters.method_names import parse_method, parse_methods
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
@@ -40,7 +41,7 @@ class LogitTable(TableLM):
 
 def text_of(prompt, tokens, ends=(), room=1000) -> RecordedText:
     begin, end = len(prompt), len(prompt) + len(tokens)
-    answer = Answer(begin, end, begin + room if tokens[-1] in ends else end, 1, ["prose"] * len(tokens))
+    answer = RecordedAnswer(begin, end, begin + room if tokens[-1] in ends else end, 1, ["prose"] * len(tokens))
     return RecordedText("id", "", [*prompt, *tokens], [answer])
 
 
@@ -48,10 +49,8 @@ def walks_of(methods: str, models, text: RecordedText, params: SamplingParams) -
     """Return the walk over the last answer of a text, by method."""
     named = parse_methods(methods)
     drafters, walks = make_drafters(named, models), {item.label: [] for item in named}
-    seen = read_text(models.target, text, params, [layer for drafter in drafters for layer in drafter.layers])
-    for drafter in drafters:
-        drafter.walk(0, seen, walks)
-    return {label: own[-1] for label, own in walks.items()}
+    replay_text(models.target, 0, text, params, drafters, walks)
+    return {label: own[-1].walk for label, own in walks.items()}
 
 
 @pytest.mark.parametrize("method", ["spec:k=1", "spec:k=2", "pld:k=2:ngram=1"])
@@ -136,7 +135,7 @@ def test_every_head_drafts_as_in_decoding(name):
 
 def test_a_later_answer_is_replayed_behind_the_earlier_ones():
     models, params = small_models(), SamplingParams(1.0)
-    first, ids = Answer(3, 8, False, 1, ["prose"] * 5), [1, 2, 3, 4, 1, 2, 3, 1, 5, 6, 1, 2, 3, 4, 1, 2, 3]
+    first, ids = RecordedAnswer(3, 8, 8, 1, ["prose"] * 5), [1, 2, 3, 4, 1, 2, 3, 1, 5, 6, 1, 2, 3, 4, 1, 2, 3]
     alone = text_of(ids[:11], ids[11:])
     both = RecordedText("id", "", ids, [first, *alone.answers])
     methods = "spec:k=3,eagle3:k=3,dspark:k=3,hydra:k=3,pld:k=3"
@@ -155,7 +154,7 @@ def test_answers_of_other_sampling_are_refused():
             made = generate_one(models.target, None, prompt, true, 50, TorchSource(seed), ())
             texts.append(text_of(prompt, made.tokens))
         for params in (SamplingParams(), SamplingParams(1.0), SamplingParams(0.5)):
-            read[true, params] = [read_text(models.target, text, params, ()) for text in texts]
+            read[true, params] = [along.read(models.target, text.ids, text.answers, params, ()) for text in texts]
     for (true, params), seen in read.items():
         if true == params:
             check_followed(seen)

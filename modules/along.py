@@ -1,0 +1,283 @@
+"""What a drafter would draft along a text that its target wrote, and what of it is kept, without decoding.
+
+Decoding walks over an answer: a round begins where the last one ended. Given an answer x that follows the target's
+distribution p, its rounds are random in a known way. A round drafts y_i from q, accepts it with probability min(1, p/q)
+and replaces the first one that it rejects. So x_i is emitted as an accepted draft with probability min(p, q)(x_i), and
+in any way with p(x_i): given x_i, the draft was accepted with probability min(1, q(x_i) / p(x_i)), whatever came before
+it. Drafts count only as far as they are the answer, so no other branch is read. `visits` adds up how often a round
+begins at each place; their sum is the mean number of rounds that decode this answer. Its mean over answers is
+decoding's, without decoding's own randomness, and tau is the same ratio of sums, tokens by target calls. Greedily all
+probabilities are 0 and 1, and the rounds are decoding's. The mean over all places would be another number: rounds
+begin more often where drafts fail.
+
+S places of a text where a round may begin: all tokens of its answers but their first ones, which come from reading
+prompts. K tokens of the longest draft, T tokens of the text, L lengths of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.modules.decoding.drafter import Outcome
+from draftsmith.modules.drafters.block.drafter import SlotNet
+from draftsmith.modules.drafters.branches import BranchDrafter, pieces
+from draftsmith.modules.drafters.net import DraftNet
+from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
+from draftsmith.modules.finite import NO_TOKEN, checked
+from draftsmith.modules.sampling import Sampler, TorchSource, best_tokens, entropies, probabilities
+from draftsmith.modules.targets.base import CausalLM, final_state
+from draftsmith.modules.types import SamplingParams
+
+LOGITS = 2**25  # that are computed at once
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens [begin, end) of a text, of a target. limit: where decoding would have cut it."""
+
+    begin: int
+    end: int
+    limit: int
+
+    @property
+    def starts(self) -> Tensor:
+        """Places [S] where a round may begin."""
+        return torch.arange(self.begin + 1, self.end)
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """Text of T tokens, N of them of answers, as its target reads it.
+
+    states: [T, H] after some layers, by their number. prob: [T] float64, the probability of each token of an answer; 1
+    if greedy. best: [N] the target's first choices. foreign: [N] bool, the target would not choose the token: it is not
+    its first choice, or has probability 0. surprise, entropy: [N] -log p, and its mean at this place.
+    """
+
+    ids: Sequence[int]
+    answers: Sequence[Answer]
+    params: SamplingParams
+    states: dict[int, Tensor]
+    prob: Tensor
+    best: Tensor
+    foreign: Tensor
+    surprise: Tensor
+    entropy: Tensor
+
+    def features(self, layers: Sequence[int], length: int) -> Tensor:
+        """Return the states [length, L*H] that a drafter of these layers reads; () are those after the final norm."""
+        return torch.cat([self.states[layer][:length] for layer in layers or (max(self.states),)], -1)
+
+
+@torch.inference_mode()
+def read(
+    target: CausalLM, ids: Sequence[int], answers: Sequence[Answer], params: SamplingParams, layers: Sequence[int]
+) -> TargetText:
+    """Read a text once, with the states after these layers and after the final norm. params: how its answers were sampled.
+
+    Raises:
+        NonFinite: the target's logits.
+    """
+    tokens, last = torch.tensor(ids, device=target.device), final_state(target.info.num_layers)
+    layers = sorted({*layers, last})
+    features = target.features(tokens[None], aux_layers=tuple(layers))[0]  # [T, L * H]
+    states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
+    places = torch.cat([torch.arange(answer.begin, answer.end) for answer in answers]).to(target.device)  # [N]
+    parts = list[Tensor]()
+    for piece in pieces(len(places), max(1, LOGITS // target.info.vocab_size)):
+        own, logits = tokens[places[piece]], target.lm_head(states[last][places[piece] - 1])  # [n], [n, V]
+        best = checked(best_tokens(logits), model="target")
+        probs = probabilities(logits, SamplingParams(1.0) if params.greedy else params)  # [n, V]
+        prob = probs.gather(-1, own[:, None])[:, 0].double()
+        parts.append(torch.stack([prob, best, best != own if params.greedy else prob == 0, entropies(probs)]))
+    chosen, first, foreign, entropy = torch.cat(parts, 1)
+    prob = torch.ones(len(ids), dtype=torch.float64, device=target.device)
+    if not params.greedy:
+        prob[places] = chosen
+    numbers = first.long().cpu(), foreign.cpu() > 0, -chosen.log().cpu(), entropy.cpu()
+    return TargetText(ids, answers, params, states, prob, *numbers)
+
+
+# -- drafts along a text
+
+# (text, starts [S], limits [S]) -> chances [L, S, K] and lengths [S], see `AlongDrafter`.
+Chances = Callable[[TargetText, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Rounds of drafts of one length over an answer.
+
+    visits: [S] how often a round begins at each place. drafted: [S] mean number of tokens of its draft. reached: [S, K]
+    probability that 1, 2, .. K of them or more are accepted. calls: [K] target calls by the length of drafts, prefill
+    included. All are float64, on the CPU.
+    """
+
+    answer: Answer
+    visits: Tensor
+    drafted: Tensor
+    reached: Tensor
+    calls: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.answer.end - self.answer.begin
+
+
+def tau(walks: Sequence[Walk]) -> float:
+    """Return the emitted tokens by target calls over answers, a call of the prefill included in each."""
+    return sum(walk.num_tokens for walk in walks) / float(sum(walk.calls[-1] for walk in walks))
+
+
+@dataclass(frozen=True)
+class AlongDrafter:
+    """Drafter along texts, for its longest drafts.
+
+    chances: of drafts from places [S] of at most limits [S] tokens, the probability [L, S, K] that each token of the
+    text is accepted if those before it are, and the lengths [S] that the drafts have. L is K where drafts depend on
+    how long they are to be, else 1. layers: whose states of the target it reads. stops: an end token ends a draft.
+    """
+
+    chances: Chances
+    layers: tuple[int, ...]
+    depth: int
+    stops: bool
+
+    def walk(self, seen: TargetText, lengths: Sequence[int]) -> list[list[Walk]]:
+        """Return the walks over each answer of a text: one for each of these lengths of drafts, at most `depth`."""
+        depth, starts = torch.arange(self.depth), [answer.starts for answer in seen.answers]
+        # The last token that is allowed is the target's own. Drafts go past an end token that they do not foresee.
+        limits = torch.cat([answer.limit - own - 1 for answer, own in zip(seen.answers, starts, strict=True)])
+        left = torch.cat([answer.end - own for answer, own in zip(seen.answers, starts, strict=True)])
+        chances, drafted = self.chances(seen, torch.cat(starts), limits.clamp(max=self.depth))
+        used = depth < torch.minimum(torch.minimum(drafted, left), depth[:, None] + 1)[..., None]  # [K, S, K]
+        reached = (chances * used).cumprod(-1)
+        walks = []
+        counts = [len(own) for own in starts]
+        for answer, *parts in zip(
+            seen.answers, reached.split(counts, 1), drafted.split(counts), left.split(counts), strict=True
+        ):
+            own, own_drafted, own_left = parts
+            visited = visits(own)  # [K, S]
+            answer_walks = []
+            for length in lengths:
+                kept, mean = own[length - 1, :, :length], own_drafted.clamp(max=length).double()
+                if self.stops:
+                    mean = mean - (mean - own_left).clamp(min=0) * whole(kept, own_left)
+                calls = 1 + visited[:length].sum(-1)
+                answer_walks.append(Walk(answer, visited[length - 1], mean, kept, calls))
+            walks.append(answer_walks)
+        return walks
+
+
+def visits(reached: Tensor) -> Tensor:
+    """Return how often a round begins at each of S places of an answer, [L, S], for L drafters.
+
+    A round that accepts n tokens emits one more, and the next one begins behind that. The first begins at place 0.
+
+    reached: [L, S, K] probability that a round accepts 1, 2, .. K tokens or more.
+    """
+    count, places, depth = reached.shape
+    accepts = -F.pad(F.pad(reached, (1, 0), value=1.0), (0, 1)).diff(dim=-1)  # [L, S, K + 1], exactly 0, 1, .. K
+    begun = reached.new_zeros(count, places + depth + 1)
+    begun[:, :1] = 1
+    for place in range(places):
+        begun[:, place + 1 : place + depth + 2] += begun[:, place, None] * accepts[:, place]
+    return begun[:, :places]
+
+
+def whole(reached: Tensor, left: Tensor) -> Tensor:
+    """Return the probability [S] that all tokens that are left [S] of an answer are accepted, of reached [S, K]."""
+    depth = reached.shape[1]
+    all_left = reached.gather(1, left.clamp(max=depth)[:, None] - 1)[:, 0]
+    return torch.where(left <= depth, all_left, 0.0)
+
+
+def along_lookup(depth: int, ngram: int) -> AlongDrafter:
+    """Draft by prompt lookup."""
+    return AlongDrafter(partial(lookup_chances, depth, ngram), (), depth, False)
+
+
+def along_model(depth: int, draft: CausalLM, name: str) -> AlongDrafter:
+    """Draft by a draft model."""
+    return AlongDrafter(partial(model_chances, depth, draft, name), (), depth, True)
+
+
+def along_head(depth: int, net: DraftNet, longest: int) -> AlongDrafter:
+    """Draft by a head's net. longest: text that it reads."""
+    return AlongDrafter(partial(head_chances, depth, net, longest), net.aux_layers, depth, True)
+
+
+def lookup_chances(depth: int, ngram: int, seen: TargetText, starts: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """Look drafts up. Nothing is drawn, so that a token is accepted where it is the text's, at any temperature."""
+    ids, drafter, sampler = [*seen.ids], PromptLookupDrafter(depth, ngram), Sampler(seen.params, TorchSource(0))
+    chances, lengths = torch.zeros(1, len(starts), depth, dtype=torch.float64), torch.zeros_like(limits)
+    before = -1
+    for place, (start, limit) in enumerate(zip(starts.tolist(), limits.tolist(), strict=True)):
+        if start != before + 1:
+            drafter.start(ids[: start - 1], torch.empty(0), ids[start - 1])
+        draft, before = drafter.propose(limit, sampler).tokens, start
+        lengths[place] = len(draft)
+        for level, (token, there) in enumerate(zip(draft, ids[start:], strict=False)):
+            chances[0, place, level] = token == there
+        drafter.advance(Outcome((ids[start],), 0, torch.empty(0), torch.empty(0)))
+    return chances, lengths
+
+
+@torch.inference_mode()
+def model_chances(
+    depth: int, draft: CausalLM, name: str, seen: TargetText, starts: Tensor, limits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Read the text with a draft model: behind accepted drafts, which are the text, it drafts as behind the text."""
+    ids = torch.tensor(seen.ids, device=draft.device)
+    hidden, chance = draft.features(ids[None])[0], torch.zeros(len(ids) + depth, dtype=torch.float64)
+    for piece in pieces(len(starts), max(1, LOGITS // draft.info.vocab_size)):
+        at = starts[piece].to(draft.device)
+        chance[starts[piece]] = accepted(draft.lm_head(hidden[at - 1]), ids[at], seen, at, name)
+    return chance[starts[:, None] + torch.arange(depth)][None], limits
+
+
+def head_chances(
+    depth: int, net: DraftNet, longest: int, seen: TargetText, starts: Tensor, limits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draft the text from each place, as the head drafts there. longest: text that it reads."""
+    ids, opened = torch.tensor(seen.ids, device=net.device), min(len(seen.ids), longest)
+    # Near the end of its context the head drafts fewer tokens; here it drafts none.
+    limits = torch.where((starts >= net.first_start) & (starts + depth <= longest), limits, 0)
+    drafting = limits.nonzero()[:, 0]
+    first = starts[drafting].to(net.device)
+    # The slots of a block see each other: a longer one drafts otherwise.
+    lengths = range(1, depth + 1) if isinstance(net, SlotNet) else [depth]
+    chances = torch.zeros(len(lengths), len(starts), depth, dtype=torch.float64)
+
+    def draw(row: int, piece: slice, level: int, logits: Tensor) -> Tensor:
+        at = (first[piece] + level).clamp_max(len(ids) - 1)
+        chances[row, drafting[piece], level] = accepted(logits, ids[at], seen, at, net.name)
+        return ids[at]
+
+    for row, length in enumerate(lengths) if len(drafting) else ():
+        branches = BranchDrafter(net, length)
+        branches.open([*seen.ids[:opened]], seen.features(net.aux_layers, opened) if net.reads_features else None)
+        branches.grow(first.tolist(), length, partial(draw, row))
+    return chances, limits
+
+
+def accepted(logits: Tensor, tokens: Tensor, seen: TargetText, at: Tensor, name: str) -> Tensor:
+    """Return min(1, q / p) of the text's tokens [N] at these places [N], from a drafter's logits [N, V].
+
+    Raises:
+        NonFinite: the logits, of the drafter `name`.
+    """
+    if seen.params.greedy:
+        return (checked(best_tokens(logits), model=name) == tokens).double().cpu()
+    q = probabilities(logits, seen.params).gather(-1, tokens[:, None])[:, 0].double()
+    checked(torch.where(q.isnan(), NO_TOKEN, 0), "probabilities", name)
+    p = seen.prob[at.to(seen.prob.device)].to(q.device)
+    # A token that the target never samples here was not sampled by it.
+    return torch.where(p > 0, q / p, 0.0).clamp_max(1.0).cpu()
