@@ -209,9 +209,11 @@ def along_model(depth: int, draft: CausalLM, name: str) -> AlongDrafter:
     return AlongDrafter(partial(model_chances, depth, draft, name), (), depth, True)
 
 
-def along_head(depth: int, net: DraftNet, longest: int) -> AlongDrafter:
-    """Draft by a head's net. longest: text that it reads."""
-    return AlongDrafter(partial(head_chances, depth, net, longest), net.aux_layers, depth, True)
+def along_head(depth: int, net: DraftNet, longest: int, shorter: bool = True) -> AlongDrafter:
+    """Draft by a head's net. longest: text that it reads. shorter: walks of shorter drafts are wanted too."""
+    # The slots of a block see each other: a longer one drafts otherwise.
+    lengths = range(1, depth + 1) if shorter and isinstance(net, SlotNet) else [depth]
+    return AlongDrafter(partial(head_chances, lengths, net, longest), net.aux_layers, depth, True)
 
 
 def lookup_chances(depth: int, ngram: int, seen: TargetText, starts: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,16 +246,14 @@ def model_chances(
 
 
 def head_chances(
-    depth: int, net: DraftNet, longest: int, seen: TargetText, starts: Tensor, limits: Tensor
+    lengths: Sequence[int], net: DraftNet, longest: int, seen: TargetText, starts: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draft the text from each place, as the head drafts there. longest: text that it reads."""
-    ids, opened = torch.tensor(seen.ids, device=net.device), min(len(seen.ids), longest)
+    """Draft from each place of the text as the head does, in drafts of these lengths. longest: text that it reads."""
+    ids, opened, depth = torch.tensor(seen.ids, device=net.device), min(len(seen.ids), longest), lengths[-1]
     # Near the end of its context the head drafts fewer tokens; here it drafts none.
     limits = torch.where((starts >= net.first_start) & (starts + depth <= longest), limits, 0)
     drafting = limits.nonzero()[:, 0]
     first = starts[drafting].to(net.device)
-    # The slots of a block see each other: a longer one drafts otherwise.
-    lengths = range(1, depth + 1) if isinstance(net, SlotNet) else [depth]
     chances = torch.zeros(len(lengths), len(starts), depth, dtype=torch.float64)
 
     def draw(row: int, piece: slice, level: int, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Callbacks between steps: when to validate, tau, what to save, how a run ends, and its verdict.
+"""Callbacks between steps: when to validate, what to save, how a run ends, and its verdict.
 
 They stand in the order of time: a step ends, Lightning validates, and everything is saved. A checkpoint is taken when
 all that belongs to a step is done, so that a resumed run repeats nothing and skips nothing.
@@ -6,45 +6,28 @@ all that belongs to a step is done, so that a resumed run repeats nothing and sk
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 
 from draftsmith.data.console import log_note, progress_bar
-from draftsmith.data.store.manifest import open_artifact
-from draftsmith.data.store.rows import Rows
-from draftsmith.data.text.answers import spans
-from draftsmith.data.text.template import prompt_ids
-from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
-from draftsmith.modules.decoding.stop import FixedLengthStop
-from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.card import model_card
-from draftsmith.modules.pretrained.checkpoint import checkpoint_of
 from draftsmith.modules.pretrained.files import CannotWrite
 from draftsmith.modules.pretrained.heads import head_fields, original_of, save_head
-from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
-from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
-from draftsmith.train.config import TrainConfig, TrainDrafterConfig
-from draftsmith.train.data import HeadDataModule, Samples
+from draftsmith.train.config import TrainConfig
 from draftsmith.train.deepspeed import whole_head
-from draftsmith.train.metrics import num_ranks, rank, say_on_rank_zero, sum_over_ranks
-from draftsmith.train.module import SIGNALS, LitDrafter, LitHead
+from draftsmith.train.metrics import rank, say_on_rank_zero
+from draftsmith.train.module import SIGNALS, LitHead
 from draftsmith.train.tracking import TrackedRun
 
 REQUEUE_S = 60
@@ -54,8 +37,6 @@ LEAST_VALIDATIONS = 3
 NOISE = 0.02
 # Warn if tau_general is below this fraction of tau.
 LEAST_GENERAL = 0.9
-# Prompts of tau_general: chat, code, maths.
-GENERAL = f"{EMBEDDED}chat-prompts"
 
 
 def validates(trainer: pl.Trainer) -> bool:
@@ -361,147 +342,3 @@ def mismatch(metrics: Mapping[str, float]) -> str:
         f"warning: tau is {own:.2f} on held-out text of the training's own kind and {general:.2f} on general prompts: "
         "what is served decides. Train on prompts like those (--tau-data measures on them)"
     )
-
-
-# -- tau: emitted tokens per target call, by real decoding
-
-
-class TauProbe:
-    """Measures tau by greedy chain decoding of prompts, on all ranks, at validations; tau then picks best/.
-
-    Beside it stands `tau_general`, on general prompts that ship: tau on held-out training data does not predict other
-    text.
-
-    measured: description of the measurement, for the log.
-    """
-
-    def __init__(
-        self,
-        target: CausalLM,
-        prompts: Sequence[Sequence[int]],
-        config: TrainDrafterConfig,
-        every: int,
-        general: Sequence[Sequence[int]] = (),
-    ):
-        """prompts, general: the same on every rank; each rank decodes its share. every: steps between measurements."""
-        self.target, self.prompts, self.every, self.general = target, prompts, every, general
-        self.k, self.max_new_tokens = config.tau_k, config.tau_max_new_tokens
-        lengths, shipped = list(map(len, prompts)), f", tau_general on {len(general)} that ship" if general else ""
-        sizes = f"{len(prompts)} prompt(s) of {min(lengths):,} to {max(lengths):,} tokens"
-        answers = f"{self.max_new_tokens} each, end tokens ignored, chains of {self.k}"
-        self.measured = f"tau on {sizes}{shipped}, {answers}"
-
-    def __call__(
-        self, head: DraftHead, device: torch.device, before_each: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
-        """Return tau over all prompts of all ranks, tau_general, and the share of tau's tokens behind an end token.
-
-        device: that ranks communicate through. before_each: called on all ranks before each prompt.
-        """
-        emitted, calls, behind = self._decode(head, self.prompts, device, before_each)
-        measured = {"tau": emitted / calls, "tau_behind_end": behind / emitted}
-        if self.general:
-            emitted, calls, _ = self._decode(head, self.general, device, before_each)
-            measured["tau_general"] = emitted / calls
-        return measured
-
-    def _decode(
-        self, head: DraftHead, prompts: Sequence[Sequence[int]], device: torch.device, before_each: Callable[[], None]
-    ) -> list[float]:
-        """Decode these prompts; return the emitted tokens, calls of the target, and tokens behind an end token."""
-        target, own = self.target, prompts[rank() :: num_ranks()]
-        counts = torch.zeros(3, dtype=torch.float64)
-        with torch.autocast(target.device.type, enabled=False):
-            # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
-            capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
-            drafter = ChainDrafter(head.net(target), FixedLengthStop(self.k), capacity)
-            setup = DecodeOptions(session=target.session(1, capacity, head.aux_layers), max_nodes=self.k)
-            for place in range(-(-len(prompts) // num_ranks())):
-                before_each()
-                if place == len(own):
-                    break
-                prompt = own[place]
-                done = generate_one(
-                    target, drafter, prompt, SamplingParams(), self.max_new_tokens, TorchSource(0), (), setup
-                )
-                tokens, trace = done.tokens, done.trace
-                first_end = next((i for i, token in enumerate(tokens) if token in target.info.eos_ids), len(tokens) - 1)
-                behind = len(tokens) - 1 - first_end
-                counts += torch.tensor([trace.num_tokens, trace.num_target_calls, behind], dtype=torch.float64)
-        return sum_over_ranks(counts.to(device)).tolist()
-
-
-def tau_probe(module: LitHead, data: HeadDataModule) -> TauProbe | None:
-    """Return the probe of a training; None for heads that do not draft, or without prompts.
-
-    Raises:
-        InputError: as `probe_prompts`.
-    """
-    if not isinstance(module, LitDrafter):
-        return None
-    config, context = module.config, min(module.target.info.max_position, cast(Any, module.head.config).max_position)
-    prompts = probe_prompts(config, module.target, data.val, context)
-    if not prompts:
-        return None
-    every = config.tau_every or config.val_every or data.order.steps_per_epoch
-    probe = TauProbe(module.target, prompts, config, every, general_prompts(config, module.target, context))
-    say_on_rank_zero(probe.measured)
-    return probe
-
-
-def probe_prompts(config: TrainDrafterConfig, target: CausalLM, val: Samples, context: int) -> list[list[int]]:
-    """Return prompts to measure tau on, preferring those that leave room for an answer in the context.
-
-    Raises:
-        InputError: `tau_data` holds no prompts, or those of another tokenizer.
-    """
-    count = config.tau_prompts
-    if not count:
-        return []
-    if config.tau_data is None:
-        prompts = held_out_prompts(val)
-    else:
-        manifest = open_artifact(config.tau_data, "prompts", checkpoint_of(target).text_identity())
-        rows = Rows(manifest.directory, manifest, ["prompt_ids"], vocab_size=target.info.vocab_size)
-        prompts = (row["prompt_ids"] for row in rows.iterate())
-    chosen: list[list[int]] = []
-    tight: list[list[int]] = []
-    for prompt in prompts:
-        if len(prompt) <= context - config.tau_max_new_tokens:
-            chosen.append(prompt)
-        elif len(prompt) < context and len(tight) < count:
-            tight.append(prompt)
-        if len(chosen) == count:
-            break
-    return chosen or tight
-
-
-def general_prompts(config: TrainDrafterConfig, target: CausalLM, context: int) -> list[list[int]]:
-    """Return the general prompts that ship (chat, code, maths; those not for tests), as the target's template has them.
-
-    Return [] if --tau-data is given, the target has no chat template (logged), or it is an embedded model.
-    """
-    if not config.tau_prompts or config.tau_data is not None or config.target.startswith(EMBEDDED):
-        return []
-    tokenizer = checkpoint_of(target).tokenizer
-    if not tokenizer.chat_template:
-        say_on_rank_zero("note: no tau_general: the target has no chat template")
-        return []
-    rows = (json.loads(line) for line in Path(resolve_model(GENERAL)).read_text("utf-8").splitlines())
-    asked = [[{"role": "user", "content": row["prompt"]}] for row in rows if row["split"] == "dev"]
-    prompts = [list(prompt_ids(tokenizer, messages)) for messages in asked]
-    return [prompt for prompt in prompts if len(prompt) <= context - config.tau_max_new_tokens][: config.tau_prompts]
-
-
-def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
-    """Yield the text before an answer of each validation text, then before the texts' other answers.
-
-    It is the first answer of the first text, the second of the second, and so on, so that prompts are as long as
-    conversations get. Texts are whole: an answer in a piece of one has lost its context.
-    """
-    whole = samples.dataset.whole_texts(samples.indices)
-    texts = [(ids, [start for start, _ in spans(mask) if start > 0]) for ids, mask in whole]
-    for more in range(max((len(starts) for _, starts in texts), default=0)):
-        for i, (ids, starts) in enumerate(texts):
-            if more < len(starts):
-                yield ids[: starts[(i + more) % len(starts)]].tolist()

@@ -39,7 +39,6 @@ from draftsmith.train.callbacks import (
     exit_code,
     judge,
     mismatch,
-    tau_probe,
 )
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
@@ -49,6 +48,7 @@ from draftsmith.train.metrics import rank, say_on_rank_zero
 from draftsmith.train.module import IN_PYTHON, LitDrafter, LitHead
 from draftsmith.train.optimizers import TimeLimit
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
+from draftsmith.train.tau import tau_probe
 from draftsmith.train.tracking import make_loggers
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"

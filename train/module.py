@@ -67,7 +67,7 @@ class LitHead(pl.LightningModule):
     monitor: str
     larger_is_better: bool
     feature_std: float | None = 1.0
-    # Measures tau at validations, which then picks best/ (`callbacks.TauProbe`); `fit` sets it.
+    # Measures tau at validations, which then picks best/ (`tau.TauProbe`); `fit` sets it.
     probe: Any = None
 
     def __init__(self, head: nn.Module, config: TrainConfig, frozen: str):

@@ -30,18 +30,15 @@ from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train import callbacks
 from draftsmith.train.callbacks import (
     Progress,
-    TauProbe,
     exit_code,
-    general_prompts,
-    held_out_prompts,
     mismatch,
-    probe_prompts,
     verdict,
 )
 from draftsmith.train.checkpoints import FOLDER, all_in
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data import Samples
+from draftsmith.train.tau import TauProbe, general_prompts, held_out_prompts, probe_prompts
 
 
 def test_progress_says_while_it_validates(monkeypatch):

@@ -30,12 +30,12 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train import prepare as preparing
-from draftsmith.train.callbacks import TauProbe
 from draftsmith.train.checkpoints import FOLDER, all_in
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 from draftsmith.train.module import LitHead
 from draftsmith.train.prepare import make_head
+from draftsmith.train.tau import TauProbe
 
 # -- draft models
 
