@@ -79,7 +79,9 @@ class TargetText:
 def read(
     target: CausalLM, ids: Sequence[int], answers: Sequence[Answer], params: SamplingParams, layers: Sequence[int]
 ) -> TargetText:
-    """Read a text once, with the states after these layers and after the final norm. params: how its answers were sampled.
+    """Read a text once, with the states after these layers and after the final norm.
+
+    params: how its answers were sampled.
 
     Raises:
         NonFinite: the target's logits.
