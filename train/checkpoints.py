@@ -197,7 +197,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     with path.open("wb") as file:
         hashed = _HashedFile(file)
         # torch.save writes and flushes only, so that this stands for a file.
-        torch.save(checkpoint, cast(IO[bytes], hashed))
+        torch.save(checkpoint, cast(IO[bytes], hashed))  # noqa: TID251
         if hashed.error is not None:
             raise hashed.error
         # On disk before the rename makes it visible.

@@ -1,7 +1,7 @@
 """Write files so that each is there whole or not at all, and report a disk that refuses in one line.
 
-Nothing else in this program opens a file to write (tests/writes_test.py). Content goes to a temporary name beside the
-file, is synced, and is renamed last. A journal or a log grows by whole lines.
+Nothing else in this program opens a file to write. Content goes to a temporary name beside the file, is synced, and is
+renamed last. A journal or a log grows by whole lines.
 """
 
 from __future__ import annotations
