@@ -1,7 +1,7 @@
-"""Every architecture of transformers that writes text as a tiny random target: decoding, teaching, being served.
+"""Every architecture of transformers that writes text as a tiny random target: decoding, and teaching heads.
 
-`python tests/architectures.py` writes the tables of docs/models.md, in about three minutes of one core.
-`tests/modules/targets/architectures_test.py` compares some of their rows, and `.ci/run` all of them.
+`python tests/architectures.py` writes the table of docs/models.md, in about three minutes of one core.
+`tests/modules/targets/architectures_test.py` compares some of its rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,11 @@ from worlds import in_rows
 
 import draftsmith
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
-from draftsmith.modules.formats import check_served, formats
-from draftsmith.modules.formats.base import TargetFacts
-from draftsmith.modules.formats.families import SGLANG_DEEPSEEK
-from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.heads import stored_tensors
-from draftsmith.modules.pretrained.models import load_lm, load_outer
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, final_state
-from draftsmith.modules.targets.proof import Proof, Reference, prove, prove_states
-from draftsmith.modules.targets.readout import Readout, candidates
-from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 from draftsmith.train.optimizers import make_optimizer
 
@@ -87,28 +78,25 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-EXPORTED = ("eagle3", "dspark")
-SERVERS = ("vllm", "sglang", "speculators", "llamacpp")
 # Architectures that may come out otherwise on another CPU, whose sums round otherwise.
 NEAR_TIES = 2
 
 
 @dataclass
 class Outcome:
-    """Result of an architecture: each of `WAYS`, `states`, `teacher` and each of `HEADS` -> equal, refused or wrong.
+    """Result of an architecture: each of `WAYS`, `states` and each of `HEADS` -> equal, refused or wrong.
 
-    reasons: of the refusals. exports: (system, kind of head) of those that are written.
+    reasons: of the refusals.
     """
 
     engine: str
     found: dict[str, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
-    exports: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def cells(self) -> str:
         """The row of docs/models.md without its first cell, the architectures that came out so."""
-        columns = (tuple(WAYS), ("states",), ("teacher",), tuple(HEADS))
+        columns = (tuple(WAYS), ("states",), tuple(HEADS))
         reasons = "; ".join(dict.fromkeys(self.reasons)) or "none"
         return " | ".join([self.engine, *map(self._cell, columns), reasons])
 
@@ -123,7 +111,7 @@ class Outcome:
     def whole(self) -> bool:
         """Everything but trees and rows, which some caches cannot hold, is equal."""
         optional = {"trees", "rows"}
-        return all(self.found.get(name) == "equal" for name in {*WAYS, "states", "teacher", *HEADS} - optional)
+        return all(self.found.get(name) == "equal" for name in {*WAYS, "states", *HEADS} - optional)
 
     def attempt(self, name: str, equal: Callable[[], bool]) -> None:
         try:
@@ -140,7 +128,7 @@ def architectures() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def tables(outcomes: Mapping[str, Outcome]) -> str:
-    """The tables in docs/models.md: a row for all architectures that came out alike; which server each can have."""
+    """The table in docs/models.md: a row for all architectures that came out alike."""
     names: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         names.setdefault(outcome.cells, []).append(name)
@@ -149,17 +137,10 @@ def tables(outcomes: Mapping[str, Outcome]) -> str:
     for name, why in OMITTED.items():
         omitted.setdefault(why, []).append(name)
 
-    def served(system: str, kind: str) -> str:
-        own = [name for name in taught if (system, kind) in outcomes[name].exports]
-        others = [name for name in taught if name not in own]
-        if not others:
-            return "all"
-        return f"all but {', '.join(others)}" if len(others) < len(own) else ", ".join(own)
-
     return "".join(
         [
-            "| `model_type` | engine | decodes | states | teacher | heads | refused because it |\n",
-            "|---|---|---|---|---|---|---|\n",
+            "| `model_type` | engine | decodes | states | heads | refused because it |\n",
+            "|---|---|---|---|---|---|\n",
             *(f"| {'; '.join(alike)} | {cells} |\n" for cells, alike in names.items()),
             "\n",
             f"{len(taught)} of the {len(outcomes) - len(VARIANTS)} types that were tried pass every column, "
@@ -167,9 +148,7 @@ def tables(outcomes: Mapping[str, Outcome]) -> str:
             f"So do {len(multimodal & {*taught})} of the {len(multimodal)} that only multimodal classes load. ",
             "Not tried: ",
             "; ".join(f"{', '.join(own)} ({why})" for why, own in omitted.items()),
-            ".\n\n",
-            "| written for | EAGLE-3 heads of | DSpark heads of |\n|---|---|---|\n",
-            *(f"| {system} | {' | '.join(served(system, kind) for kind in EXPORTED)} |\n" for system in SERVERS),
+            ".\n",
         ]
     )
 
@@ -194,9 +173,8 @@ def outcome(name: str) -> Outcome:
         with torch.no_grad():
             decode(model, lm, result)
             result.attempt("states", lambda: states(model, lm))
-            result.attempt("teacher", lambda: teacher(model, lm))
         for kind in HEADS:
-            result.attempt(kind, lambda kind=kind: teaches(model, lm, kind, result))
+            result.attempt(kind, lambda kind=kind: teaches(model, lm, kind))
     return result
 
 
@@ -236,7 +214,7 @@ def states(model: Any, lm: CausalLM) -> bool:
     read = torch.cat([session.extend([part]).features[0] for part in (ids[:PROMPT], ids[PROMPT:])])
     captured = read.split(lm.info.hidden_size, -1)
     theirs = [*(state[0] for state in whole.hidden_states)]
-    theirs.insert(num_layers, unnormed(model, torch.tensor(ids))[0])
+    theirs.insert(num_layers, unnormed(model, torch.tensor(ids)))
     pairs = [(own, theirs[number]) for own, number in zip(captured, layers, strict=True)]
     taught = lm.lm_head(lm.features(torch.tensor([ids])))[0]
     in_parts = all(close(*pair, PARTS_ERROR) for pair in [*pairs, (lm.lm_head(captured[-1]), whole.logits[0])])
@@ -249,63 +227,8 @@ def close(ours: Tensor, theirs: Tensor, error: float = WHOLE_ERROR) -> bool:
     return ours.shape == theirs.shape and bool((ours - theirs).norm() <= error * spread.norm())
 
 
-def teacher(model: Any, lm: CausalLM) -> bool:
-    """Whether a target's files and its states from before the final norm give its logits, and every other way from
-    states to logits is refused: another gain, no norm, no softcap or scale, another layer, rows shifted by one."""
-    text = torch.tensor(sample(PROMPT + ANSWER, 3))
-    before, logits = unnormed(model, text)
-    outer = load_outer(lm.info.path)
-    weights = outer.weights
-    reference = Reference.of_logits(logits, torch.cat([text[1:], torch.tensor([-1])]))
-    readouts = list(candidates(Checkpoint(lm.info.path).text))
-
-    def proof(states: Tensor, among: Sequence[Readout] = readouts) -> Proof | None:
-        def logits_by(readout: Readout) -> Tensor:
-            return readout.logits(readout.normed(states, weights.norm, weights.norm_bias), weights.output, weights.bias)
-
-        try:
-            return prove("states", among, logits_by, reference, torch.float32)
-        except InputError:
-            return None
-
-    right = proof(before)
-    if right is None:
-        found = "states, which no norm, scale and softcap of its files turn into its logits"
-        raise InputError("teacher", found, "its logits", "")
-    normed = right.readout.normed(before, weights.norm, weights.norm_bias)
-    same = close(right.readout.logits(normed, weights.output, weights.bias), logits)
-    layers = lm.features(text[None], aux_layers=tuple(range(lm.info.num_layers)))[0].split(lm.info.hidden_size, -1)
-    # Mamba counts the states behind its layers from 0.
-    layer = next(states for states in reversed(layers) if not close(states, before))
-    wrong = [proof(before.roll(1, 0)), proof(layer)]
-    wrong += [proof(before, [other]) for other in readouts if other != right.readout]
-    return same and not any(wrong) and proved_in_process(lm, text, layer)
-
-
-def proved_in_process(lm: CausalLM, text: Tensor, layer: Tensor) -> bool:
-    """Whether the target's own final states pass, and those of a layer before, of shifted rows, of a norm that is
-    applied twice, or without its softcap and scale do not."""
-    states = lm.features(text[None])[0]
-
-    def passes(states: Tensor) -> bool:
-        try:
-            prove_states(lm, text, states, torch.float32, "states")
-        except InputError:
-            return False
-        return True
-
-    own, right = lm.readout, passes(states)
-    wrong = [passes(other) for other in (layer, states.roll(1, 0), F.rms_norm(states, states.shape[-1:]) * 0.7)]
-    for other in {replace(own, softcap=None), replace(own, scale=1.0)} - {own}:
-        lm.readout = other
-        wrong.append(passes(states))
-    lm.readout = own
-    return right and not any(wrong)
-
-
-def unnormed(model: Any, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Last states [T, H] before the final norm, and the logits [T, V]: what the last module reads whose output the
-    output embedding gets."""
+def unnormed(model: Any, text: Tensor) -> Tensor:
+    """Last states [T, H] before the final norm: what the last module reads whose output the output embedding gets."""
     calls: list[tuple[Tensor, Tensor]] = []
 
     def keep(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -315,23 +238,18 @@ def unnormed(model: Any, text: Tensor) -> tuple[Tensor, Tensor]:
     # A norm that ends a layer is not the final one.
     modules = [own for name, own in model.named_modules() if not re.search(r"\.\d+\.", name)]
     hooks = [module.register_forward_hook(keep) for module in modules if not list(module.children())]
-    logits = model(input_ids=text[None], use_cache=False).logits[0]
+    vocab = model(input_ids=text[None], use_cache=False).logits.shape[-1]
     for hook in hooks:
         hook.remove()
-    vocab = logits.shape[-1]
     head = next(number for number, (own, out) in enumerate(calls) if own.shape[-1] != vocab == out.shape[-1])
     read = calls[head][0]
-    same = (own for own, out in reversed(calls[:head]) if out.shape == own.shape == read.shape and parallel(out, read))
-    norm = next(same, read)
-    return norm.reshape(len(text), -1), logits
+    # Some families scale the states before the output embedding.
+    same = (own for own, out in reversed(calls[:head]) if out.shape == own.shape == read.shape
+            and F.cosine_similarity(out.flatten(), read.flatten(), 0) > 1 - 1e-6)  # fmt: skip
+    return next(same, read).reshape(len(text), -1)
 
 
-def parallel(states: Tensor, others: Tensor) -> bool:
-    """Whether states differ by a factor at most: some families scale them before the output embedding."""
-    return F.cosine_similarity(states.flatten(), others.flatten(), 0).item() > 1 - 1e-6
-
-
-def teaches(model: Any, lm: CausalLM, kind: str, result: Outcome) -> bool:
+def teaches(model: Any, lm: CausalLM, kind: str) -> bool:
     """Whether a head learns in two steps of the product's own training code, and drafts without changing an answer."""
     settings = draftsmith.settings(kind, lr=1e-3, **HEADS[kind])
     module = draftsmith.LitDrafter(draftsmith.new_head(settings, lm), lm, settings)
@@ -354,34 +272,7 @@ def teaches(model: Any, lm: CausalLM, kind: str, result: Outcome) -> bool:
     with torch.no_grad():
         answer = generate_one(lm, drafter, prompt, GREEDY, room, TorchSource(0), ()).tokens
         equal = is_greedy(model, prompt, answer)
-    if kind in EXPORTED:
-        written = {system: exported(head, system, lm) for system in SERVERS}
-        result.exports |= {(system, kind) for system, same in written.items() if same is not None}
-        equal = equal and False not in written.values()
     return learned and equal
-
-
-def exported(head: DraftHead, system: str, lm: CausalLM) -> bool | None:
-    """Whether a system's directory holds the head's tensors and names no problem; None if it refuses the head."""
-    format, facts, state = (
-        formats()[system, head.kind],
-        TargetFacts(Checkpoint(lm.info.path).config),
-        stored_tensors(head),
-    )
-    raw, config = facts.raw, head.config
-    if system == "sglang" and head.kind == "eagle3" and facts.family in SGLANG_DEEPSEEK:
-        # It cannot be given layers from 1 of these, as of a target with few layers; heads of real ones read from 2.
-        raw = {**text_config(raw), "model_type": raw["model_type"], "text_config": None}
-        raw["num_hidden_layers"] += 1
-        config = replace(config, aux_layers=tuple(number + 1 for number in config.aux_layers))
-    facts = TargetFacts(raw, lm.embed(list(range(lm.info.vocab_size))), lm.lm_head_weight())
-    try:
-        check_served(format, facts)
-        package = format.write(config, state, torch.float32, facts)
-    except InputError:
-        return None
-    found = format.read(package, facts)
-    return not found.problems and all(torch.equal(state[name], tensor) for name, tensor in found.state.items())
 
 
 def reason(error: InputError) -> str:

@@ -1,6 +1,6 @@
 """Heads that others published, with random weights, read by `import` and checked for every server.
 
-`python tests/published_heads.py` writes the table of docs/formats.md. published_heads.yaml has the configs and sources.
+published_heads.yaml has their configs with the sources, and what comes out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +28,8 @@ from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.types import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, HEADS = ROOT / "docs" / "formats.md", ROOT / "tests" / "published_heads.yaml"
-START, END = "| published heads |", "Sizes are reduced"  # of the table, and of what follows it
+HEADS = ROOT / "tests" / "published_heads.yaml"
 SERVERS = ("vllm", "sglang")
-TRAINERS = ("SafeAILab ", "SpecForge ", "TorchSpec ")  # whose repositories hold these configs
 TITLES = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 TITLES |= {"dflash2": "DFlash2"}
 RANDOM = torch.Generator().manual_seed(5)
@@ -41,12 +38,12 @@ V, DRAFT_V, WIDTH, RANK = 96, 40, 8, 4  # vocabularies, width of an attention he
 
 @dataclass(frozen=True)
 class Published:
-    """A published head: its config with reduced sizes, and the rule that makes its tensors."""
+    """A published head: its config with reduced sizes, the rule that makes its tensors, and what comes of it."""
 
     name: str
-    source: str
     target: tuple[str, int]
     rule: str
+    outcome: str
     config: Mapping[str, Any]
 
     @property
@@ -70,7 +67,7 @@ def heads() -> dict[str, Published]:
     """Name -> head, in the order of the file."""
     return {
         row["name"]: Published(
-            row["name"], row["source"], tuple(row["target"]), row["tensors"], reduced(json.loads(row["config"]))
+            row["name"], tuple(row["target"]), row["tensors"], row["outcome"], reduced(json.loads(row["config"]))
         )
         for row in yaml.safe_load(HEADS.read_text("utf-8"))
     }
@@ -325,8 +322,8 @@ def write(head: Published, facts: TargetFacts, directory: Path) -> dict[str, Ten
     return tensors
 
 
-def cells(head: Published, directory: Path) -> str:
-    """Return the cells of a head's row: the kind that it is read as, and each server's verdict."""
+def outcome(head: Published, directory: Path) -> str:
+    """Return the kind that a head is read as, and each server's verdict, apart by `|`."""
     facts = head.facts()
     write(head, facts, directory)
     source = StateSource(None, facts)
@@ -360,33 +357,4 @@ def first(report: CheckReport) -> str:
     """The first difference, without the system's name and the numbers, which are those of the reduced sizes."""
     problem = report.problems[0]
     text = re.sub(r"^(vLLM|SGLang) |^found | is not .*|\. Such heads.*|\. Heads of.*", "", problem.text)
-    return f"`{problem.where.removeprefix('config.json, ')}`: {text}".replace("|", "\\|")
-
-
-def table(rows: Mapping[str, str]) -> str:
-    """The table: a row for all heads of an author that came out alike."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, row in rows.items():
-        author, _, head = name.partition(" ") if name.startswith(TRAINERS) else ("", "", name)
-        alike.setdefault((author, row), []).append(head)
-    lines = [
-        f"| {f'{author}: ' if author else ''}{', '.join(names)} | {row} |\n" for (author, row), names in alike.items()
-    ]
-    return "".join([f"{START} read as | vLLM 0.33 | SGLang 0.5.23 |\n|---|---|---|---|\n", *lines])
-
-
-def outcomes() -> dict[str, str]:
-    """Name -> its row."""
-    with tempfile.TemporaryDirectory() as folder:
-        return {head.name: cells(head, Path(folder) / str(n)) for n, head in enumerate(heads().values())}
-
-
-def main(page: Path = PAGE) -> None:
-    torch.set_num_threads(1)
-    text = page.read_text("utf-8")
-    start, end = text.index(START), text.index(END)
-    page.write_text(text[:start] + table(outcomes()) + "\n" + text[end:], "utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return f"`{problem.where.removeprefix('config.json, ')}`: {text}"

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftsmith.modules.acceptance.online import OnlinePredictor
 from draftsmith.modules.decoding.stop import (
     ConfidenceStop,
     CostRule,
@@ -169,21 +168,6 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
     assert abs(sorted(late_lengths)[len(late_lengths) // 2] - best) <= 1
 
 
-def test_an_online_predictor_learns_to_rescale_confidence():
-    """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not."""
-    predictor = OnlinePredictor()
-    distributions = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
-    first = [predictor.prob(view(1, 0, distribution)) for distribution in distributions]
-    assert first == pytest.approx([0.9, 0.6])  # at its word
-    for _ in range(200):
-        predictor.start_round()
-        for number, distribution in enumerate(distributions):
-            predictor.prob(view(number + 1, 0, distribution))
-        predictor.observe(2, 1)
-    certain, doubtful = (predictor.prob(view(1, 0, distribution)) for distribution in distributions)
-    assert certain > 0.95 and doubtful < 0.1
-
-
 @pytest.mark.parametrize(("late", "length"), [(False, 3), (True, 4)])
 def test_a_threshold_that_is_met_but_not_exceeded_does_not_stop(late, length):
     # Survival 0.5, then still 0.5, then 0.25: 1 - survival equals h, which no rounding decides.
@@ -248,8 +232,3 @@ def test_tokens_that_a_model_rules_out():
     for params in SETTINGS.values():
         seen, distribution = shown(params, logits, token)
         assert seen.entropy == pytest.approx(entropy(distribution), abs=1e-4)
-
-
-def test_a_greedy_drafts_distribution_is_computed_once():
-    seen, _ = shown(SamplingParams(), some_logits(), int(some_logits().argmax()))
-    assert seen.distribution is seen.distribution

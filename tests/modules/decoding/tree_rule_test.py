@@ -12,24 +12,6 @@ from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 TIMES = TreeTimes(first=1.0, step=0.5, verify=tuple(10 + 0.5 * nodes for nodes in range(129)))
 
 
-def test_trust_is_accepted_over_expected_nodes():
-    rule = TreeRule(TIMES)
-    for _ in range(3000):  # half of what is promised, for long enough
-        rule.choose([0.0] * 128)
-        rule.observe(num_nodes=128, draft_calls=128, num_accepted=64)
-    assert rule.trust == pytest.approx(0.5, rel=0.01)
-    cost = rule.pace * 0.5
-    assert rule.choose([math.log(p) for p in (0.9, 2.1 * cost, 1.9 * cost)]) == 2
-
-
-def test_nodes_are_kept_while_each_pays():
-    # At half a unit a node and a pace of about 0.13 a node has to bring 0.065 tokens.
-    rule = TreeRule(TIMES)
-    assert rule.choose([math.log(p) for p in (0.9, 0.5, 0.08, 0.05, 0.04)]) == 3
-    assert rule.choose([math.log(0.01)] * 5) == 1
-    assert rule.choose([0.0] * 500) == 128
-
-
 def test_a_node_that_exactly_pays_is_left_out():
     """At a pace of half a token a probability of one half exactly pays for a unit of time."""
     rule = TreeRule(TreeTimes(first=1.0, step=1.0, verify=(1.0, 2.0, 3.0, 3.0)), any_depth=True)

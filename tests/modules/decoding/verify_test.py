@@ -159,11 +159,6 @@ def test_eagle_1s_tree_has_the_published_shape():
     assert Counter(tree.depths) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
 
 
-def test_paths_become_parents_in_level_order():
-    tree = StaticTree.from_paths([[0, 1], [1], [0], [0, 1, 0]])
-    assert tree.parents == (-1, -1, 0, 2) and tree.ranks == (0, 1, 1, 0) and tree.level(2) == [2]
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [([], "at least one"), ([[0], [0]], "each path once"), ([[]], "0 or more"), ([[-1]], "0 or more"),

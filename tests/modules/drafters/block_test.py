@@ -355,33 +355,6 @@ def test_dynamic_trees_of_one_pass_are_lossless(shape):
     assert total_variation(found, target_distribution(target, SAMPLING, 3)) < 1e-10
 
 
-def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypatch):
-    """DSpark's appendix A: that confidence has seen the token. Enumeration finds what `SlotConfidenceStop` avoids."""
-    target, head, threshold = TableLM(1), table_head("vanilla"), 0.2
-
-    def difference() -> float:
-        def drafter() -> ChainDrafter:
-            return ChainDrafter(head.net(target), SlotConfidenceStop(ThresholdRule(1 - threshold), False, 3), 32)
-
-        found = decoded_distribution(target, drafter, SAMPLING, 3, 5)
-        return total_variation(found, target_distribution(target, SAMPLING, 3))
-
-    assert difference() < 1e-10
-    real = ChainDrafter._draft
-
-    def leaking(self, *given):
-        tree, stop = real(self, *given), self.stop
-        count = len(tree.tokens)
-        behind = stop.confidence_logits[count:]
-        if count < 2 or not behind or stop.confidence(behind[0], tree.tokens[-1]) >= threshold:
-            return tree
-        kept = tree.draft_prob[: count - 1]
-        return dataclasses.replace(tree, tokens=tree.tokens[:-1], parents=tree.parents[:-1], draft_prob=kept)
-
-    monkeypatch.setattr(ChainDrafter, "_draft", leaking)
-    assert difference() > 1e-5
-
-
 def test_blocks_are_drawn_by_the_seeds_and_lengths_vary_if_asked(target):
     drafter = head_class("dspark")
     settings = drafter.Settings(anchors=3, vary_block=True, layers=(1, 3), mask_token=MASK)

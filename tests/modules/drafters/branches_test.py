@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles.tables import V
-from worlds import captured_head, tiny_llama_dir
+from worlds import tiny_llama_dir
 
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters import branches
@@ -14,7 +14,6 @@ from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import Sampler, pick
-from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
 DEPTH = 4
@@ -105,15 +104,6 @@ def test_a_draft_models_drafts_and_states_are_the_decoders(lm, text, group):
         return ChainDrafter(DraftModelNet(lm), stop, 64)
 
     check(BranchDrafter(DraftModelNet(lm), DEPTH), drafter, text, None, lm.info.vocab_size)
-
-
-def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(lm, text, group):
-    if not isinstance(lm, LlamaLM):
-        pytest.skip("the head takes its sizes from a lean target")
-    head = captured_head(lm)
-    features = lm.features(torch.tensor([text]), aux_layers=head.aux_layers)[0]
-    branches = BranchDrafter(head.net(lm), DEPTH)
-    check(branches, lambda stop: ChainDrafter(head.net(lm), stop, 64), text, features, lm.info.vocab_size)
 
 
 def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):

@@ -10,23 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles.tables import H, TableLM, V, random_hydra_heads, random_medusa_heads
-from papers_drafters import FOLDER
 from torch import Tensor
 
-from draftsmith.eval.bench.runner import read_tree
-from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.branches import BranchDrafter
-from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
-from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
-from draftsmith.modules.drafters.method import Models
-from draftsmith.modules.drafters.method_names import parse_method
-from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
-from draftsmith.modules.llama_config import LlamaConfig
+from draftsmith.modules.drafters.hydra import HydraHead
+from draftsmith.modules.drafters.net import TreeDrafter
 from draftsmith.modules.sampling import Sampler, TorchSource
-from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
+from draftsmith.modules.types import FeatureBatch, SamplingParams
 
-LLAMA = LlamaConfig(V, H, 8, 1, 1, 1, H, 32)
 LENGTHS = (9, 7)
 HEADS = {
     "medusa": lambda seed: random_medusa_heads(seed, False),
@@ -151,16 +142,6 @@ def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, name, loss, pack
     assert all(weight.any() for weight in ours)
 
 
-@pytest.mark.parametrize("plus", [False, True])
-def test_a_new_head_passes_what_it_reads_of_the_target_through(plus: bool) -> None:
-    """So that it repeats the target's own choice, as Medusa's does."""
-    shape = HydraHead.new_config(HydraSettings(prefix_attention=plus), LLAMA)
-    head, x = HydraHead(shape), torch.randn(5, 3 * H)
-    net = head.heads[1]
-    assert shape.llama.num_layers == int(plus) and len(head.layers) == int(plus)
-    assert torch.equal(net(x), x[:, :H] + F.silu(net.linear.bias))
-
-
 @EACH
 def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_path(name: str) -> None:
     target, head, rng = TableLM(1), HEADS[name](2), torch.Generator().manual_seed(0)
@@ -179,66 +160,3 @@ def test_a_node_is_what_the_head_of_its_depth_ranks_behind_the_tokens_of_its_pat
         assert list(tree.tokens) == [found[tuple(path)][-1] for path in paths] and tree.draft_calls == (
             3 if "hydra" in name else 1
         )
-
-
-@EACH
-def test_a_chain_reads_what_it_has_drafted(name: str) -> None:
-    """Over several rounds, whose rejected tokens leave nothing behind."""
-    target, head, rng = TableLM(1), HEADS[name](2), torch.Generator().manual_seed(0)
-    drafter, text = ChainDrafter(head.net(target), FixedLengthStop(3), 32), [1, 3]
-    features = torch.randn(2, H, generator=rng, dtype=torch.float64)
-    drafter.start(text, features, 2)
-    text = [*text, 2]
-    for emitted in ([0], [1, 2, 3], [3, 0]):
-        tree = drafter.propose(8, Sampler(SamplingParams(), TorchSource(0)))
-        state, chain = states_of(head, features)[-1], text[-1:]
-        for i in range(3):
-            chain.append(int(logits_of(head, target, i, state, chain).argmax()))
-        assert list(tree.tokens) == chain[1:]
-        own = torch.randn(len(emitted), H, generator=rng, dtype=torch.float64)
-        drafter.commit(emitted, own)
-        features, text = torch.cat([features, own]), text + emitted
-
-
-class Weights:
-    """Of a target; nothing else is asked for."""
-
-    logit_scale = 1.0
-
-    def lm_head(self) -> torch.Tensor:
-        return torch.arange(V * H, dtype=torch.float32).view(V, H)
-
-
-def test_lm_heads_of_their_own_begin_as_the_targets() -> None:
-    """So that a new head repeats the target's own choice, as one that reads the target's does."""
-    head = MedusaHead(MedusaConfig(H, V, 32, num_heads=2, own_lm_head=True))
-    head.start(Weights())
-    assert [torch.equal(layer.weight, Weights().lm_head()) for layer in head.lm_heads] == [True, True]
-    assert len({layer.weight.data_ptr() for layer in head.lm_heads}) == 2  # each its own
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_states_of_drafts_are_read_by_the_lm_head_of_their_level(own: bool) -> None:
-    target, head = TableLM(1), random_medusa_heads(2, own)
-    branches = BranchDrafter(head.net(target), 2)
-    hidden, level = torch.randn(7, H, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1, 0, 0])
-    wanted = [(head.lm_heads[n].weight if own else target._lm_head) @ h for n, h in zip(level, hidden, strict=True)]
-    states = torch.cat([hidden, level[:, None].double()], 1) if own else hidden
-    assert torch.allclose(branches.lm_head(states), torch.stack(wanted))
-    assert torch.allclose(branches.lm_head(states[3]), wanted[3])
-
-
-def test_the_tree_is_the_published_one() -> None:
-    """Its counts of nodes by depth, and its most children, as published."""
-    tree = read_tree(str(FOLDER / "medusa-63.yaml"))
-    assert [len(tree.level(depth)) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2] and len(tree.parents) == 63
-    assert max(tree.ranks) == 9
-
-
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_a_chain_has_a_token_a_head_at_most(kind: str) -> None:
-    heads = {"medusa": random_medusa_heads, "hydra": random_hydra_heads}[kind](1)
-    models = Models(TableLM(1), heads={kind: heads}, capacity=32)
-    with pytest.raises(InputError, match=r"k: found 4, expected a whole number, 3 or less"):
-        parse_method(f"{kind}:k=4").build(models)
-    assert [parse_method(f"{kind}{k}").policy(models).max_drafted for k in ("", ":k=2")] == [3, 2]

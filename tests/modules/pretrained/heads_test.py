@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from forked import forked
-from safetensors.torch import load_file
 from worlds import tiny_llama_dir
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
@@ -19,7 +18,6 @@ from draftsmith.modules.pretrained import heads as heads
 from draftsmith.modules.pretrained.heads import (
     another_mode,
     build_head,
-    head_config,
     kind_at,
     load_draft_head,
     load_head,
@@ -172,12 +170,6 @@ def test_a_directory_without_a_manifest_is_not_a_head(saved, tmp_path):
             load_head(path)
 
 
-def test_saving_replaces_an_older_head_and_leaves_nothing_behind(saved, target):
-    save_head(saved, acceptance_head(), manifest_of(target), "# Another\n")
-    assert head_config(saved)["kind"] == "acceptance"
-    assert [path.name for path in saved.parent.iterdir()] == ["head"]
-
-
 def test_a_save_that_fails_leaves_the_older_head_whole(saved, target):
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
     # A manifest that is no JSON fails after the weights were written: a real failure in the middle.
@@ -234,21 +226,6 @@ def test_another_mode_than_the_labels_is_a_warning_with_a_command(tmp_path, samp
     manifest = {"sampling": {"top_k": 0, "top_p": 1.0, **sampling}}
     warning = another_mode(save_head(tmp_path / "head", acceptance_head(), manifest, "card"), params)
     assert warning is None if expected is None else re.search(expected, str(warning))
-
-
-def test_a_head_is_read_from_where_it_was_opened(tmp_path, saved, target, monkeypatch):
-    """Its link leads to another head once the files are checked."""
-    save_head(tmp_path / "other", eagle_head(target, seed=1), manifest_of(target), CARD)
-    link, check = tmp_path / "link", heads.head_settings
-    link.symlink_to(saved)
-
-    def check_and_move(*args):
-        link.unlink()
-        link.symlink_to(tmp_path / "other")
-        return check(*args)
-
-    monkeypatch.setattr(heads, "head_settings", check_and_move)
-    assert torch.equal(load_head(link, target).fc.weight, load_file(saved / "model.safetensors")["fc.weight"])
 
 
 def test_a_file_that_is_cut_later_leaves_a_loaded_head_whole(saved, target):

@@ -172,30 +172,6 @@ def test_chains_and_trees_in_a_session(case_of, name, engine):
             assert_close(logits[node], case.logits(kept + [nodes[i] for i in path_to(node, parents)])[-1])
 
 
-@pytest.mark.parametrize("path", [[0, 2, 4, 6, 8], [0, 2, 5]], ids=["deep", "short"])
-@pytest.mark.parametrize(
-    ("name", "engine"), [(name, engine) for name in SOME[::2] for engine in ("lean", "static", "hf")]
-)
-def test_right_after_compaction(case_of, name, engine, path):
-    """Both paths leave gaps in the cache."""
-    case = case_of(name)
-    session = case.engines["hf" if engine == "hf" else "lean"].session(1, 60, static=engine == "static")
-    kept, nodes = case.tokens(PREFIX), case.tokens(9, seed=3)
-    parents = [-1, 0, 0, 1, 2, 2, 4, 5, 6]
-    session.extend([kept])
-    session.extend([nodes], [parents], logits_to_keep=9)
-    session.keep([PREFIX], [[PREFIX + node for node in path]])
-    tokens = kept + [nodes[node] for node in path]
-    assert list(session.lengths) == [len(tokens)]
-    for follow in (case.tokens(1, seed=4), case.tokens(5, seed=5)):  # one token takes another kernel than several
-        tokens = tokens + follow
-        logits = session.extend([follow], logits_to_keep=len(follow)).logits[0, : len(follow)]
-        assert_close(logits, case.logits(tokens)[-len(follow) :])
-    tree, nodes = random_tree(random.Random(6), 6), case.tokens(6, seed=7)
-    logits = session.extend([nodes], [tree], logits_to_keep=6).logits[0]
-    assert_close(logits[5], case.logits(tokens + [nodes[i] for i in path_to(5, tree)])[-1])
-
-
 @pytest.mark.parametrize(("name", "engine"), [("llama", "lean"), ("mistral-window", "lean"), ("qwen3", "hf")])
 def test_captured_states_are_transformers_own(case_of, name, engine):
     """Of whole texts and of texts read in parts, as chains and as trees, however they are cached."""
@@ -228,29 +204,6 @@ def test_features_are_those_of_decoding_under_a_trainings_autocast(case_of):
     with torch.autocast("cpu", torch.bfloat16):
         features = lm.features(ids)
     assert features.dtype == lm.dtype and torch.equal(features, lm.features(ids))
-
-
-@pytest.mark.parametrize(
-    ("name", "engine"), [("llama", "lean"), *((name, "hf") for name in ("llama", "mistral-window", "qwen2"))]
-)
-def test_batches_of_different_lengths_and_after_rows_have_ended(case_of, name, engine):
-    case = case_of(name)
-    prompts = [case.tokens(length, seed=length) for length in (3, 12, 1, 9)]
-    session = case.engines[engine].session(4, 20, static=False)
-    rows = [list(prompt) for prompt in prompts]
-
-    def check(logits: torch.Tensor) -> None:
-        assert_close(logits, torch.stack([case.logits(row)[-1] for row in rows]))
-
-    check(session.prefill(range(4), prompts))
-    for seed in range(4):
-        if seed == 2:
-            session.select([0, 3])
-            rows = [rows[0], rows[3]]
-        step = case.tokens(len(rows), seed=20 + seed)
-        rows = [row + [token] for row, token in zip(rows, step, strict=True)]
-        check(session.step([[token] for token in step])[0])
-        assert list(session.lengths) == [len(row) for row in rows]
 
 
 def test_trees_of_a_model_whose_layers_have_different_windows(tmp_path):

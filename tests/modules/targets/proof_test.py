@@ -48,24 +48,6 @@ def test_wrong_teachers_are_refused(target):
             assert "\n" not in str(error.value)
 
 
-def test_float32_has_stricter_bars_than_bf16():
-    """Whatever those are: what is just right in bf16 is wrong in float32."""
-    logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    noise = torch.randn(9, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    reference = Reference.of_logits(logits, torch.arange(9))
-
-    def passes(size: float, dtype: torch.dtype) -> bool:
-        try:
-            prove("noise", [Readout()], lambda _: logits + size * noise, reference, dtype)
-        except InputError:
-            return False
-        return True
-
-    sizes = [2.0**-power for power in range(30)]
-    coarse, fine = (next(size for size in sizes if passes(size, dtype)) for dtype in (torch.bfloat16, torch.float32))
-    assert 1 > coarse >= 4 * fine and not passes(coarse, torch.float32)
-
-
 def test_of_readouts_that_fit_alike_the_likeliest_is_taken():
     """Rounding would choose: the first one is off by less than any bar, the second by nothing."""
     logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
