@@ -119,9 +119,10 @@ def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> li
 
 @dataclass
 class _Output:
-    """Output options of this process, and the values collected for --json (document is None without it)."""
+    """Output options of this process, and the results of its command (`results`), which --json prints."""
 
     quiet: bool = False
+    as_json: bool = False
     document: dict[str, Any] | None = None
 
 
@@ -136,7 +137,7 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
     stderr.
     """
     global _output
-    before, _output = _output, _Output(quiet, {} if as_json else None)
+    before, _output = _output, _Output(quiet, as_json, {})
     output = _output
 
     def to_json(**values: Any) -> str:
@@ -171,14 +172,20 @@ def print_text(text: str | Text) -> None:
     """Print result text on stdout."""
     if _output.document is not None:
         _output.document.setdefault("text", []).append(str(text).strip("\n"))
-        return
-    SafeConsole(soft_wrap=True, highlight=False, markup=False).print(text)
+    if not _output.as_json:
+        SafeConsole(soft_wrap=True, highlight=False, markup=False).print(text)
 
 
 def log_note(text: str | Text) -> None:
     """Print a note on stderr, unless --quiet."""
     if not _output.quiet:
         SafeConsole(soft_wrap=True, highlight=False, markup=False, stderr=True).print(text)
+
+
+def log_done(command: str, output: object, measures: bool = False) -> None:
+    """Note that a command has nothing to do: its output is finished. measures: it has the option --again."""
+    anew = "--again measures anew" if measures else "for another, choose another --output or delete it"
+    log_note(f"already done: {command} in {output} ({anew})")
 
 
 class SafeRecord(logging.LogRecord):
@@ -205,13 +212,25 @@ def add_result(**values: Any) -> bool:
     """Add values to the JSON document. Return False without --json, where the caller prints them."""
     if _output.document is not None:
         _output.document |= values
-    return _output.document is not None
+    return _output.as_json
+
+
+@contextmanager
+def results() -> Iterator[dict[str, Any]]:
+    """Collect what is printed inside the block in the dict that it yields, as --json prints it."""
+    outer, collected = _output.document, dict[str, Any]()
+    _output.document = collected
+    try:
+        yield collected
+    finally:
+        _output.document = None if outer is None else outer | collected
 
 
 def print_table(table: Table, bold: str = "") -> None:
     """Print a result table on stdout. bold: key that is true in rows to highlight."""
-    if _output.document is None:
+    if not _output.as_json:
         draw_table(_stdout(), table, bold)
+    if _output.document is None:
         return
     # The document holds values by their keys, not the printed text.
     keys = [column.key for column in table.columns]

@@ -79,7 +79,8 @@ def run(config: ReportConfig) -> Path:
     runs = read_runs(config.runs)
     traced = [one for one in runs if (one.path / TRACE).exists()]
     sections = [section_of(one, TRACE_BYTES // max(1, len(traced))) for one in runs]
-    output = config.output or config.runs[0] / "report.html"
+    output = config.output
+    assert output is not None
     make_directory(output.parent)
     write_text(output, render(sections))
     print_text(f"Written to {output} ({output.stat().st_size / 1e6:.1f} MB)")

@@ -152,8 +152,9 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
             only.
         card: write what was measured into the directories of the heads that were used, and into their model cards.
         output: directory that receives results.json, results.csv (for a data frame) and prompts.parquet (a row for
-            every method, prompt and turn). An interrupted run is resumed by the same command, a finished one is
-            said to be complete.
+            every method, prompt and turn). The same command resumes an interrupted run, and says that a finished one
+            is done.
+        again: measure a finished run anew.
     """
 
     target: str
@@ -171,6 +172,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
     traces: int = 0
     card: bool = False
     output: Path = field(kw_only=True)
+    again: bool = field(default=False, kw_only=True)
     several: ClassVar[bool] = True
 
     @property
@@ -228,6 +230,8 @@ class ReportConfig:
     def __post_init__(self) -> None:
         if not self.runs:
             raise InputError("runs", "none", "one or more directories of runs", "Name them: eval report RUN ...")
+        if self.output is None:
+            object.__setattr__(self, "output", self.runs[0] / "report.html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +263,7 @@ class ServedConfig(PromptChoice):
             directory, or llama-server on the PATH, or this Python.
         output: Directory that receives results.json, and of vLLM vllm-schedule.json and sglang-schedule.json, the best
             draft length by requests at once in the form that these servers read.
+        again: Measure a finished run anew.
     """
 
     engine: Literal["llamacpp", "vllm", "sglang"] = "llamacpp"
@@ -277,6 +282,7 @@ class ServedConfig(PromptChoice):
     threads: int = 1
     engine_path: Path | None = None
     output: Path
+    again: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "threads", "repeats")

@@ -29,6 +29,7 @@ from draftsmith.launch.commands import (
     unknown_command,
 )
 from draftsmith.launch.errors import UsageError, user_message
+from draftsmith.launch.finished import run_once
 from draftsmith.modules.types import without_controls
 
 DRAFTERS = "DRAFTSMITH_DRAFTERS"  # environment variable: folders of a user's own drafters, separated as in PATH
@@ -180,7 +181,7 @@ def dispatch(args: list[str]) -> int:
         from draftsmith.data.console import add_result
 
         try:
-            return run_config(run, config)
+            return run_config(run, config, name)
         finally:
             # A command may run others: the last one to end is the one that was called.
             add_result(command=name)
@@ -193,15 +194,18 @@ def dispatch(args: list[str]) -> int:
     raise unknown_command(args)
 
 
-def run_config(run: Callable[[Any], Any], config: Any) -> int:
-    """Run a command and return its exit code; a path that it returns becomes part of the result."""
+def run_config(run: Callable[[Any], Any], config: Any, name: str = "") -> int:
+    """Run a command and return its exit code; a path that it returns becomes part of the result.
+
+    name: of a command of the package, which is not run again where it has finished.
+    """
     from draftsmith.data.console import add_result
 
     if getattr(config, "trust_remote_code", False):
         from draftsmith.modules.pretrained.tokenizers import trust_code
 
         trust_code()  # tokenizers need it too, wherever they are loaded
-    result = run(config)
+    result = run_once(name, run, config) if name else run(config)
     if isinstance(result, PathLike):
         add_result(output=str(result))
     return result if isinstance(result, int) else 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.launch.arguments import from_values
 from draftsmith.launch.commands import COMMANDS, add_trainers
 from draftsmith.launch.errors import did_you_mean
+from draftsmith.launch.finished import run_once
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def run(command: str, **values: Any) -> Any:
         expected = f"one of {', '.join(COMMANDS)}"
         raise InputError("command", repr(command), expected, f"Choose one.{did_you_mean(command, list(COMMANDS))}")
     config = from_values(f"draftsmith {command}", COMMANDS[command].config_class(), values)
-    return COMMANDS[command].run(config)
+    return run_once(command, COMMANDS[command].run, config)
 
 
 def training_config(kind: str, values: dict[str, Any]) -> Any:

@@ -21,13 +21,13 @@ import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 
-from draftsmith.data.console import print_text
+from draftsmith.data.console import log_done, print_text
 from draftsmith.data.ranks import LAUNCHER
 from draftsmith.data.store.manifest import MANIFEST, Manifest, decisive, resolved
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
-from draftsmith.modules.pretrained.heads import made_with
+from draftsmith.modules.pretrained.heads import check_intact, made_with
 from draftsmith.modules.pretrained.provenance import differences, flatten
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
@@ -67,7 +67,8 @@ def finished(config: TrainConfig, digests: Mapping[str, str] | None = None) -> P
     digests: of the data, if it is open; by default of what lies at the config's paths.
 
     Raises:
-        InputError: the output directory holds a run with other settings, or of other data than lies there now.
+        InputError: the output directory holds a run with other settings, or of other data than lies there now; or its
+            head is gone or was changed.
     """
     if (config.output / STARTED).exists():
         if digests is None:
@@ -81,7 +82,9 @@ def finished(config: TrainConfig, digests: Mapping[str, str] | None = None) -> P
     if not (config.output / "best").is_dir():
         found = f"{config.output}, a finished training whose best/ is gone"
         raise InputError("output", found, "best/, its head", "Choose another output, or take last/.")
-    say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
+    check_intact(config.output / "best")
+    if rank() == 0:
+        log_done("train", config.output)
     return config.output / "best"
 
 

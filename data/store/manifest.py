@@ -213,25 +213,25 @@ def resolved(config: Any) -> dict[str, Any]:
 
 def decisive(config: Any) -> dict[str, Any]:
     """Return the fields of a configuration that are not volatile, nested ones dotted, as JSON values."""
-    kept = {name: value for name, spec, value in _options(config) if not spec.metadata.get("volatile")}
+    kept = {name: value for name, spec, value in options_of(config) if not spec.metadata.get("volatile")}
     return json.loads(json.dumps(kept, default=str))
 
 
 def command_line(stage: str, config: Any) -> str:
     """Return `draftsmith STAGE --field value ...` with the fields that differ from their defaults."""
     words = ["draftsmith", *stage.split()]
-    for name, spec, value in _options(config):
+    for name, spec, value in options_of(config):
         if value != spec.default:
             as_json = isinstance(value, bool | list | tuple | dict | None)
             words += [f"--{name}".replace("_", "-"), json.dumps(value, default=str) if as_json else str(value)]
     return shlex.join(words)
 
 
-def _options(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+def options_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
     """Yield dotted name, field and value of a configuration's options, with inherited shared options last."""
     for spec in sorted(dataclasses.fields(config), key=lambda field: bool(field.kw_only)):
         value = getattr(config, spec.name)
         if dataclasses.is_dataclass(value):
-            yield from _options(value, f"{prefix}{spec.name}.")
+            yield from options_of(value, f"{prefix}{spec.name}.")
         else:
             yield prefix + spec.name, spec, value

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from draftsmith.data.console import Advance, log_note, print_text, progress_bar
+from draftsmith.data.console import Advance, log_done, log_note, print_text, progress_bar
 from draftsmith.data.ranks import place
 from draftsmith.data.store.manifest import (
     FILE_SHAPE,
@@ -130,10 +130,12 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
     def num_missing() -> int:
         return sum(read_done(directory, shard) is None for shard in plan.shards)
 
-    # A stage that is complete is not run again.
+    # A stage that is complete is not run again, unless somebody changed one of its files.
     if (directory / MANIFEST).exists() and not num_missing():
-        log_note(f"{plan.kind}: already complete in {directory}")
-        return Manifest.read(directory)
+        forget_changed(plan)
+        if not num_missing():
+            log_done(plan.stage, directory)
+            return Manifest.read(directory)
 
     # Shards are dealt out to the ranks in turn; finished ones are kept.
     rank_shards = plan.shards[rank::world]
@@ -204,6 +206,15 @@ def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
     except OSError:
         return None
     return done if intact else None
+
+
+def forget_changed(plan: StagePlan) -> None:
+    """Remove the records of finished shards whose files no longer hold what was written."""
+    for shard in plan.shards:
+        done = read_done(plan.directory, shard)
+        if done and any(file_sha256(plan.directory / entry["name"]) != entry["sha256"] for entry in done["files"]):
+            log_note(f"{plan.kind}: {shard.name} was changed since it was written, and is made again")
+            (plan.directory / f"{shard.name}.done.json").unlink(missing_ok=True)
 
 
 def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import log_note, print_table
+from draftsmith.data.console import log_done, log_note, print_table
 from draftsmith.data.settings import (
     MODEL,
     check_left_out,
@@ -48,12 +48,12 @@ from draftsmith.modules.drafters.method_names import LabeledMethod, parse_method
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import write_json
-from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.provenance import changes, file_sha256
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, without_controls
 
 # Options that change nothing of what is measured: a resumed run may have others.
-INCIDENTAL = ("output", "card", "traces")
+INCIDENTAL = ("output", "card", "traces", "again")
 
 
 def run(config: BenchConfig) -> int:
@@ -117,9 +117,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         eos_ids=list(models.ends),
         names=[[prompt.id, prompt.task] for prompt in prompts],
     )
-    done = finished(config, meta, journal)
+    done = None if config.again else finished(config, meta, journal)
     if done is not None:
-        log_note(f"eval bench: already complete in {config.output}; another --output measures again")
+        log_done("eval bench", config.output, measures=True)
         if config.card:
             write_cards(done, named, heads, config.paths)
         return done
@@ -171,14 +171,21 @@ def depends_on(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finished(config: BenchConfig, meta: Mapping[str, Any], journal: Journal) -> dict[str, Any] | None:
-    """Return the results that `output` holds of this very run; None if there is something to measure."""
+    """Return the results that `output` holds of this very run; None if there is something to measure.
+
+    Raises:
+        InputError: it holds the results of another run.
+    """
     files = [RESULTS, PER_PROMPT, NUMBERS, *(["trace.jsonl"] if config.traces else [])]
     if journal.path.exists() or not all((config.output / name).exists() for name in files):
         return None
     there = read_object(config.output / RESULTS, {"meta": {"settings": dict, "hardware": dict}}, REMEDY)
-    same = [json.loads(json.dumps(depends_on(one))) for one in (there["meta"], meta)]
+    before, now = (json.loads(json.dumps(depends_on(one))) for one in (there["meta"], meta))
+    if changed := changes(now, before):
+        found, remedy = f"{config.output}, measured with another {changed}", "Choose another output, or pass --again."
+        raise InputError("output", found, "what it was measured with", remedy)
     traced = not config.traces or there["meta"]["settings"].get("traces") == config.traces
-    return there if same[0] == same[1] and traced and there["meta"].get("kind") == "bench" else None
+    return there if traced else None
 
 
 def read_files(config: BenchConfig, target: Checkpoint) -> list[list[BenchPrompt]]:

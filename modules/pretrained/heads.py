@@ -177,6 +177,15 @@ def transformers_model(head: Any, state: Mapping[str, Tensor]) -> tuple[dict[str
     return config, {names.get(name, name): tensor for name, tensor in state.items()}
 
 
+def check_intact(directory: Path) -> None:
+    """Raise InputError for a file of a head that is gone, or changed since it was saved."""
+    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, REMEDY)
+    for name, sha256 in manifest.get("sha256", {}).items():
+        file = directory / name
+        if not file.exists() or file_sha256(file) != sha256:
+            raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", REMEDY)
+
+
 def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any]:
     """Read and check `config.json` of a head. kind: the expected one."""
     directory = head_directory(directory)
@@ -185,11 +194,7 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
         kind_at(directory)
         expected = "a head directory (config.json, manifest.json)"
         raise InputError("head", directory, expected, "Train one, or check the path.")
-    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, REMEDY)
-    for name, sha256 in manifest.get("sha256", {}).items():
-        file = directory / name
-        if not file.exists() or file_sha256(file) != sha256:
-            raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", REMEDY)
+    check_intact(directory)
     shape = {"kind": object, "head": dict, "target?": (dict, None), "sampling?": (dict, None)}
     config = read_object(directory / "config.json", shape, REMEDY)
     check_known(directory, config["kind"])

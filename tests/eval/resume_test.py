@@ -77,7 +77,7 @@ def test_the_same_command_goes_on_behind_what_was_measured(config, unbroken, tmp
     with monkeypatch.context() as patch:
         assert interrupt_after(patch, 0) == []
         assert bench.run(broken) == 0
-    assert "already complete" in capsys.readouterr().err
+    assert "already done" in capsys.readouterr().err
     assert (tmp_path / "results.json").read_text() == before and counts(broken) == unbroken
 
 

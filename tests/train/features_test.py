@@ -386,7 +386,7 @@ def test_stored_features_of_a_server_are_our_own_and_resume(artifacts, target, s
         assert set(server.rows) & set(stored) == again
         server.rows.clear()
     make_features(settings)  # the server is gone
-    assert not server.rows and "already complete" in capsys.readouterr().err
+    assert not server.rows and "already done" in capsys.readouterr().err
 
 
 def test_a_mixture_of_experts_gives_its_states_to_a_dense_head(artifacts, tmp_path, capsys):

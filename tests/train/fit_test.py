@@ -97,7 +97,7 @@ def test_a_finished_training_says_so_and_nothing_changes(artifacts, unbroken, tm
     before = (unbroken / "training.json").stat().st_mtime_ns
     options = settings(artifacts, unbroken)
     assert in_process(options) == unbroken / "best"
-    assert "holds a finished training" in capsys.readouterr().err
+    assert "already done: train" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"config.lr: 0.1, begun with .* choose another output"):
         in_process({**options, "lr": "0.1"})
     other = shutil.copytree(options["data"], tmp_path / "data")

@@ -34,9 +34,12 @@ MOMENTS = {
 KILLED = [*((stage, "unnamed") for stage in STAGES), ("responses", "unrecorded"), ("responses", "no-manifest")]
 
 
+UNCOMPARED = (MANIFEST, "started.json", "finished.json")
+
+
 def files(directory: Path) -> dict[str, str]:
     """Content hashes of everything but what names the directory itself."""
-    return {p.name: file_sha256(p) for p in directory.iterdir() if p.name not in (MANIFEST, "started.json")}
+    return {p.name: file_sha256(p) for p in directory.iterdir() if p.name not in UNCOMPARED}
 
 
 def same(left: Path, right: Path) -> None:

@@ -108,7 +108,7 @@ def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
     )
     tokens = []
     for seed in (0, 0, 1):
-        found = bench.bench(dataclasses.replace(sampling, seed=seed))
+        found = bench.bench(dataclasses.replace(sampling, seed=seed, again=True))
         assert [row["matches_ar"] for row in found["methods"]] == [None] * 3
         tokens.append([row["token_ids"] for row in read_rows(tmp_path)])
     assert tokens[0] == tokens[1] != tokens[2]
@@ -247,15 +247,19 @@ def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, mo
         assert load_head(heads[flag]).config == load_head(models[flag]).config
 
 
-def test_a_finished_run_is_not_measured_again_but_one_of_other_settings_is(config, results, monkeypatch, capsys):
+def test_a_finished_run_is_measured_again_only_if_asked_to_and_not_replaced_by_another(
+    config, results, monkeypatch, capsys
+):
     before = (config.output / "results.json").read_bytes()
     measured = []
     monkeypatch.setattr(bench.PromptRunner, "run_all", lambda *args: measured.append(args) or [][0])
     assert bench.run(config) == 0
     said = capsys.readouterr().err
-    assert "already complete" in said and "Written to" not in said
+    assert "already done" in said and "Written to" not in said
     assert (config.output / "results.json").read_bytes() == before
-    with pytest.raises(IndexError):  # what the stand-in raises: it was called
+    with pytest.raises(InputError, match=r"measured with another settings\.repeats: 2, now 3.*--again"):
         bench.run(dataclasses.replace(config, repeats=3))
+    with pytest.raises(IndexError):  # what the stand-in raises: it was called
+        bench.run(dataclasses.replace(config, repeats=3, again=True))
     (config.output / "journal.jsonl").unlink()
     assert len(measured) == 1
