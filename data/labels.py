@@ -23,11 +23,12 @@ from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
 from draftsmith.data.text.answers import spans
+from draftsmith.modules.along import Text
 from draftsmith.modules.drafters.branches import BranchDrafter, BranchedText, pieces, target_states
-from draftsmith.modules.finite import NO_TOKEN, NonFinite, first_broken, name_nonfinite
+from draftsmith.modules.finite import NO_TOKEN, NonFinite, name_nonfinite
 from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import SamplingParams
 
 LABELS = ("log_p", "log_q", "accept_prob", "overlap")
@@ -239,17 +240,12 @@ class Rollouts:
         draws: [S, K] uniforms.
         """
         count, depth, target, params = len(starts), self.depth, self.target, self.params
-        opening = ids[: starts[-1]]
-        self.text.open(opening)
-        features = self.drafter.features(ids, len(opening)) if self.drafter.aux_layers else self.text.features
-        branches.open(opening, features)
-        try:
-            drafted = branches.draft(starts, depth, params, draws)
-        except NonFinite as error:
-            # A head that reads broken features is not to blame for its logits.
-            if self.drafter.head is not None and features is not None:
-                error.model = "target" if first_broken(features) is not None else error.model
-            raise
+        self.text.open(ids[: starts[-1]])
+        if branches.aux_layers:
+            text = Text.read(target, ids, (), branches.aux_layers)
+        else:
+            text = Text.of(ids, (), self.text.features, [final_state(target.info.num_layers)])
+        drafted = text.open(branches, starts[-1]).draft(starts, depth, params, draws)
 
         # Let the target read all drafts, then label their tokens, `chunk` at a time.
         states = target_states(self.text, starts, drafted.tokens).flatten(0, 1)  # [S*K, H]

@@ -1,4 +1,13 @@
-"""What a drafter would draft along a text that its target wrote, and what of it is kept, without decoding.
+"""What a drafter would draft along a text that is there, and what of it is kept, without decoding.
+
+`Text` is a text with the states of its target: read by the target in this process or by the server that runs it
+(`Text.read`), or of states that are stored (`Text.of`). `Text.open` gives it to a `BranchDrafter`, which then drafts
+from any places: greedily, drawn (`draft`), or with tokens that the caller draws from the logits (`grow`).
+
+What is kept depends on what drafts are compared with. `kept_greedily` takes the first choices of the target, which has
+read the text and not the drafts (`read`). data/labels.py lets the target read the drafts, too. An `AlongDrafter` counts
+drafts only as far as they are the text, and walks over each answer as decoding would: `tau_of` its `Walk`s is
+decoding's, and so is what is accepted by place (`rounds_by_place`).
 
 Decoding walks over an answer: a round begins where the last one ended. Given an answer x that follows the target's
 distribution p, its rounds are random in a known way. A round drafts y_i from q, accepts it with probability min(1, p/q)
@@ -6,9 +15,9 @@ and replaces the first one that it rejects. So x_i is emitted as an accepted dra
 in any way with p(x_i): given x_i, the draft was accepted with probability min(1, q(x_i) / p(x_i)), whatever came before
 it. Drafts count only as far as they are the answer, so no other branch is read. `visits` adds up how often a round
 begins at each place; their sum is the mean number of rounds that decode this answer. Its mean over answers is
-decoding's, without decoding's own randomness, and tau is the same ratio of sums, tokens by target calls. Greedily all
-probabilities are 0 and 1, and the rounds are decoding's. The mean over all places would be another number: rounds
-begin more often where drafts fail.
+decoding's, without decoding's own randomness, and tau is the same ratio of sums. Greedily all probabilities are 0 and
+1, and the rounds are decoding's. The mean over all places would be another number: rounds begin more often where drafts
+fail.
 
 S places of a text where a round may begin: all tokens of its answers but their first ones, which come from reading
 prompts. K tokens of the longest draft, T tokens of the text, L lengths of drafts.
@@ -25,11 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.decoding.drafter import Outcome
+from draftsmith.modules.decoding.trace import tau
 from draftsmith.modules.drafters.block.drafter import SlotNet
 from draftsmith.modules.drafters.branches import BranchDrafter, pieces
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
-from draftsmith.modules.finite import NO_TOKEN, checked
+from draftsmith.modules.finite import NO_TOKEN, NonFinite, checked, first_broken
 from draftsmith.modules.sampling import Sampler, TorchSource, best_tokens, entropies, probabilities
 from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import SamplingParams
@@ -52,46 +62,92 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class TargetText:
-    """Text of T tokens, N of them of answers, as its target reads it.
+class Text:
+    """Text of T tokens, some of answers, with the states that drafters read.
 
-    states: [T, H] after some layers, by their number. prob: [T] float64, the probability of each token of an answer; 1
-    if greedy. best: [N] the target's first choices. foreign: [N] bool, the target would not choose the token: it is not
-    its first choice, or has probability 0. surprise, entropy: [N] -log p, and its mean at this place.
+    states: [T, H] of the target after some layers, by their number.
     """
 
     ids: Sequence[int]
     answers: Sequence[Answer]
-    params: SamplingParams
     states: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, ids: Sequence[int], answers: Sequence[Answer], features: Tensor, layers: Sequence[int]) -> Text:
+        """Take features [T, L*H] of these layers, on the device of those who read them."""
+        return cls(ids, answers, dict(zip(layers, features.chunk(len(layers), -1), strict=True)))
+
+    @classmethod
+    @torch.inference_mode()
+    def read(cls, target: CausalLM, ids: Sequence[int], answers: Sequence[Answer], layers: Sequence[int]) -> Text:
+        """Let the target, or its server, read a text once, with the states after these layers; (): the final norm."""
+        layers = sorted({*layers}) or [final_state(target.info.num_layers)]
+        features = target.features(torch.tensor([ids], device=target.device), aux_layers=tuple(layers))[0]
+        return cls.of(ids, answers, features, layers)
+
+    @property
+    def places(self) -> Tensor:
+        """Places [N] of the answers' tokens; nothing tells of a text's first token."""
+        return torch.cat([torch.arange(max(answer.begin, 1), answer.end) for answer in self.answers])
+
+    def features(self, layers: Sequence[int], length: int) -> Tensor:
+        """Return the states [length, L*H] that a drafter of these layers reads; () are those after the final norm."""
+        return torch.cat([self.states[layer][:length] for layer in layers or (max(self.states),)], -1)
+
+    def open(self, drafter: BranchDrafter, length: int, layers: Sequence[int] | None = None) -> BranchDrafter:
+        """Let a drafter read the first tokens of the text, in place of the text that it read last.
+
+        layers: in place of those that it was trained on.
+
+        Raises:
+            NonFinite: the states, for which a drafter's logits are not to blame.
+        """
+        features = None
+        if drafter.reads_features:
+            features = self.features(drafter.aux_layers if layers is None else layers, length)
+            if (place := first_broken(features)) is not None:
+                raise NonFinite("hidden states", "target", place)
+        drafter.open([*self.ids[:length]], features)
+        return drafter
+
+
+@dataclass(frozen=True)
+class TargetText(Text):
+    """Text, N tokens of which are of answers, with what its target says of these.
+
+    params: how they were sampled. prob: [T] float64, the probability of each token of an answer; 1 if greedy. best: [N]
+    the target's first choices. foreign: [N] bool, the target would not choose the token: it is not its first choice, or
+    has probability 0. surprise, entropy: [N] -log p, and its mean at this place.
+    """
+
+    params: SamplingParams
     prob: Tensor
     best: Tensor
     foreign: Tensor
     surprise: Tensor
     entropy: Tensor
 
-    def features(self, layers: Sequence[int], length: int) -> Tensor:
-        """Return the states [length, L*H] that a drafter of these layers reads; () are those after the final norm."""
-        return torch.cat([self.states[layer][:length] for layer in layers or (max(self.states),)], -1)
-
 
 @torch.inference_mode()
 def read(
-    target: CausalLM, ids: Sequence[int], answers: Sequence[Answer], params: SamplingParams, layers: Sequence[int]
+    target: CausalLM,
+    ids: Sequence[int],
+    answers: Sequence[Answer],
+    params: SamplingParams,
+    layers: Sequence[int],
+    stored: Text | None = None,
 ) -> TargetText:
     """Read a text once, with the states after these layers and after the final norm.
 
-    params: how its answers were sampled.
+    params: how its answers were sampled. stored: the text with these states; of the target only `lm_head` is used then.
 
     Raises:
         NonFinite: the target's logits.
     """
     tokens, last = torch.tensor(ids, device=target.device), final_state(target.info.num_layers)
-    layers = sorted({*layers, last})
-    features = target.features(tokens[None], aux_layers=tuple(layers))[0]  # [T, L * H]
-    states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
-    places = torch.cat([torch.arange(answer.begin, answer.end) for answer in answers]).to(target.device)  # [N]
-    parts = list[Tensor]()
+    text = stored or Text.read(target, ids, answers, [*layers, last])
+    states, places = text.states, text.places.to(target.device)  # [N]
+    parts = [torch.empty(4, 0, dtype=torch.float64, device=target.device)]
     for piece in pieces(len(places), max(1, LOGITS // target.info.vocab_size)):
         own, logits = tokens[places[piece]], target.lm_head(states[last][places[piece] - 1])  # [n], [n, V]
         best = checked(best_tokens(logits), model="target")
@@ -103,7 +159,7 @@ def read(
     if not params.greedy:
         prob[places] = chosen
     numbers = first.long().cpu(), foreign.cpu() > 0, -chosen.log().cpu(), entropy.cpu()
-    return TargetText(ids, answers, params, states, prob, *numbers)
+    return TargetText(ids, answers, states, params, prob, *numbers)
 
 
 # -- drafts along a text
@@ -132,9 +188,18 @@ class Walk:
         return self.answer.end - self.answer.begin
 
 
-def tau(walks: Sequence[Walk]) -> float:
-    """Return the emitted tokens by target calls over answers, a call of the prefill included in each."""
-    return sum(walk.num_tokens for walk in walks) / float(sum(walk.calls[-1] for walk in walks))
+def tau_of(walks: Sequence[Walk]) -> float:
+    """Return tau over answers."""
+    return tau(sum(walk.num_tokens for walk in walks), float(sum(walk.calls[-1] for walk in walks)))
+
+
+def rounds_by_place(walks: Sequence[Walk]) -> Tensor:
+    """Return [2, K]: in how many rounds 1, 2, .. K tokens or more are accepted, and drafted; by place, their ratio is
+    the share of accepted tokens."""
+    visits, drafted = torch.cat([one.visits for one in walks]), torch.cat([one.drafted for one in walks])
+    reached = torch.cat([one.reached for one in walks])
+    long = visits[:, None] * (drafted[:, None] > torch.arange(reached.shape[1]))
+    return torch.stack([(long * reached).sum(0), long.sum(0)])
 
 
 @dataclass(frozen=True)
@@ -264,10 +329,11 @@ def head_chances(
         return ids[at]
 
     for row, length in enumerate(lengths) if len(drafting) else ():
-        branches = BranchDrafter(net, length)
-        branches.open([*seen.ids[:opened]], seen.features(net.aux_layers, opened) if net.reads_features else None)
-        branches.grow(first.tolist(), length, partial(draw, row))
+        seen.open(BranchDrafter(net, length), opened).grow(first.tolist(), length, partial(draw, row))
     return chances, limits
+
+
+# -- what is kept
 
 
 def accepted(logits: Tensor, tokens: Tensor, seen: TargetText, at: Tensor, name: str) -> Tensor:
@@ -283,3 +349,19 @@ def accepted(logits: Tensor, tokens: Tensor, seen: TargetText, at: Tensor, name:
     p = seen.prob[at.to(seen.prob.device)].to(q.device)
     # A token that the target never samples here was not sampled by it.
     return torch.where(p > 0, q / p, 0.0).clamp_max(1.0).cpu()
+
+
+def kept_greedily(drafted: Tensor, starts: Tensor, seen: TargetText) -> Tensor:
+    """Return [2, S, K]: which tokens of greedy drafts [S, K] are the target's first choice, and which were compared.
+
+    A token is compared if it is in an answer and the draft before it was right and equal to the text.
+    """
+    ids, choices = torch.tensor(seen.ids), torch.full((len(seen.ids),), NO_TOKEN)
+    choices[seen.places] = seen.best
+    places = starts[:, None] + torch.arange(drafted.shape[1])
+    there, inside = places.clamp_max(len(ids) - 1), places < len(ids)
+    wanted = choices[there].where(inside, NO_TOKEN)
+    hit = drafted == wanted
+    continues = (hit & (drafted == ids[there])).cumprod(-1).bool()
+    compared = (wanted >= 0) & torch.cat([torch.ones_like(continues[:, :1]), continues[:, :-1]], 1)
+    return torch.stack([compared & hit, compared])

@@ -300,7 +300,7 @@ def acceptance(lm: CausalLM, texts: Sequence[Mapping[str, Any]], trained: Any, e
     for head in (trained.to(lm.device, lm.dtype).eval(), exported):
         variant = HeadVariant("", "as it is", head, head.aux_layers or (final_state(lm.info.num_layers),))
         found = measure_texts(lm, texts, [variant], longest_draft(PLACES, [variant]))
-        reached = list(itertools.accumulate(found.agreement, operator.mul))
+        reached = list(itertools.accumulate(found.by_place, operator.mul))
         taus.append(1 + sum(reached))
         shown.append(f"tau {taus[-1]:.2f} ({' '.join(f'{share:.0%}' for share in reached)})")
     kept = taus[1] - 1 >= KEPT * (taus[0] - 1)

@@ -78,12 +78,13 @@ class Finding:
     generic: bool = False
 
 
-def unsound(agreement: Sequence[float]) -> str:
-    """Describe what is bad about the agreement of a draft's first, second, ... token; empty if nothing is."""
-    if not agreement or agreement[0] < FIRST_SOUND:
-        return f"the first token is right less often than {FIRST_SOUND:.0%}"
-    low = min(agreement) < LATER_SOUND * agreement[0]
-    return f"a later token is right less often than {LATER_SOUND:.0%} of the first" if low else ""
+def unsound(by_place: Sequence[float]) -> str:
+    """Describe what is bad about drafts, of whose first, second, ... token these shares are accepted, where those
+    before it were; empty if nothing is."""
+    if not by_place or by_place[0] < FIRST_SOUND:
+        return f"the first token is accepted less often than {FIRST_SOUND:.0%}"
+    low = min(by_place) < LATER_SOUND * by_place[0]
+    return f"a later token is accepted less often than {LATER_SOUND:.0%} of the first" if low else ""
 
 
 def bad_numbers(metrics: Mapping[str, float]) -> str:
@@ -127,7 +128,7 @@ def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> s
     unclear = first < STRONG or sign_test(hits, 0) >= CHANCE / max(1, len(variants) - 1)
     if not better and unclear and all(cause.generic for cause in causes):
         lines.append(
-            f"Too weak to tell why: under its best reading the first token is right in {first:.0%} of the "
+            f"Too weak to tell why: under its best reading the first token is accepted in {first:.0%} of the "
             f"drafts; below {STRONG:.0%}, or on few answers, no mistake in its weights or config.json shows."
         )
         prefix = "Also"
@@ -135,20 +136,20 @@ def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> s
         lines.append(f"{prefix} ({cause.name}): {cause.advice}")
         prefix = "Also"
     if prefix == "Likeliest cause":
-        bad = unsound(measures.agreement)
+        bad = unsound(measures.by_place)
         lines.append(f"None of these is why {bad}: train longer, or on more answers." if bad else "Nothing is wrong.")
     return "\n".join(lines)
 
 
 def misread(variants: Sequence[HeadVariant], lengths: Mapping[str, Tensor], better: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding for each factor that the variants change."""
-    shown = {label: f"{right(own):.3f} / {right(own, 2):.3f}" for label, own in lengths.items()}
+    shown = {label: f"{right(own):.3f} {right(own, 2):.3f}" for label, own in lengths.items()}
     as_it_is = lengths[variants[0].label]
     for factor in dict.fromkeys(variant.factor for variant in variants[1:]):
         labels = [variant.label for variant in variants if variant.factor == factor]
         best_ones = sorted(labels, key=lambda label: -float(lengths[label].float().mean()))[:SHOWN]
         text = "; ".join(f"{label} {shown[label]}" for label in best_ones)
-        text = f"first token / first two right {shown[variants[0].label]} as it is; {text}"
+        text = f"accepted by place {shown[variants[0].label]} as it is; {text}"
         best = next((label for label in better if label in labels), "")
         lost = max(right(lengths[best], depth) - right(as_it_is, depth) for depth in (1, 2)) if best else 0.0
         advice = (
@@ -244,15 +245,15 @@ def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMe
     advice = f"its draft vocabulary lacks tokens that the target often says. Train {larger}."
     yield Finding("vocabulary", text, choices if choices > UNKNOWN else 0.0, advice)
 
-    agreement, ttt_steps = measures.agreement, (manifest.get("config") or {}).get(head.depth_option)
-    shown = ", ".join(f"{share:.3f}" for share in agreement)
-    text = f"tokens 1 to {len(agreement)} of a draft are right, where those before were: {shown}"
+    by_place, ttt_steps = measures.by_place, (manifest.get("config") or {}).get(head.depth_option)
+    shown = " ".join(f"{share:.3f}" for share in by_place)
+    text = f"accepted by place, where the tokens before were: {shown}"
     # Where the first token is bad already, the cause is another one.
-    lost = agreement[0] - min(agreement) if head.depth_option and agreement and agreement[0] >= FIRST_SOUND else 0.0
+    lost = by_place[0] - min(by_place) if head.depth_option and by_place and by_place[0] >= FIRST_SOUND else 0.0
     value = "" if ttt_steps is None else f" ({head.depth_option} was {ttt_steps})"
     option = head.depth_option
     advice = f"it has not learned to read its own states{value}. Train on more, --{option} 3 or 7, or longer."
     if isinstance(head.config, BlockConfig):
         more = "" if getattr(head, "sequential", None) else ", or a head that sees the tokens before (train dspark)"
         advice = f"slots far from the anchor know less of what precedes them. Train longer{more}."
-    yield Finding("depth", text, lost if unsound(agreement) else 0.0, advice, generic=True)
+    yield Finding("depth", text, lost if unsound(by_place) else 0.0, advice, generic=True)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.served_target import ServedLM
+from draftsmith.data.text.answers import spans
+from draftsmith.modules.along import Answer, kept_greedily, read
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
@@ -21,7 +22,7 @@ from draftsmith.modules.llama_config import RotarySettings
 from draftsmith.modules.pretrained.checkpoint import checkpoint_of, shape_of
 from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 from draftsmith.modules.targets.base import CausalLM, final_state
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, SamplingParams
 
 Rows = Sequence[Mapping[str, Any]]
 MOST_TOKENS = 2048  # of a text, whose logits are computed at once
@@ -61,7 +62,7 @@ class TextMeasures:
     Attributes:
         chosen: share of the answers' tokens that are the target's first choice.
         perplexity: of these tokens, under the target at temperature 1.
-        agreement: share of a draft's first, second, ... token that is the target's first choice, where those before it
+        by_place: share of a draft's first, second, ... token that is the target's first choice, where those before it
             were right and equal to the text; of the first variant.
         lengths: per variant, how many tokens of the draft from each position [N] the target would accept, at most
             COMPARED.
@@ -71,7 +72,7 @@ class TextMeasures:
 
     chosen: float
     perplexity: float
-    agreement: list[float]
+    by_place: list[float]
     lengths: list[Tensor]
     per_text: list[int]
     unknown: tuple[float, float]
@@ -161,8 +162,7 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
     rows: truncated to MOST_TOKENS and the contexts. depth: tokens of the first variant's drafts; the others draft at
     most COMPARED.
     """
-    last = final_state(target.info.num_layers)
-    layers = tuple(sorted({last, *(layer for variant in variants for layer in variant.layers)}))
+    layers = {layer for variant in variants for layer in variant.layers}
     context = min([MOST_TOKENS, target.info.max_position, *(variant.head.config.max_position for variant in variants)])
     context -= max(0, depth - COMPARED)  # a draft behind the last token reads its own tokens there
     depths = [depth, *[min(depth, COMPARED)] * len(variants)][: len(variants)]
@@ -171,49 +171,31 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
     per_text: list[int] = []
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
     for row in rows:
-        ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(row["loss_mask"][:context], dtype=torch.bool)
-        places = mask[1:].nonzero()[:, 0]  # positions before an answer's token
-        features = target.features(ids[None].to(target.device), aux_layers=layers)[0]  # [T, L * H]
-        states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
-        logits = target.lm_head(states[last][places.to(target.device)]).float()  # [P, V]
-        choices = torch.full_like(ids, -1).scatter(0, places, logits.argmax(-1).cpu())  # [T]
-        surprise = F.cross_entropy(logits, ids[places + 1].to(target.device), reduction="sum")
-        sums[:3] += torch.tensor([len(places), (choices[places] == ids[places + 1]).sum(), surprise])
-        # The first token of an answer is never drafted: the target gives it after reading the prompt.
-        begun = places[mask[places]] + 1
+        ids = row["input_ids"][:context]
+        answers = [Answer(begin, end, end) for begin, end in spans(row["loss_mask"][:context])]
+        if not answers:
+            continue
+        text = read(target, ids, answers, SamplingParams(), [*layers])
+        sums[:3] += torch.tensor([len(text.best), (~text.foreign).sum(), text.surprise.sum()])
+        begun = torch.cat([answer.starts for answer in answers])
         for number, (variant, branches) in enumerate(zip(variants, drafting, strict=True)):
             starts = begun[begun >= branches.min_start]
             if not len(starts):
                 continue
-            branches.open(ids.tolist(), torch.cat([states[layer] for layer in variant.layers], -1))
-            drafted = branches.draft(starts.tolist(), depths[number])
-            hit, compared = agreed(drafted.tokens.cpu(), starts, ids, choices)  # [S, K] each
+            drafted = text.open(branches, len(ids), variant.layers).draft(starts.tolist(), depths[number])
+            hit, compared = kept_greedily(drafted.tokens.cpu(), starts, text)  # [S, K] each
             lengths[number].append(hit.sum(1).clamp_max(COMPARED))
             if number == 0:
                 per_text.append(len(starts))
                 tally += torch.stack([hit.sum(0), compared.sum(0)])
                 known = branches.lm_head(drafted.hidden[:1, 0])[0].isfinite().cpu()  # [V]
-                sums[3:] += torch.stack([(~known[tokens]).sum() for tokens in (ids[places + 1], choices[places])])
+                said = torch.tensor(ids)[text.places], text.best
+                sums[3:] += torch.stack([(~known[tokens]).sum() for tokens in said])
     _, chosen, surprise, *unknown = (sums / sums[0].clamp_min(1)).tolist()
-    agreement = [hits / count for hits, count in tally.T.tolist() if count]
+    by_place = [hits / count for hits, count in tally.T.tolist() if count]
     joined = [torch.cat(own) for own in lengths]
     perplexity = math.exp(min(surprise, 100.0))
-    return TextMeasures(chosen, perplexity, agreement, joined, per_text, (unknown[0], unknown[1]))
-
-
-def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Tensor:
-    """Return [2, S, K]: which tokens of greedy drafts [S, K] are the target's first choice, and which were compared.
-
-    A token is compared if it is in the answer and the draft before it was right and equal to the text. choices [T]:
-    first choice after each token of the text where an answer's token follows; -1 elsewhere.
-    """
-    places = starts[:, None] + torch.arange(drafted.shape[1])
-    after, inside = places.clamp_max(len(ids) - 1), places < len(ids)
-    wanted = choices[after - 1].where(inside, -1)
-    hit = drafted == wanted
-    continues = (hit & (drafted == ids[after])).cumprod(-1).bool()
-    compared = (wanted >= 0) & torch.cat([torch.ones_like(continues[:, :1]), continues[:, :-1]], 1)
-    return torch.stack([compared & hit, compared])
+    return TextMeasures(chosen, perplexity, by_place, joined, per_text, (unknown[0], unknown[1]))
 
 
 def better_variants(as_it_is: Tensor, others: Mapping[str, Tensor], whole: bool = False) -> list[str]:

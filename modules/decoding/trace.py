@@ -10,6 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 
+def tau(num_tokens: float, num_target_calls: float) -> float:
+    """Return the acceptance length: emitted tokens per target call, the prefill and each round's own token included.
+
+    Every tau is this one, of sums over answers: of decoding, of a server's counters, and of rounds read along a text.
+    """
+    return num_tokens / max(num_target_calls, 1)
+
+
 @dataclass(frozen=True)
 class DecodeStep:
     """Counts of one round: tokens drafted, accepted and emitted (after any cut), and the drafter's forwards."""
@@ -78,8 +86,7 @@ class Totals:
 
     @property
     def tau(self) -> float:
-        """Acceptance length: emitted tokens per target call, the bonus token included."""
-        return self.num_tokens / max(self.num_target_calls, 1)
+        return tau(self.num_tokens, self.num_target_calls)
 
     @property
     def acceptance_rate(self) -> float:

@@ -134,7 +134,7 @@ def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Te
 class BranchDrafter:
     """Drafter of chains from many places of one text: a group of them grows one token at a time. No gradients.
 
-    min_start: the first place that it drafts from.
+    min_start: the first place that it drafts from. aux_layers, reads_features: as of the net.
     """
 
     def __init__(self, net: DraftNet, depth: int):
@@ -142,6 +142,7 @@ class BranchDrafter:
         check_range("depth", depth, high=net.longest_draft)
         self._net, self._depth, self._group = net, depth, group_of(depth)
         self.min_start, self.device = net.first_start, net.device
+        self.aux_layers, self.reads_features = net.aux_layers, net.reads_features
 
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         """Read a text in place of the last one; features [T, F] of the target, if it reads them."""
