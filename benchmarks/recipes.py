@@ -137,7 +137,6 @@ RECIPES = {
     **{f"dspark-{n}": Recipe({"num_layers": n, "block": K}, kind="dspark") for n in (1, 2, 5)},
     "dspark-2-no-markov": Recipe({"num_layers": 2, "block": K, "markov_rank": 0}, kind="dspark"),
     "dspark-2-whole": Recipe({"num_layers": 2, "block": K, "loss_vocab": 0}, kind="dspark"),
-    "dspark-2-reach": Recipe({"num_layers": 2, "block": K, "token_weights": "reach"}, kind="dspark"),
     "eagle1-other-data": Recipe(kind="eagle", other_data=True),
 }
 # Settings that change nothing of what a step computes.

@@ -199,14 +199,13 @@ class Measured(NamedTuple):
 
     total: their weighted loss, with a gradient. accepted: [N, P] or [N], sum_v min(p_v, q_v), the probability that a
     drawn token is accepted at temperature 1. right: bool, alike: q's first choice is p's. known: [N] bool, p's first
-    choice can be drafted. label_prob: [N], q(label). What is not measured is empty.
+    choice can be drafted. What is not measured is empty.
     """
 
     total: Tensor
     accepted: Tensor
     right: Tensor
     known: Tensor
-    label_prob: Tensor
 
 
 def distances(
@@ -250,7 +249,7 @@ def distances(
 
     total = chunked(loss, vocab_size, [*hidden, weights, wanted], [] if lm_head is None else [lm_head])
     accepted, right, known = (torch.cat(parts) for parts in zip(*measures, strict=True))
-    return Measured(total, accepted, right, known, total.new_empty(0))
+    return Measured(total, accepted, right, known)
 
 
 def _draftable(
@@ -316,7 +315,7 @@ def compare_blocks(
     over these tokens, with p renormalized. A label that is none of them becomes the target's likeliest one of them,
     which speculators takes for the label everywhere. Acceptance is that of the whole p.
     """
-    measures: list[tuple[Tensor, Tensor, Tensor]] = []
+    measures: list[tuple[Tensor, Tensor]] = []
 
     def loss(hidden: Tensor, position: Tensor, labels: Tensor, weights: Tensor, *more: Tensor) -> Iterator[Tensor]:
         begin, end = int(position[0]), int(position[-1]) + 1
@@ -345,14 +344,14 @@ def compare_blocks(
         if selected is not None and selection is not None:
             entropy, accepted, right = selected
             values = values + selection.weight * entropy
-        measures.append((accepted, right, q.gather(1, labels[:, None])[:, 0]))
+        measures.append((accepted, right))
         yield (values * weights).sum()
 
     z, table = (markov or selection or (None, None))[:2]
     given = [] if z is None else [z]
     total = chunked(loss, vocab_size, [hidden, position, labels, weights, *given], [] if table is None else [table])
-    accepted, right, label_prob = (torch.cat(parts) for parts in zip(*measures, strict=True))
-    return Measured(total, accepted, right, torch.empty(0), label_prob)
+    accepted, right = (torch.cat(parts) for parts in zip(*measures, strict=True))
+    return Measured(total, accepted, right, torch.empty(0))
 
 
 def select(
@@ -382,20 +381,6 @@ def select(
         overlap = torch.minimum(served.softmax(-1), p.gather(1, candidates)).sum(-1)
         right = candidates.gather(1, served.argmax(-1, keepdim=True))[:, 0] == first
     return entropy, overlap, right
-
-
-def reach_weights(label_prob: Tensor, block: Tensor, token: Tensor, counted: Tensor) -> Tensor:
-    """Return weights [N] of predictions by how much each one adds to its block's accepted length (D-PACE).
-
-    With q' = (1 + q(label)) / 2, so that an unlearned token does not hide those behind it, a token's weight is the sum
-    over its own and all later places of the products of q' up to there; a block's weights add up to 1.
-
-    label_prob: [N]. block, token: [N], where each prediction stands in counted [M, n].
-    """
-    chance = torch.zeros(counted.shape, dtype=label_prob.dtype, device=counted.device)
-    chance[block, token] = (1 + label_prob) / 2
-    gained = chance.cumprod(1).flip(1).cumsum(1).flip(1)
-    return (gained / gained.sum(1, keepdim=True))[block, token]
 
 
 class Columns(NamedTuple):

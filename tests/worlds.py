@@ -241,16 +241,17 @@ def use_tokens_of(head: Any, ids: Tensor, target: Any) -> None:
 
 def quick_block_head(
     target: Any, rows: Sequence[Sequence[int]], steps: int, kind: str = "dspark", rate: float = 5e-3,
-    draft_vocab: int = 0, **options: Any,
+    draft_vocab: int = 0, filling: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Train a DFlash or DSpark head of one layer by its own loss. draft_vocab: tokens that it can draft, those of the
-    rows first. options: of its training."""
+    rows first. filling: DSpark's slots are filled in as DFlash's are. options: of its training."""
     torch.manual_seed(0)
     head_type = head_class(kind)
     settings = head_type.Settings(**{"num_layers": 1, "markov_rank": 16 * (kind == "dspark"), **options})
-    head: Any = head_type(
-        dataclasses.replace(head_type.new_config(settings, target.config), draft_vocab_size=draft_vocab or None)
-    )
+    config = dataclasses.replace(head_type.new_config(settings, target.config), draft_vocab_size=draft_vocab or None)
+    if filling:
+        config = dataclasses.replace(config, layout="fill-in", block_size=config.block_size + 1)
+    head: Any = head_type(config)
     ids = _rectangle(rows)
     if draft_vocab:
         use_tokens_of(head, ids, target)

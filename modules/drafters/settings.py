@@ -15,8 +15,6 @@ from draftsmith.modules.types import InputError, check_range, check_ranges
 Rope = Literal["target", "plain"]
 Mask = Literal["input", "previous", "next"]
 Normalizer = Literal["sequence", "tokens", "padded"]
-Layout = Literal["anchor-first", "fill-in"]
-MarkovType = Literal["vanilla", "gated", "rnn"]
 Options = dict[str, Any]  # of a settings class, by name
 
 
@@ -234,6 +232,10 @@ class DraftModelSettings(HeadSettings):
 class BlockSettings(HeadSettings):
     """Train a block drafter.
 
+    ce_weight, l1_weight: weights in the loss of the cross-entropy with the text's tokens, and of the distance between
+        the distributions, twice their total variation.
+    new: shape of a new head.
+
     Attributes:
         layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: five, evenly spaced, or
             those of the head it starts from. The number of all layers is the state after the last one, before the final
@@ -245,29 +247,15 @@ class BlockSettings(HeadSettings):
         window: Most tokens that the head attends to, itself included: memory and time of a draft stay the same in long
             contexts. It has to be longer than a draft. In a new head slots then see no later ones, as in published
             DFlash and DSpark heads; DFlash2's do. 0: all. Default: all, or that of the head it starts from.
-        layout: What a slot predicts: the token behind it, so that the anchor's slot drafts too (anchor-first, DSpark);
-            or its own (fill-in, DFlash). Default: the kind's, or as the head it starts from.
         mask_token: Token that stands in the slots to fill, one that texts do not have. Default: the target's last one.
         markov_rank: Width of the Markov head, which adds to a token's logits what the token before it says; 0 for none.
             Default: 64, for DFlash 0, or as the head it starts from.
-        markov_type: What the Markov head computes from: the token before (vanilla, all that vLLM and llama.cpp serve),
-            the slot's state too (gated), or all tokens of the block before it (rnn). Default: vanilla, or as the head
-            it starts from.
         confidence: Train a confidence head, by which servers cut drafts short. Default: on, for DFlash off, or as the
             head it starts from.
-        confidence_label: What it learns: the probability that a drawn token is accepted (overlap, as published), or
-            whether the draft's first choice is the target's, which greedy servers such as llama.cpp accept (match).
-        only_confidence: Train nothing but the confidence head, of a head given as --init: for another kind of text, or
-            another server's rule. What the head drafts stays the same.
         anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
         loss_vocab: Tokens over which a step computes its loss: half of them the likeliest by the target, half drawn
-            from the others, which they stand for. 0: the whole vocabulary, as published; validation and only_confidence
-            always take that, and heads with a reduced vocabulary theirs.
-        ce_weight: Loss weight of the cross-entropy with the text's tokens.
-        l1_weight: Loss weight of the distance between the distributions, twice their total variation.
-        confidence_weight: Loss weight of the confidence head's cross-entropy.
-        token_weights: How the tokens of a block count: by their place (decay), or by how much each one adds to the
-            length that the draft would have accepted by now (reach; D-PACE).
+            from the others, which they stand for. 0: the whole vocabulary, as published; validation always takes that,
+            and heads with a reduced vocabulary theirs.
         decay: A token that stands s places behind a block's first counts exp(-s / decay).
         loss: FILE.py:FUNCTION takes the place of both distances: (draft logits [N, V], target
             probabilities [N, V]) -> losses of N tokens.
@@ -275,51 +263,30 @@ class BlockSettings(HeadSettings):
 
     defaults = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
 
-    help_rarely: ClassVar[tuple[str, ...]] = (
-        "vary_block",
-        "mask_token",
-        "markov_type",
-        "confidence_label",
-        "only_confidence",
-        "ce_weight",
-        "l1_weight",
-        "confidence_weight",
-        "token_weights",
-        "decay",
-    )
+    help_rarely: ClassVar[tuple[str, ...]] = ("vary_block", "mask_token", "decay")
 
-    # Shape of a new head.
+    ce_weight: ClassVar[float] = 0.1
+    l1_weight: ClassVar[float] = 0.9
     new: ClassVar[Options] = {"num_layers": 2, "block": 7, "layout": "anchor-first", "markov_rank": 64}
-    new |= {"markov_type": "vanilla", "confidence": True}
+    new |= {"confidence": True}
 
     layers: tuple[int, ...] = ()
     num_layers: int | None = None
     block: int | None = None
     window: int | None = None
     vary_block: bool = False
-    layout: Layout | None = None
     mask_token: int | None = None
     markov_rank: int | None = None
-    markov_type: MarkovType | None = None
     confidence: bool | None = None
-    confidence_label: Literal["overlap", "match"] = "overlap"
-    only_confidence: bool = False
     anchors: int = 512
     loss_vocab: int = 0
-    ce_weight: float = 0.1
-    l1_weight: float = 0.9
-    confidence_weight: float = 1.0
-    token_weights: Literal["decay", "reach"] = "decay"
     decay: float = 4.0
     loss: str | None = None  # in training the function itself (train/module.py)
 
     def __post_init__(self) -> None:
         check_ranges(self, block=1 + self.vary_block, anchors=1, markov_rank=0, loss_vocab=0, num_layers=1)
-        check_ranges(self, confidence_weight=0.0, decay=(0.0, math.inf, "()"))
+        check_ranges(self, decay=(0.0, math.inf, "()"))
         check_window(self.window, self.block)
-        if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
-            weights = f"{self.ce_weight}, {self.l1_weight}"
-            raise InputError("ce_weight, l1_weight", weights, "not negative, not both 0", "Change them.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,8 +299,8 @@ class DFlashSettings(BlockSettings):
     """Train a DFlash head: a block drafter that fills in its slots, without further heads, on the text's tokens."""
 
     new = BlockSettings.new | {"layout": "fill-in", "markov_rank": 0, "confidence": False}
-    ce_weight: float = 1.0
-    l1_weight: float = 0.0
+    ce_weight: ClassVar[float] = 1.0
+    l1_weight: ClassVar[float] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,8 +328,8 @@ class DFlash2Settings(DFlashSettings):
     selector_weight: float = 1.0
     conv_kernel: int | None = None
     conv_group: int | None = None
-    ce_weight: float = 0.1
-    l1_weight: float = 0.9
+    ce_weight: ClassVar[float] = 0.1
+    l1_weight: ClassVar[float] = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()

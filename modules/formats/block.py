@@ -129,7 +129,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
         if self.kind != "dspark":
             if config.layout != "fill-in":
                 expected = f"fill-in: {self.system} samples no block of this kind from its anchor"
-                yield "layout", config.layout, expected, "Train it with --layout fill-in, or `train dspark`."
+                yield "layout", config.layout, expected, f"Train it as `train {self.kind}`, or `train dspark`."
             if config.markov_rank or config.confidence:
                 found = config.markov_rank or config.confidence
                 yield "markov_rank, confidence", found, f"neither in a {self.kind} head", "Train it as `train dspark`."
@@ -138,7 +138,7 @@ class BlockFormat(LlamaFormat[BlockConfig]):
             yield "markov_rank", 0, expected, "Train it with --markov-rank 64, or `train dflash`."
         elif config.markov_type not in self.markov_types:
             expected = f"{' or '.join(self.markov_types)}: {self.system} computes no other"
-            yield "markov_type", config.markov_type, expected, "Train it with --markov-type vanilla."
+            yield "markov_type", config.markov_type, expected, "Train it as `train dspark`."
 
     def fields(self, config: BlockConfig, dtype: torch.dtype, target: TargetFacts | None) -> Fields:
         """Return what vLLM and SGLang both read."""

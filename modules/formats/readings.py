@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.block.net import BlockConfig
+from draftsmith.modules.drafters.block.net import BlockConfig, Layout
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, default_layers
-from draftsmith.modules.drafters.settings import Layout
 from draftsmith.modules.formats.llama import frequencies, to_adjacent, to_halves
 from draftsmith.modules.llama_config import (
     BASE,

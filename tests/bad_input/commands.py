@@ -55,7 +55,6 @@ ROWS = [
         f"train eagle3 --data {{features}} {TARGET}{OUT}--window 7 --ttt-steps 7",
         ("window", "more than the 7 tokens of a draft")),
     Row("train dspark: a block of no tokens", f"train dspark --data {{features}} {TARGET}{OUT}--block 0", ("block",)),
-    Row("train dflash: no such layout", f"train dflash --data {{features}} {TARGET}{OUT}--layout last", ("last",)),
     Row("train dflash2: a selector among no tokens",
         f"train dflash2 --data {{features}} {TARGET}{OUT}--selector-top-k 0", ("selector_top_k",)),
     Row("train mtp: a target of a family without MTP modules",

@@ -90,7 +90,7 @@ CASES = {
     "dspark": Case(("llamacpp", "vllm"), first=4, block="dspark"),
     "dflash-reduced": Case(("llamacpp", "vllm"), draft_vocab=512, first=4, block="dflash"),
     "dspark-reduced": Case(("llamacpp",), draft_vocab=512, first=4, block="dspark"),
-    "filling": Case(("llamacpp",), {"layout": "fill-in"}, first=4, block="dspark"),
+    "filling": Case(("llamacpp",), {"filling": True}, first=4, block="dspark"),
     "window": Case(("vllm", "speculators"), draft_vocab=512, first=4, window=12, num_layers=2),
     "int8": Case(("vllm",), draft_vocab=512, first=4, weights="int8"),
     "dflash-fp8": Case(("vllm",), first=4, block="dflash", weights="fp8"),

@@ -72,7 +72,7 @@ def test_matrices_move_by_nesterovs_momentum():
     [
         ("dflash", {}),
         ("draft", {"train_embeddings": True}),
-        ("dspark", {"markov_rank": 16, "markov_type": "rnn"}),
+        ("dspark", {"markov_rank": 16}),
         ("eagle", {}),
         ("eagle3", {"train_lm_head": True, "draft_vocab": 100}),
         ("hydra", {"lm_head": "own"}),

@@ -33,12 +33,11 @@ from draftsmith.modules.losses import (
     TokenLoss,
     along_drafts,
     compare_blocks,
-    reach_weights,
     sampled_columns,
 )
 from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.transfer import to_device
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
+from draftsmith.modules.types import FeatureBatch, LossOutput
 
 # Layers of the target that are read by default, as in every published head; fewer of a target of fewer than eight.
 NUM_STATES = 5
@@ -161,12 +160,10 @@ class BlockHead(BlockNet):
 
     @classmethod
     def new_config(cls, settings: BlockSettings, target: LlamaConfig) -> BlockConfig:
-        if settings.only_confidence:
-            raise InputError("only_confidence", "true of a new head", "a head to train further", "Pass --init.")
         count = min(NUM_STATES, max(1, target.num_layers - 3))
         aux_layers = captured_layers(settings.layers, default_layers(target.num_layers, count), target)
         mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token
-        given = {name: getattr(settings, name) for name in settings.new}
+        given = {name: vars(settings).get(name) for name in settings.new}
         shape = settings.new | {name: value for name, value in given.items() if value is not None}
         layers = layers_like(target, shape.pop("num_layers"), settings.window or None)
         block = shape.pop("block")
@@ -181,11 +178,6 @@ class BlockHead(BlockNet):
     def freeze(self, settings: BlockSettings) -> None:
         if self.config.draft_vocab_size is not None:
             self.lm_head.requires_grad_(False)
-        if settings.only_confidence:
-            if self.confidence_head is None:
-                raise InputError("only_confidence", "a head without one", "a confidence head", "Leave it out.")
-            self.requires_grad_(False)
-            self.confidence_head.requires_grad_(True)
 
     # -- loss
 
@@ -251,7 +243,7 @@ class BlockHead(BlockNet):
         wanted = features[positions, -size:].to(target.dtype)  # [P, H]
         lm_head: LmHead = target.lm_head
         vocab_size, log_counts = config.vocab_size, None
-        sampled = 0 < settings.loss_vocab < target.info.vocab_size and not settings.only_confidence
+        sampled = 0 < settings.loss_vocab < target.info.vocab_size
         own_lm_head = None if self.tokens is None else partial(F.linear, weight=self.lm_head.weight)
         if sampled and step is not None and own_lm_head is None:
             rng = torch.Generator().manual_seed(step.seeds[0])
@@ -262,26 +254,21 @@ class BlockHead(BlockNet):
             if selection is not None:
                 selection = selection._replace(successors=selection.successors[columns.tokens])
 
-        # 4. The loss, weighted by a token's place in its block or by what it adds to the accepted length.
-        compare = partial(
-            compare_blocks, lm_head, vocab_size, wanted, rows, position, labels, markov=markov, ce=settings.ce_weight,
-            l1=settings.l1_weight, log_counts=log_counts, own_loss=cast("TokenLoss | None", settings.loss),
-            selection=selection, own_lm_head=own_lm_head, d2t=self.tokens,
-        )  # fmt: skip
+        # 4. The loss, weighted by a token's place in its block.
         decay = torch.exp(-torch.arange(counted.shape[1], device=device, dtype=wide) / settings.decay)
         weights = (decay / decay.sum())[token]  # [N]
-        if settings.token_weights == "reach":
-            with torch.no_grad():
-                weights = reach_weights(compare(weights).label_prob, block, token, counted)
-        compared = compare(weights)
+        compared = compare_blocks(
+            lm_head, vocab_size, wanted, rows, position, labels, weights, markov, settings.ce_weight,
+            settings.l1_weight, log_counts, cast("TokenLoss | None", settings.loss), selection, own_lm_head,
+            self.tokens,
+        )  # fmt: skip
         total, sums = compared.total, dict[str, Tensor]()
 
         # 5. The confidence head learns from the outcome.
         if self.confidence_head is not None:
             logit = self.confidence(rows, previous).to(wide)  # [N]
-            label = compared.accepted if settings.confidence_label == "overlap" else compared.right.to(wide)
-            entropy = (weights * F.binary_cross_entropy_with_logits(logit, label, reduction="none")).sum()
-            total = total + settings.confidence_weight * entropy
+            entropy = (weights * F.binary_cross_entropy_with_logits(logit, compared.accepted, reduction="none")).sum()
+            total = total + entropy
             sums["confidence_loss"] = entropy.detach()
 
         # 6. What is logged: of first tokens, and in validation of whole blocks.

@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Self, cast
+from typing import Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.settings import Layout, MarkovType
 from draftsmith.modules.drafters.vocabulary import VocabularyHead
 from draftsmith.modules.engine.cache import attend
 from draftsmith.modules.layers import Attend, DecoderLayer, RMSNorm
@@ -39,6 +38,8 @@ from draftsmith.modules.types import InputError, check_config, check_range
 MOST_SLOTS = 256
 # Slots that are attended to together while training: a larger group computes more that its mask hides.
 GROUP_SLOTS = 1024
+
+Layout = Literal["anchor-first", "fill-in"]
 
 
 class LayerMask(NamedTuple):
@@ -69,7 +70,7 @@ class BlockConfig(CaptureConfig):
     mask_token: int
     layout: Layout = "anchor-first"
     markov_rank: int = 0
-    markov_type: MarkovType = "vanilla"
+    markov_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     confidence: bool = False
     draft_vocab_size: int | None = None
     full_layers: tuple[int, ...] = ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from oracles.heads import PlainBlock
@@ -29,11 +28,11 @@ from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.engine import cache
 from draftsmith.modules.formats import formats
 from draftsmith.modules.llama_config import LlamaConfig
-from draftsmith.modules.losses import sampled_columns
+from draftsmith.modules.losses import compare_blocks, sampled_columns
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
+from draftsmith.modules.types import FeatureBatch, SamplingParams
 
 HEADS = {
     "dflash": {"layout": "fill-in"},
@@ -164,14 +163,14 @@ def test_spans_of_a_batch_add_up_to_it(head, target):
         assert all((whole - other).abs().max() < 1e-9 for other in others)
 
 
-@pytest.mark.parametrize(("size", "by"), [(0, "decay"), (80, "decay"), (0, "reach")])
-def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, monkeypatch):
+@pytest.mark.parametrize("size", [0, 80])
+def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, monkeypatch):
     """Token by token over plain logits in float64, and numerically: every weight's gradient along a direction."""
     monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", 3 * (size or 300))  # several chunks
     batch, config, width = batch_of(head, target), head.config, head.config.hidden_size
-    weighting = {"ce_weight": 0.3, "l1_weight": 0.6, "confidence_weight": 0.5, "decay": 3.0, "token_weights": by}
-    weighting |= {"selector_weight": 0.7} if config.selector_rank else {}
-    settings = head.Settings(**weighting, loss_vocab=size)
+    weighting = {"selector_weight": 0.7} if config.selector_rank else {}
+    settings_type = type("Weighted", (head.Settings,), {"ce_weight": 0.3, "l1_weight": 0.6})
+    settings = settings_type(**weighting, decay=3.0, loss_vocab=size)
     output = head.loss(batch, target, settings, FIRST)
     oracle, total, blocks = plain(head, target), 0.0, 0
     tokens, log_counts = oracle.ids, torch.zeros(len(oracle.ids))
@@ -187,7 +186,7 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
             if not (mask[anchor] and mask[anchor + 1]):
                 continue
             blocks += 1
-            states, losses, chances = features[:anchor, :-width], [], []
+            states, losses = features[:anchor, :-width], []
             for j in range(config.drafts):
                 label = anchor + 1 + j
                 if label >= length or not mask[label]:
@@ -200,7 +199,6 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
                 apart = (p - q).abs().sum()
                 known = tokens == ids[label]
                 place = int(known.nonzero() if known.any() else p.argmax())
-                chances.append(float(q[place]))
                 own = 0.3 * -q[place].log() + 0.6 * apart
                 own = own + 0.7 * selection(
                     oracle, logits, h, int(ids[label - 1]), tokens, features[label - 1, -width:]
@@ -209,22 +207,20 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, 
                     sure = torch.sigmoid(odds)
                     share = 1 if config.draft_vocab_size is None else wanted.softmax(0)[tokens].sum()
                     accept = torch.minimum(p * share, q).sum().detach()
-                    own = own - 0.5 * (accept * sure.log() + (1 - accept) * (1 - sure).log())
+                    own = own - (accept * sure.log() + (1 - accept) * (1 - sure).log())
                 losses.append(own)
-            if by == "decay":
-                weights = [float(one / decay.sum()) for one in decay]
-            else:
-                reached = np.cumprod([(1 + chance) / 2 for chance in chances])
-                weights = [
-                    reached[j:].sum() / sum(reached[i:].sum() for i in range(len(reached))) for j in range(len(reached))
-                ]
-            total = total + sum(weight * own for weight, own in zip(weights, losses, strict=False))
+            total = total + sum(weight / decay.sum() * own for weight, own in zip(decay, losses, strict=False))
     assert blocks == int(output.counts["loss"]) == 9
     assert output.loss.item() == pytest.approx(float(total) / blocks, rel=1e-9)
-    # Labels are constants for the gradient, as those of first choices are.
-    if by == "reach":
-        return
-    settings = dataclasses.replace(settings, confidence_label="match")
+    # What a confidence head learns is a constant for the gradient.
+    outcomes = []
+
+    def with_first_outcome(*args: Any) -> Any:
+        compared = compare_blocks(*args)
+        outcomes.append(compared.accepted)
+        return compared._replace(accepted=outcomes[0])
+
+    monkeypatch.setattr("draftsmith.modules.drafters.block.head.compare_blocks", with_first_outcome)
     head.loss(batch, target, settings, FIRST).loss.backward()
     for name, weight in ((name, weight) for name, weight in head.named_parameters() if name != "lm_head.weight"):
         torch.manual_seed(1)
@@ -399,28 +395,6 @@ def test_no_block_begins_at_a_texts_first_token(target):
 def test_the_layers_read_by_default_are_everybodys(layers, wanted):
     """z-lab's rule for Qwen3-8B, Qwen3-0.6B and SmolLM2-135M, which numbers outputs."""
     assert default_layers(layers, 5) == tuple(number + 1 for number in wanted)
-
-
-def test_a_confidence_head_is_trained_alone(target):
-    drafter = head_class("dspark")
-    settings = drafter.Settings(layers=(1, 3), mask_token=MASK, only_confidence=True, confidence_label="match")
-    with pytest.raises(InputError, match="only_confidence: found true of a new head"):
-        drafter.new_config(settings, target.config)
-    new = dataclasses.replace(settings, only_confidence=False)
-    head = drafter(drafter.new_config(new, target.config)).double()
-    head.freeze(settings)
-    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    optimizer = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], 1e-2)
-    step, losses = FIRST, []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = head.loss(batch_of(head, target), target, settings, step)
-        loss.loss.backward()
-        optimizer.step()
-        losses.append(float(loss.sums["confidence_loss"] / loss.counts["confidence_loss"]))
-    assert losses[-1] < 0.9 * losses[0]
-    changed = {name for name, tensor in head.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
 
 
 # -- in transformers' generate(speculation_type='dflash'), a decoder by others

@@ -137,7 +137,7 @@ def test_config_json_is_what_servers_read():
 
 
 REFUSED = [
-    ("gated", {}, "markov_type: found gated, expected vanilla: vLLM computes no other.*--markov-type", ("vllm",)),
+    ("gated", {}, "markov_type: found gated, expected vanilla: vLLM computes no other.*train dspark", ("vllm",)),
     ("rnn", {}, "markov_type: found rnn", ("vllm", "llamacpp")),
     ("dspark", {"markov_rank": 0, "confidence": False}, "markov_rank: found 0.*refuses DSpark without", SERVERS),
     ("dflash", {"layout": "anchor-first"}, "layout: found anchor-first, expected fill-in", (*SERVERS, "llamacpp")),
