@@ -1,7 +1,7 @@
 """Every architecture of transformers that writes text as a tiny random target: decoding, and teaching heads.
 
-`python tests/architectures.py` writes the table of docs/models.md, in about three minutes of one core.
-`tests/modules/targets/architectures_test.py` compares some of its rows.
+`python tests/architectures.py` tries them all in about three minutes of one core, and writes what it found to
+architectures.yaml. `tests/modules/targets/architectures_test.py` tries one of each row of that file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import papers_drafters  # noqa: F401
 import torch
 import torch.nn.functional as F
 import transformers
+import yaml
 from tiny_configs import LAYERS, OMITTED, WINDOW, causal_types, multimodal_types, random_model, sample, tiny_config
 from torch import Tensor
 from worlds import in_rows
@@ -34,9 +35,7 @@ from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 from draftsmith.train.optimizers import make_optimizer
 
-# Begins what follows the tables.
-AFTER = "The self-test reads few tokens"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+FILE = Path(__file__).with_suffix(".yaml")
 PROMPT, ANSWER = 30, 16  # beyond the window
 GREEDY = SamplingParams()
 # Of the logits' spread, in float32. A recurrence rounds otherwise where a text is read in parts, and random layers
@@ -95,7 +94,7 @@ class Outcome:
 
     @property
     def cells(self) -> str:
-        """The row of docs/models.md without its first cell, the architectures that came out so."""
+        """All of it in one line."""
         columns = (tuple(WAYS), ("states",), tuple(HEADS))
         reasons = "; ".join(dict.fromkeys(self.reasons)) or "none"
         return " | ".join([self.engine, *map(self._cell, columns), reasons])
@@ -125,32 +124,6 @@ def architectures() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> `model_type`, and the settings that are not the generated ones."""
     names = [*causal_types(), *multimodal_types()]
     return {name: (name, {}) for name in names if name not in OMITTED} | VARIANTS
-
-
-def tables(outcomes: Mapping[str, Outcome]) -> str:
-    """The table in docs/models.md: a row for all architectures that came out alike."""
-    names: dict[str, list[str]] = {}
-    for name, outcome in outcomes.items():
-        names.setdefault(outcome.cells, []).append(name)
-    taught = [name for name, outcome in outcomes.items() if name not in VARIANTS and outcome.whole]
-    multimodal, omitted = set(multimodal_types()), dict[str, list[str]]()
-    for name, why in OMITTED.items():
-        omitted.setdefault(why, []).append(name)
-
-    return "".join(
-        [
-            "| `model_type` | engine | decodes | states | heads | refused because it |\n",
-            "|---|---|---|---|---|---|\n",
-            *(f"| {'; '.join(alike)} | {cells} |\n" for cells, alike in names.items()),
-            "\n",
-            f"{len(taught)} of the {len(outcomes) - len(VARIANTS)} types that were tried pass every column, "
-            "apart from trees and rows. ",
-            f"So do {len(multimodal & {*taught})} of the {len(multimodal)} that only multimodal classes load. ",
-            "Not tried: ",
-            "; ".join(f"{', '.join(own)} ({why})" for why, own in omitted.items()),
-            ".\n",
-        ]
-    )
 
 
 def build(name: str, directory: Path) -> Any:
@@ -281,11 +254,10 @@ def reason(error: InputError) -> str:
     return found.partition(", which ")[2] or found
 
 
-def documented(text: str) -> dict[str, str]:
-    """Architecture -> its row in docs/models.md, without names."""
-    table = text.partition("| `model_type` |")[2].partition("\n\n")[0]
-    rows = [line.strip("| ").partition(" | ") for line in table.splitlines()[2:]]
-    return {name: cells.removesuffix(" |") for alike, _, cells in rows for name in alike.split("; ")}
+def recorded() -> dict[str, str]:
+    """Architecture -> what was found of it."""
+    rows = yaml.safe_load(FILE.read_text("utf-8"))
+    return {name: cells for cells, names in rows.items() for name in names}
 
 
 def quiet() -> None:
@@ -296,17 +268,16 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-def main(page: Path = PAGE) -> None:
+def main() -> None:
     quiet()
-    text, outcomes = page.read_text("utf-8"), {name: outcome(name) for name in architectures()}
-    before = documented(text)
-    start, end = text.index("| `model_type` |"), text.index(AFTER)
-    page.write_text(text[:start] + tables(outcomes) + "\n" + text[end:], "utf-8")
-    wrong = [name for name, outcome in outcomes.items() if "wrong" in outcome.found.values()]
-    changed = [name for name, outcome in outcomes.items() if outcome.cells != before.get(name)]
-    sys.stdout.write(
-        f"{len(outcomes)} architectures; wrong: {wrong or 'none'}; otherwise than before: {changed or 'none'}\n"
-    )
+    before, outcomes = recorded(), {name: outcome(name) for name in architectures()}
+    rows: dict[str, list[str]] = {}
+    for name, own in outcomes.items():
+        rows.setdefault(own.cells, []).append(name)
+    FILE.write_text(yaml.safe_dump(rows, sort_keys=False, default_flow_style=None, width=120), "utf-8")
+    wrong = [name for name, own in outcomes.items() if "wrong" in own.found.values()]
+    changed = [name for name, own in outcomes.items() if own.cells != before.get(name)]
+    print(f"{len(outcomes)} architectures; wrong: {wrong or 'none'}; otherwise than before: {changed or 'none'}")
     if wrong or len(changed) > NEAR_TIES:
         sys.exit(1)
 
