@@ -97,7 +97,7 @@ class Pair:
             prompts = [torch.randint(ours[0].info.vocab_size, (PROMPT,)).tolist()]
         for model in theirs:
             model.generation_config = GenerationConfig()  # a model's own defaults would apply unasked
-        return cls(*ours, (theirs[0], theirs[1]), prompts, config.new_tokens)
+        return cls(ours[0], ours[1], (theirs[0], theirs[1]), prompts, config.new_tokens)
 
     def runner(self, method: Literal["ar", "spec", "tree"], forwards: Stopwatch | None = None) -> EngineRunner:
         """Return a decoder. forwards: times every forward of its models."""
@@ -105,7 +105,8 @@ class Pair:
         def timed(lm: LlamaLM) -> LlamaLM:
             return lm if forwards is None else timed_copy(lm, forwards)
 
-        target, drafter = timed(self.target), None
+        drafter: ChainDrafter | TreeDrafter | None = None
+        target = timed(self.target)
         capacity = max(map(len, self.prompts)) + self.new_tokens + 2 * TREE.nodes
         if method == "spec":
             drafter = ChainDrafter(DraftModelNet(timed(self.draft)), FixedLengthStop(K), capacity)
