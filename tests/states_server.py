@@ -34,9 +34,10 @@ class StatesServer:
         on_row: Callable[[list[int]], None] = lambda row: None,
         connector: bool = True,
         max_logprobs: int = 2**20,
+        max_model_len: int | None = None,
     ):
         self.lm, self.layers, self.stored, self.on_row, self.connector = lm, layers, stored or {}, on_row, connector
-        self.max_logprobs = max_logprobs
+        self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
         self.directory, self.writer = directory, SpoolWriter(directory, print)
         self.lock, self.rows, self.port = threading.Lock(), list[str](), 0
 
@@ -74,8 +75,10 @@ class StatesServer:
         if path == "/version":
             return {"version": "0.32.0"}
         if path == "/v1/models":
-            return {"data": [{"id": "served"}]}
+            return {"data": [{"id": "served", **({"max_model_len": self.max_model_len} if self.max_model_len else {})}]}
         row = body["prompt"]
+        if self.max_model_len and len(row) + body["max_tokens"] > self.max_model_len:
+            raise ValueError(f"{len(row)} tokens and {body['max_tokens']} to come, more than {self.max_model_len}")
         self.on_row(row)
         if "kv_transfer_params" not in body:
             return {"choices": [self.choice(row, body)]}
@@ -102,8 +105,9 @@ class StatesServer:
         """Reply as any vLLM server: with log-probabilities of the prompt, or a greedy answer to it."""
         if "prompt_logprobs" in body:
             return {"prompt_logprobs": [None, *self.log_probs(row, body["prompt_logprobs"])]}
-        (tokens,) = generate_all(self.lm, [row], SamplingParams(), body["max_tokens"], 1)
-        ended = tokens[-1] in self.lm.info.eos_ids
+        ends = () if body["ignore_eos"] else self.lm.info.eos_ids
+        (tokens,) = generate_all(self.lm, [row], SamplingParams(), body["max_tokens"], 1, eos_ids=ends)
+        ended = tokens[-1] in ends
         return {"finish_reason": "stop" if ended else "length", "text": "", "token_ids": tokens}
 
     def before_norm(self, states: torch.Tensor) -> torch.Tensor:

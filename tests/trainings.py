@@ -70,7 +70,7 @@ def losses(output: Path, column: str = "train/loss") -> list[float]:
 
 QUICK = {"lr": 3e-3, "max_steps": 12, "batch_size": 8, "val_share": 0.25, "val_every": 6, "log_every": 3}
 QUICK |= {"loggers": ("csv",)}
-QUICK |= {"token_weight": 1.0, "tau_prompts": 3, "tau_max_new_tokens": 8}
+QUICK |= {"token_weight": 1.0, "tau_prompts": 3}
 
 
 def config(artifacts, output: Path, **changes) -> TrainDrafterConfig:

@@ -137,7 +137,7 @@ class Save(pl.Callback):
         if state.unvalidated:
             return self._save(trainer, pl_module)
         metrics = state.latest
-        monitor, sign = best_metric(pl_module, metrics, pl_module.probe is not None)
+        monitor, sign = best_metric(pl_module, metrics)
         # The best so far may be without it: tau may be measured since a resumption only.
         kept = state.best.get(monitor, float("nan"))
         better = monitor in metrics and (kept != kept or sign * metrics[monitor] >= sign * kept)
@@ -249,36 +249,34 @@ def training_loss(module: LitHead) -> str:
     return "".join(text.format(module.logged[name]) for name, text in texts.items() if name in module.logged)
 
 
-def best_metric(module: LitHead, metrics: Mapping[str, float], tau: bool) -> tuple[str, int]:
+def best_metric(module: LitHead, metrics: Mapping[str, float]) -> tuple[str, int]:
     """Return the metric that picks best/, and 1 if its largest value does, -1 if its smallest.
 
-    tau: it is measured, and picks: a head can lose teacher-forced accuracy and gain tau. If no answer is as long as a
+    tau picks where it is measured: a head can lose teacher-forced accuracy and gain tau. If no answer is as long as a
     draft, the head's own metric is missing, and the loss picks.
     """
-    if tau:
+    if "tau" in metrics:
         return "tau", 1
     return (module.monitor, 1 if module.larger_is_better else -1) if module.monitor in metrics else ("loss", -1)
 
 
 def judge(module: LitHead) -> str:
-    """Judge a finished training: by tau, if it was measured often enough, else by the validation's own metric."""
-    curve = module.state.curve
-    tau = module.probe is not None and sum("tau" in metrics for _, metrics in curve) >= LEAST_VALIDATIONS
-    name, sign = best_metric(module, module.state.latest, tau)
-    return verdict(name, [(step, metrics[name]) for step, metrics in curve if name in metrics], sign > 0)
+    """Judge a finished training by what picks best/."""
+    name, sign = best_metric(module, module.state.latest)
+    curve = [(step, metrics[name]) for step, metrics in module.state.curve if name in metrics]
+    return verdict(name, curve, sign > 0)
 
 
 def shown(metrics: dict[str, float]) -> str:
     """Format a validation for one line of a log; all metrics are in metrics.csv.
 
-    Drafters: loss, acceptance per position, tau; other heads: all metrics.
+    Where tau is measured: loss, tau, and the share accepted by place in the draft; else all metrics.
     """
-    places = [value for name, value in metrics.items() if name.startswith("accept_")]
-    if not places:
+    if "tau" not in metrics:
         return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-    parts = [f"loss {metrics['loss']:.4g}", "accepted by place at T=1 " + " ".join(f"{value:.2f}" for value in places)]
-    names = ("tau", "tau_general")
-    return ", ".join([*parts, *(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)])
+    taus = [f"{name} {metrics[name]:.2f}" for name in ("tau", "tau_general") if name in metrics]
+    places = [f"{value:.2f}" for name, value in metrics.items() if name.startswith("accepted_")]
+    return ", ".join([f"loss {metrics['loss']:.4g}", *taus, f"accepted by place {' '.join(places)}"])
 
 
 def exit_code(number: int) -> int:

@@ -26,10 +26,9 @@ SHARE = (0, 1, "[)")
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("max_steps", "tokens_per_batch", "max_length", "num_workers", "num_threads"), (0, MOST)),
     "span_tokens": (0, MOST),
-    **dict.fromkeys(("val_every", "save_every", "max_bad_steps", "tau_every", "tau_prompts"), (0, MOST)),
+    **dict.fromkeys(("val_every", "save_every", "max_bad_steps", "tau_prompts"), (0, MOST)),
     **dict.fromkeys(("plan_ranks", "num_blocks", "width"), (0, MOST)),
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "devices", "log_every", "keep"), (1, MOST)),
-    **dict.fromkeys(("tau_k", "tau_max_new_tokens"), (1, MOST)),
     **dict.fromkeys(("clip", "weight_decay", "minutes", "feature_window"), (0, math.inf)),
     **dict.fromkeys(("val_share", "warmup_share", "min_lr_share", "betas", "mix"), SHARE),
     **dict.fromkeys(("lr", "w_acc", "w_rej"), (0, math.inf, "(]")),
@@ -215,6 +214,11 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
         """Directory of the trained head that the training starts from; None without one."""
         return None
 
+    @property
+    def starts_trained(self) -> bool:
+        """Whether the training starts from weights that may be better as they are."""
+        return self.starting_head is not None
+
     def num_steps(self, per_epoch: int) -> int:
         """Return the number of steps, of which an epoch has `per_epoch`; MOST if the clock decides."""
         if self.minutes:
@@ -223,27 +227,19 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """Options of the acceptance length (tau) that a training measures by decoding.
+class AcceptanceLength:
+    """Options of the acceptance length (tau) that every validation measures, and by which best/ is chosen.
 
     Attributes:
-        tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
-            at validations, so it counts in multiples of val_every.
-        tau_prompts: Prompts to decode for it; 0 switches it off.
+        tau_prompts: Prompts to measure it on; 0 switches it off.
         tau_data: Output of `data prompts`, of prompts like those that will be served. Default: held-out samples, each
             up to one of its answers; beside it, as tau_general, general prompts that ship.
-        tau_k: Drafted tokens a round for it.
-        tau_max_new_tokens: Tokens of each answer for it. It goes past end tokens, as short answers say little.
     """
 
     help_group: ClassVar[str] = "Acceptance length while training"
-    help_rarely: ClassVar[tuple[str, ...]] = ("tau_every", "tau_k", "tau_max_new_tokens")
 
-    tau_every: int = volatile(0)
     tau_prompts: int = volatile(16)
     tau_data: Path | None = volatile(None)
-    tau_k: int = volatile(5)
-    tau_max_new_tokens: int = volatile(64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +274,7 @@ class Planning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainDrafterConfig(Planning, Decoding, TrainConfig):
+class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
     """`data` is the output of `data responses` or `data prompts --supervised`, which the target reads in the training
     process; or of `data features`, with its states.
 
@@ -335,6 +331,10 @@ class TrainDrafterConfig(Planning, Decoding, TrainConfig):
     @property
     def starting_head(self) -> str | None:
         return None if self.init == "random" or self.drafter.saved_as_model else self.init
+
+    @property
+    def starts_trained(self) -> bool:
+        return self.init != "random"
 
     @property
     def most_at_once(self) -> int:

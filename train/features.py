@@ -139,12 +139,12 @@ class FeatureStream:
     trainer requests its rows again, and missing rows are requested again from a server that has restarted.
     """
 
-    def __init__(self, source: ServedStates, window: float, token_bytes: int):
+    def __init__(self, server: ServedStates, window: float, token_bytes: int):
         """window: most bytes that are asked for and not yet used. token_bytes: of features."""
-        self._source, self._window, self._token_bytes = source, window, token_bytes
+        self.server, self._window, self._token_bytes = server, window, token_bytes
         self._open_bytes = 0
         # Since the last log: bytes used, seconds without a row to read, and the server's idle time before.
-        self._used, self._waited, self._since, self._idle = 0, 0.0, time.monotonic(), source.idle_s
+        self._used, self._waited, self._since, self._idle = 0, 0.0, time.monotonic(), server.idle_s
         self._noted = -NOTE_EVERY_S
         # The number of a signal that is to end the run, 0 before.
         self.signal_received: Callable[[], int] = lambda: 0
@@ -158,7 +158,7 @@ class FeatureStream:
             while waiting and self._open_bytes + size > self._window:
                 yield waiting.popleft()
             for key in batch:
-                self._source.ask(samples.text(key.index).tolist())
+                self.server.ask(samples.text(key.index).tolist())
             self._open_bytes += size
             waiting.append(batch)
         yield from waiting
@@ -166,7 +166,7 @@ class FeatureStream:
     def item(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Return the features (`feature_codec.as_item`) of a row with token ids [T], once they are here."""
         began = time.monotonic()
-        stored = self._source.take(input_ids.tolist(), self._check_signal)
+        stored = self.server.take(input_ids.tolist(), self._check_signal)
         self._waited += time.monotonic() - began
         size = len(input_ids) * self._token_bytes
         self._open_bytes -= size
@@ -194,7 +194,7 @@ class FeatureStream:
         use if the server never kept it waiting.
         features_ahead_mb: asked for and not used. server_idle: share of the time in which the server had nothing to do.
         """
-        now, idle = time.monotonic(), self._source.idle_s
+        now, idle = time.monotonic(), self.server.idle_s
         passed = max(now - self._since, 1e-9)
         worked = max(passed - self._waited, 1e-9)
         numbers = [self._used / passed, self._used / worked, self._open_bytes, (idle - self._idle) / passed]

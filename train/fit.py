@@ -48,7 +48,7 @@ from draftsmith.train.metrics import rank, say_on_rank_zero
 from draftsmith.train.module import IN_PYTHON, LitDrafter, LitHead
 from draftsmith.train.optimizers import TimeLimit
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
-from draftsmith.train.tau import tau_probe
+from draftsmith.train.tau import MeasureTau
 from draftsmith.train.tracking import make_loggers
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -125,7 +125,6 @@ def _fit(
     flags: dict[str, Any],
 ) -> Path:
     config, provenance, versions = module.config, module.provenance(data), made_with()
-    module.probe = tau_probe(module, data)
 
     # Begin the run, or check that the one to resume was begun alike.
     state = {"config": decisive(config), **{name: provenance[name] for name in ("inputs", "models", "target")}}
@@ -168,11 +167,11 @@ def _fit(
             val_check_interval=val_every,
             logger=[*loggers, *(given if isinstance(given, list) else [given])],
             # A checkpoint has the state of the user's callbacks behind the same step.
-            callbacks=[StopOnSignal(), Validate(val_every), Progress(config), *callbacks, save],
+            callbacks=[MeasureTau(), StopOnSignal(), Validate(val_every), Progress(config), *callbacks, save],
             default_root_dir=config.output,
         )
-        # A trained head may be better as it is: it is validated as step 0, and is best/ until another is better.
-        if checkpoint is None and config.starting_head is not None:
+        # It is validated as step 0, and is best/ until another is better.
+        if checkpoint is None and config.starts_trained:
             module.state.unvalidated = trainer.limit_val_batches > 0
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)

@@ -67,7 +67,7 @@ class LitHead(pl.LightningModule):
     monitor: str
     larger_is_better: bool
     feature_std: float | None = 1.0
-    # Measures tau at validations, which then picks best/ (`tau.TauProbe`); `fit` sets it.
+    # Measures tau at validations, which then picks best/ (`tau.MeasureTau` sets it).
     probe: Any = None
 
     def __init__(self, head: nn.Module, config: TrainConfig, frozen: str):
@@ -335,19 +335,17 @@ class LitHead(pl.LightningModule):
         return inputs
 
     def on_validation_epoch_end(self) -> None:
-        """Measure over all ranks, tau too if it is time for that; log as val/..., for loggers and callbacks."""
-        step = self.trainer.global_step
-        last = step == self.total_steps or self.validates_next
+        """Measure over all ranks, tau too; log as val/..., for loggers and callbacks."""
         try:
             self.leave_at_signal()
             metrics = self.validation_metrics()
-            if self.probe is not None and (last or step % self.probe.every == 0):
+            if self.probe is not None:
                 metrics |= self.probe(self.head, self.device, self.leave_at_signal)
         except StopIteration:
             return
         self.agree_on_signal()
         self.state.latest, self.state.unvalidated = metrics, False
-        self.state.curve.append((step, metrics))
+        self.state.curve.append((self.trainer.global_step, metrics))
         self.log_all({f"val/{name}": value for name, value in metrics.items()})
 
     def on_validation_end(self) -> None:

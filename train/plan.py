@@ -42,7 +42,7 @@ from draftsmith.train.config import MOST, NO_DATA, TrainDrafterConfig
 from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
 from draftsmith.train.optimizers import hidden_matrices
-from draftsmith.train.prepare import head_config
+from draftsmith.train.prepare import head_config, needs_layers
 from draftsmith.train.strategies import device_kind, model_dtype, process_memory, world_size
 
 FLOAT32 = 4
@@ -196,8 +196,7 @@ def plan_of(config: TrainDrafterConfig, opened: Checkpoint | None = None) -> Tra
     files, served = opened or Checkpoint(config.target), config.features == "vllm"
     shape, width = files.shape, weight_type(model_dtype(config), files).itemsize
     stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
-    is_outer = served or (stored and not config.tau_prompts and not config.device_map)
-    target = meta_target(files, is_outer)
+    target = meta_target(files, served or (stored and not needs_layers(config)))
     head = meta_head(config, shape)
     head_shape: Any = head.config
     feature_size = shape.hidden_size * max(1, len(drafter.loss_layers(head_shape, shape.num_layers)))

@@ -67,20 +67,14 @@ def prepare(
     # The target, and the config of the head.
     checkpoint = opened or Checkpoint(config.target, config.trust_remote_code)
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
-    served = config.features == "vllm"
-    if served and config.tau_prompts:
-        log_note("tau is not measured while training: the target is at the server (eval bench measures it)")
-        config = dataclasses.replace(config, tau_prompts=0)
-    stored = all(Manifest.read(path).kind == "features" for path in (config.data, config.val) if path is not None)
     target: CausalLM
-    if (stored or served) and not config.tau_prompts and not config.device_map:
-        # No layer of it is needed.
-        target = load_outer(checkpoint, dtype, device)
-    else:
+    if needs_layers(config):
         if config.device_map:
             check_one_process()
         how = (dtype, device, config.engine, config.trust_remote_code)
         target = load_lm(checkpoint, *how, device_map=config.device_map)
+    else:
+        target = load_outer(checkpoint, dtype, device)
     shape = checkpoint.shape
     head_shape = head_config(config, shape)
     layers = drafter.loss_layers(head_shape, target.info.num_layers)
@@ -102,6 +96,15 @@ def prepare(
     head = make_head(config, target, token_counts)
     data = HeadDataModule(*samples, config)
     return LitDrafter(head, target, config, source=source), data
+
+
+def needs_layers(config: TrainDrafterConfig) -> bool:
+    """Return whether the target's layers run in the training: for states, or for the answers that tau is read along."""
+    if config.device_map or config.features == "vllm":
+        return config.device_map
+    manifests = [Manifest.read(path) for path in (config.data, config.val) if path is not None]
+    recorded = config.tau_data is None and manifests[-1].sampling is not None
+    return any(own.kind != "features" for own in manifests) or (config.tau_prompts > 0 and not recorded)
 
 
 def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]) -> ArtifactDataset:

@@ -1,44 +1,82 @@
-"""tau while training: emitted tokens per target call, read off answers that the target gave once.
+"""tau while training: emitted tokens per target call, read along answers that are there (modules/along.py).
 
-A greedy answer does not depend on what drafts it. So the target answers the held-out prompts when the training begins;
-every validation drafts along these answers (modules/along.py) and finds the rounds that decoding would have.
+A greedy answer does not depend on what drafts it. So the target, in this process or at a server, answers the held-out
+prompts when the training begins; every validation drafts along these answers and finds the rounds that decoding would
+have. The answers are kept with the run, a server's states too, and a resumed run asks for nothing again.
+
+A training on stored states loads no layer of the target: it reads along the recorded answers of the held-out rows. If
+these were sampled, tau is that of decoding at their temperature, top-k and top-p, in the mean over its random numbers:
+p follows from the stored final states, by the target's readout and lm_head.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from draftsmith.data.engines.own import generate_rows
+from draftsmith.data.engines.own import generate_all
+from draftsmith.data.engines.served_target import served_answers
+from draftsmith.data.engines.vllm_states import ServedStates
+from draftsmith.data.store.feature_codec import decoded
 from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.template import prompt_ids
-from draftsmith.modules.along import Answer, TargetText, along_head, read
+from draftsmith.modules.along import Answer, TargetText, Text, along_head, read, rounds_by_place
+from draftsmith.modules.decoding.trace import tau
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.branches import as_decoding
 from draftsmith.modules.pretrained.checkpoint import checkpoint_of
+from draftsmith.modules.pretrained.files import write_tensors
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
-from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.targets.base import CausalLM, final_state
+from draftsmith.modules.targets.outer import OuterLM
+from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.data import HeadDataModule, Samples
-from draftsmith.train.metrics import num_ranks, rank, say_on_rank_zero, sum_over_ranks
-from draftsmith.train.module import LitDrafter, LitHead
+from draftsmith.train.data import Samples
+from draftsmith.train.metrics import gathered, num_ranks, rank, say_on_rank_zero, sum_over_ranks
+from draftsmith.train.module import LitDrafter
 
 # Prompts of tau_general: chat, code, maths.
 GENERAL = f"{EMBEDDED}chat-prompts"
 GREEDY = SamplingParams()
+# Tokens of an answer that count. The target's go past end tokens, as short answers say little.
+ANSWER_TOKENS = 64
 ANSWERED_TOGETHER = 16
+# The answers, in the run's output.
+ANSWERS = "tau.safetensors"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AnsweredPrompt:
+    """Token ids of a prompt and its answer, which begins at `begin` and would have been cut at `limit`.
+
+    states: [T, L*H] that the head is trained on; None: the target reads them here.
+    """
+
+    ids: list[int]
+    begin: int
+    limit: int
+    states: Tensor | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.ids[: self.begin]
 
 
 class TauProbe:
-    """Measures tau of greedy chains along the target's answers, on all ranks, at validations; tau then picks best/.
+    """Measures tau of greedy chains of `depth` tokens along answers, on all ranks, at validations; tau picks best/.
 
     Beside it stands `tau_general`, on general prompts that ship: tau on held-out training data does not predict other
     text.
@@ -49,87 +87,155 @@ class TauProbe:
     def __init__(
         self,
         target: CausalLM,
-        prompts: Sequence[Sequence[int]],
-        config: TrainDrafterConfig,
-        every: int,
-        general: Sequence[Sequence[int]] = (),
+        layers: Sequence[int],
+        depth: int,
+        held_out: Sequence[AnsweredPrompt],
+        general: Sequence[AnsweredPrompt] = (),
+        params: SamplingParams = GREEDY,
     ):
-        """prompts, general: the same on every rank; each rank reads its share. every: steps between measurements."""
-        self.target, self.every, self.k = target, every, config.tau_k
-        self.counts, self._answers = (len(prompts), len(general)), config.tau_max_new_tokens
-        self._prompts = [own[rank() :: num_ranks()] for own in (prompts, general)]
-        self._texts: list[list[TargetText]] = []
-        lengths, shipped = list(map(len, prompts)), f", tau_general on {len(general)} that ship" if general else ""
-        sizes = f"{len(prompts)} prompt(s) of {min(lengths):,} to {max(lengths):,} tokens"
-        answers = f"{self._answers} each, end tokens ignored, chains of {self.k}"
-        self.measured = f"tau on {sizes}{shipped}, {answers}"
+        """layers: whose states the head is trained on (`DraftHead.loss_layers`). depth: tokens of a draft. held_out,
+        general: the same on every rank; each rank reads its share. params: how the answers were sampled."""
+        self.target, self.layers, self.depth, self.params = target, layers, depth, params
+        self.counts = len(held_out), len(general)
+        self._texts = [[self._read(own) for own in texts[rank() :: num_ranks()]] for texts in (held_out, general)]
+        lengths, shipped = [own.begin for own in held_out], f", tau_general on {len(general)} that ship"
+        sizes = f"{len(held_out)} prompt(s) of {min(lengths):,} to {max(lengths):,} tokens{shipped if general else ''}"
+        self.measured = f"tau on {sizes}, {ANSWER_TOKENS} each at most, drafts of {depth}"
+
+    def _read(self, own: AnsweredPrompt) -> TargetText:
+        answer, target = Answer(own.begin, len(own.ids), own.limit), self.target
+        with as_decoding(target.device):
+            if own.states is None:
+                return read(target, own.ids, [answer], self.params, self.layers)
+            layers = self.layers or (final_state(target.info.num_layers),)
+            stored = Text.of(own.ids, [answer], own.states.to(target.device, target.dtype), layers)
+            return read(target, own.ids, [answer], self.params, layers, stored)
 
     def __call__(
         self, head: DraftHead, device: torch.device, before_each: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Return tau over all prompts of all ranks, tau_general, and the share of tau's tokens behind an end token.
+        """Return tau over all prompts of all ranks, tau_general, and the share accepted by place in the draft: of the
+        rounds that draft n tokens or more, those that accept n or more.
 
         device: that ranks communicate through. before_each: called on all ranks before each prompt.
         """
         with as_decoding(self.target.device):
-            if not self._texts:
-                self._texts = [self._read(prompts, head.aux_layers) for prompts in self._prompts]
-            emitted, calls, behind = self._measure(head, 0, device, before_each)
-            measured = {"tau": emitted / calls, "tau_behind_end": behind / emitted}
+            found, places = self._measure(head, 0, device, before_each)
+            measured = {"tau": found}
             if self.counts[1]:
-                emitted, calls, _ = self._measure(head, 1, device, before_each)
-                measured["tau_general"] = emitted / calls
-        return measured
-
-    def _read(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> list[TargetText]:
-        """Let the target answer these prompts, and read the texts with the states of these layers."""
-        if not prompts:
-            return []
-        made = dict(generate_rows(self.target, prompts, GREEDY, self._answers, ANSWERED_TOGETHER, eos_ids=()))
-        texts = []
-        for number, prompt in enumerate(prompts):
-            answer = Answer(len(prompt), len(prompt) + len(made[number]), len(prompt) + len(made[number]))
-            seen = read(self.target, [*prompt, *made[number]], [answer], GREEDY, layers)
-            states = {layer: states for layer, states in seen.states.items() if layer in (*layers, max(seen.states))}
-            texts.append(dataclasses.replace(seen, states=states))
-        return texts
+                measured["tau_general"], _ = self._measure(head, 1, device, before_each)
+        shares = ((n, kept / drafted) for n, (kept, drafted) in enumerate(places.T.tolist(), 1) if drafted)
+        return measured | {f"accepted_{n}": share for n, share in shares}
 
     def _measure(
         self, head: DraftHead, group: int, device: torch.device, before_each: Callable[[], None]
-    ) -> list[float]:
-        """Return the emitted tokens, calls of the target, and tokens behind an end token, of one group of prompts."""
-        counts = torch.zeros(3, dtype=torch.float64)
-        net, longest = head.net(self.target), cast(Any, head.config).max_position
-        k = min(self.k, net.longest_draft)
-        along = along_head(k, net, longest, shorter=False)
+    ) -> tuple[float, Tensor]:
+        """Return tau over one group of prompts, and the rounds by place [2, K] (`along.rounds_by_place`)."""
+        along = along_head(self.depth, head.net(self.target), head.config.max_position, shorter=False)
+        counts = torch.zeros(2, 1 + self.depth, dtype=torch.float64)
         for place in range(-(-self.counts[group] // num_ranks())):
             before_each()
             if place < len(self._texts[group]):
-                text = self._texts[group][place]
-                ((walk,),) = along.walk(text, [k])
-                answer = text.ids[walk.answer.begin :]
-                ends = (i for i, token in enumerate(answer) if token in self.target.info.eos_ids)
-                behind = len(answer) - 1 - next(ends, len(answer) - 1)
-                counts += torch.tensor([walk.num_tokens, float(walk.calls[-1]), behind], dtype=torch.float64)
-        return sum_over_ranks(counts.to(device)).tolist()
+                ((walk,),) = along.walk(self._texts[group][place], [self.depth])
+                tokens_and_calls = torch.tensor([[walk.num_tokens], [float(walk.calls[-1])]])
+                counts += torch.cat([tokens_and_calls, rounds_by_place([walk])], 1)
+        counts = sum_over_ranks(counts.to(device)).cpu()
+        return tau(*counts[:, 0].tolist()), counts[:, 1:]
 
 
-def tau_probe(module: LitHead, data: HeadDataModule) -> TauProbe | None:
-    """Return the probe of a training; None for heads that do not draft, or without prompts.
+class MeasureTau(pl.Callback):
+    """Callback that gives a drafter its probe before it learns anything."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if isinstance(pl_module, LitDrafter) and pl_module.config.tau_prompts:
+            pl_module.probe = tau_probe(pl_module, trainer.datamodule.val)  # type: ignore[attr-defined]
+
+
+def tau_probe(module: LitDrafter, val: Samples) -> TauProbe | None:
+    """Return the probe of a training; None without prompts, which is logged.
+
+    The first time, the target or its server answers; all ranks call it, and share the output directory.
 
     Raises:
-        InputError: as `probe_prompts`.
+        InputError: as `probe_prompts`, a server that refuses a prompt, or a damaged file of answers.
     """
-    if not isinstance(module, LitDrafter):
+    config, target, source, params = module.config, module.target, module.source, GREEDY
+    server = None if source.stream is None else source.stream.server
+    contexts = [target.info.max_position, module.head.config.max_position]
+    if server is not None and server.context is not None:
+        contexts.append(server.context)
+    context = min(contexts)
+    if server is None and isinstance(target, OuterLM):
+        params, held_out = recorded_answers(val, config.tau_prompts, context)
+        general: Sequence[AnsweredPrompt] = ()
+    else:
+        prompts = probe_prompts(config, target, val, context)
+        asked, path = prompts and prompts + general_prompts(config, target, context), config.output / ANSWERS
+        if asked and rank() == 0 and [own.prompt for own in read_answers(path)] != asked:
+            write_answers(path, answer_prompts(target, server, asked))
+        # The others read what rank 0 has written.
+        gathered(None)
+        answered = read_answers(path) if asked else []
+        held_out, general = answered[: len(prompts)], answered[len(prompts) :]
+    if not held_out:
+        say_on_rank_zero("note: tau is not measured: the held-out rows have no answer of the target")
         return None
-    config, context = module.config, min(module.target.info.max_position, cast(Any, module.head.config).max_position)
-    prompts = probe_prompts(config, module.target, data.val, context)
-    if not prompts:
-        return None
-    every = config.tau_every or config.val_every or data.order.steps_per_epoch
-    probe = TauProbe(module.target, prompts, config, every, general_prompts(config, module.target, context))
+    depth = draft_depth(module.head, config)
+    probe = TauProbe(target, source.aux_layers, depth, held_out, general, params)
     say_on_rank_zero(probe.measured)
     return probe
+
+
+def draft_depth(head: DraftHead, config: TrainDrafterConfig) -> int:
+    """Return the tokens of the drafts that a head is trained on; if it knows single ones only, its default."""
+    depth = getattr(config, head.depth_option, None) if head.depth_option else None
+    return min(depth if isinstance(depth, int) and depth > 1 else head.default_k, head.longest_draft)
+
+
+def answer_prompts(
+    target: CausalLM, server: ServedStates | None, prompts: Sequence[Sequence[int]]
+) -> list[AnsweredPrompt]:
+    """Let the target, or its server, answer prompts greedily, past end tokens."""
+    if server is None:
+        answers = generate_all(target, prompts, GREEDY, ANSWER_TOKENS, ANSWERED_TOGETHER, eos_ids=())
+    else:
+        answers = served_answers(server, checkpoint_of(target), prompts, GREEDY, ANSWER_TOKENS, ignore_eos=True)
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    states = [None if server is None else server.read_unrounded(text) for text in texts]
+    begins = map(len, prompts)
+    return [AnsweredPrompt(ids, begin, len(ids), own) for ids, begin, own in zip(texts, begins, states, strict=True)]
+
+
+def write_answers(path: Path, answered: Sequence[AnsweredPrompt]) -> None:
+    """Write answers, and states that came from a server."""
+    tensors = {f"{number}.ids": torch.tensor(own.ids) for number, own in enumerate(answered)}
+    states = {f"{number}.states": own.states for number, own in enumerate(answered)}
+    tensors |= {name: own.contiguous() for name, own in states.items() if own is not None}
+    write_tensors(path, tensors, {"prompt_tokens": json.dumps([own.begin for own in answered])})
+
+
+def read_answers(path: Path) -> list[AnsweredPrompt]:
+    """Read what `write_answers` wrote; [] if there is no file.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    if not path.exists():
+        return []
+    try:
+        with safe_open(path, "pt") as file:
+            names, answered = set(file.keys()), list[AnsweredPrompt]()
+            for number, begin in enumerate(json.loads(file.metadata()["prompt_tokens"])):
+                ids, states = file.get_tensor(f"{number}.ids").tolist(), f"{number}.states"
+                own = file.get_tensor(states) if states in names else None
+                answered.append(AnsweredPrompt(ids, begin, len(ids), own))
+            return answered
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        remedy = "Delete it: the target answers the prompts again."
+        raise InputError(str(path), f"unreadable ({error})", "answers that tau is measured along", remedy) from error
+
+
+# -- prompts and answers
 
 
 def probe_prompts(config: TrainDrafterConfig, target: CausalLM, val: Samples, context: int) -> list[list[int]]:
@@ -138,22 +244,24 @@ def probe_prompts(config: TrainDrafterConfig, target: CausalLM, val: Samples, co
     Raises:
         InputError: `tau_data` holds no prompts, or those of another tokenizer.
     """
-    count = config.tau_prompts
-    if not count:
-        return []
     if config.tau_data is None:
         prompts = held_out_prompts(val)
     else:
         manifest = open_artifact(config.tau_data, "prompts", checkpoint_of(target).text_identity())
         rows = Rows(manifest.directory, manifest, ["prompt_ids"], vocab_size=target.info.vocab_size)
         prompts = (row["prompt_ids"] for row in rows.iterate())
-    chosen: list[list[int]] = []
-    tight: list[list[int]] = []
-    for prompt in prompts:
-        if len(prompt) <= context - config.tau_max_new_tokens:
-            chosen.append(prompt)
-        elif len(prompt) < context and len(tight) < count:
-            tight.append(prompt)
+    return with_room(prompts, len, config.tau_prompts, context)
+
+
+def with_room(found: Iterable[T], length: Callable[[T], int], count: int, context: int) -> list[T]:
+    """Return the first `count` of what is found after a prompt of this length; what leaves room for an answer in the
+    context, if anything does."""
+    chosen, tight = list[T](), list[T]()
+    for one in found:
+        if length(one) <= context - ANSWER_TOKENS:
+            chosen.append(one)
+        elif length(one) < context and len(tight) < count:
+            tight.append(one)
         if len(chosen) == count:
             break
     return chosen or tight
@@ -164,7 +272,7 @@ def general_prompts(config: TrainDrafterConfig, target: CausalLM, context: int) 
 
     Return [] if --tau-data is given, the target has no chat template (logged), or it is an embedded model.
     """
-    if not config.tau_prompts or config.tau_data is not None or config.target.startswith(EMBEDDED):
+    if config.tau_data is not None or config.target.startswith(EMBEDDED):
         return []
     tokenizer = checkpoint_of(target).tokenizer
     if not tokenizer.chat_template:
@@ -173,18 +281,43 @@ def general_prompts(config: TrainDrafterConfig, target: CausalLM, context: int) 
     rows = (json.loads(line) for line in Path(resolve_model(GENERAL)).read_text("utf-8").splitlines())
     asked = [[{"role": "user", "content": row["prompt"]}] for row in rows if row["split"] == "dev"]
     prompts = [list(prompt_ids(tokenizer, messages)) for messages in asked]
-    return [prompt for prompt in prompts if len(prompt) <= context - config.tau_max_new_tokens][: config.tau_prompts]
+    return [prompt for prompt in prompts if len(prompt) <= context - ANSWER_TOKENS][: config.tau_prompts]
 
 
 def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
-    """Yield the text before an answer of each validation text, then before the texts' other answers.
+    """Yield the text before each of `held_out_answers`."""
+    texts = [ids for ids, _ in samples.dataset.whole_texts(samples.indices)]
+    return (texts[text][:begin].tolist() for text, begin, _ in held_out_answers(samples))
+
+
+def held_out_answers(samples: Samples) -> Iterator[tuple[int, int, int]]:
+    """Yield an answer of each validation text, then the texts' other answers: number of the text, begin and end.
 
     It is the first answer of the first text, the second of the second, and so on, so that prompts are as long as
     conversations get. Texts are whole: an answer in a piece of one has lost its context.
     """
-    whole = samples.dataset.whole_texts(samples.indices)
-    texts = [(ids, [start for start, _ in spans(mask) if start > 0]) for ids, mask in whole]
-    for more in range(max((len(starts) for _, starts in texts), default=0)):
-        for i, (ids, starts) in enumerate(texts):
-            if more < len(starts):
-                yield ids[: starts[(i + more) % len(starts)]].tolist()
+    texts = [[span for span in spans(mask) if span[0] > 0] for _, mask in samples.dataset.whole_texts(samples.indices)]
+    for more in range(max(map(len, texts), default=0)):
+        for i, answers in enumerate(texts):
+            if more < len(answers):
+                yield (i, *answers[(i + more) % len(answers)])
+
+
+def recorded_answers(samples: Samples, count: int, context: int) -> tuple[SamplingParams, list[AnsweredPrompt]]:
+    """Return recorded answers of the held-out rows, with stored states, and how they were sampled."""
+    dataset = samples.dataset
+    manifest = getattr(dataset, "manifest", None)
+    if manifest is None or manifest.kind != "features" or manifest.sampling is None:
+        return GREEDY, []
+    found = with_room(held_out_answers(samples), lambda answer: answer[1], count, context)
+    # They are of the first texts: no more are read.
+    read_texts = itertools.islice(
+        dataset.whole_items(samples.indices), max(text for text, *_ in found) + 1 if found else 0
+    )
+    texts, answered = list(read_texts), list[AnsweredPrompt]()
+    for text, begin, end in found:
+        limit = begin + ANSWER_TOKENS
+        ids = texts[text]["input_ids"][: min(end, limit)]
+        states = decoded(texts[text]["features"], texts[text].get("scale"))[: len(ids)]
+        answered.append(AnsweredPrompt(ids.tolist(), begin, limit, states))
+    return SamplingParams(**manifest.sampling), answered

@@ -141,21 +141,39 @@ class ServedLM(OuterLM):
         Raises:
             InputError: it refuses one.
         """
-        server = ServerConfig(url=f"{self._states.url}/v1", model=self._states.model)
-        engine = ServerEngine(server, AnswerSettings(self._target, params, max_new_tokens, False, 0), "")
+        return served_answers(self._states, self._target, prompts, params, max_new_tokens)
 
-        async def answer(number: int) -> list[int]:
-            row = {"prompt_ids": list(prompts[number])}
-            reply = await engine.connection.ask(*engine.request(number, row))
-            return list(engine.read(number, row, reply).tokens)
 
-        async def answer_all() -> list[list[int]]:
-            try:
-                return await asyncio.gather(*map(answer, range(len(prompts))))
-            finally:
-                await engine.connection.close()
+def served_answers(
+    states: ServedStates,
+    target: Checkpoint,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    max_new_tokens: int,
+    ignore_eos: bool = False,
+) -> list[list[int]]:
+    """Let the server of these states answer prompts. ignore_eos: go on behind end tokens.
 
+    Raises:
+        InputError: it refuses one.
+    """
+    server = ServerConfig(url=f"{states.url}/v1", model=states.model)
+    engine = ServerEngine(server, AnswerSettings(target, params, max_new_tokens, ignore_eos, 0), "")
+    if states.context is not None and engine.context is not None:
+        engine.context = min(engine.context, states.context)
+
+    async def answer(number: int) -> list[int]:
+        row = {"prompt_ids": list(prompts[number])}
+        reply = await engine.connection.ask(*engine.request(number, row))
+        return list(engine.read(number, row, reply).tokens)
+
+    async def answer_all() -> list[list[int]]:
         try:
-            return asyncio.run(answer_all())
-        except RowError as error:
-            raise InputError("target_server", str(error), "an answer", "Read the server's log.") from error
+            return await asyncio.gather(*map(answer, range(len(prompts))))
+        finally:
+            await engine.connection.close()
+
+    try:
+        return asyncio.run(answer_all())
+    except RowError as error:
+        raise InputError("server", str(error), "an answer", "Read the server's log.") from error

@@ -187,6 +187,7 @@ class ServedStates:
         readout, teacher: as of `VllmStates`.
         asked: requests without a reply.
         url, model: address without /v1, and the model's name there.
+        context: most tokens of a row, if the server says.
     """
 
     readout: Readout | None = None
@@ -211,9 +212,11 @@ class ServedStates:
         check_release(version)
         self.about = {"vllm": version}
         self.url = self._server.url
-        if not (models := self._server.json("v1/models", {"data": [{"id": str}]})["data"]):
+        if not (models := self._server.json("v1/models", {"data": [{"id": str, "max_model_len?": int}]})["data"]):
             raise InputError("server", f"{self.url} without a model", "the target", "Start it with one.")
         self.model = models[0]["id"]
+        # It reads a row as a prompt, behind which it answers a token.
+        self.context = most - 1 if (most := models[0].get("max_model_len")) else None
         # Last, as nothing would close them after an error.
         self._slots = asyncio.Semaphore(concurrency)
         self._loop = asyncio.new_event_loop()
@@ -257,11 +260,21 @@ class ServedStates:
 
     def read_with_log_probs(self, row: Sequence[int]) -> tuple[Stored, LogProbs]:
         """Return the states of a row [T], unrounded, and the server's own log-probabilities of its tokens."""
+        stored, reply = self._read_unrounded(row, prompt_logprobs=TOP)
+        return stored, log_probs_of(reply, row)
+
+    def read_unrounded(self, row: Sequence[int]) -> Tensor:
+        """Return the states of a row [T] as the server computes them, [T, L*H]."""
+        return self._read_unrounded(row)[0][""]
+
+    def _read_unrounded(self, row: Sequence[int], **params: Any) -> tuple[Stored, dict[str, Any]]:
+        """Return the states of a row, and the reply to a request with these parameters."""
         reader, name = self._opened(row), row_name(row)
         reader.expect(name)
-        self._attempts[name], self._replied[name] = 0, time.monotonic()
-        reply = self._run(self._request(list(row), prompt_logprobs=TOP))
-        return self.take(row), log_probs_of(reply, row)
+        self._attempts[name] = 0
+        reply = self._run(self._request(list(row), unrounded=True, **params))
+        self._replied[name] = time.monotonic()
+        return self.take(row), reply
 
     def log_probs(self, row: Sequence[int], top: int) -> LogProbs:
         """Return the server's log-probabilities of a row [T], with or without our connector: of the `top` likeliest
@@ -361,14 +374,16 @@ class ServedStates:
 
         self._loop.create_task(ask())
 
-    async def _request(self, row: list[int], only_ask: bool = False, **params: Any) -> dict[str, Any]:
+    async def _request(
+        self, row: list[int], only_ask: bool = False, unrounded: bool = False, **params: Any
+    ) -> dict[str, Any]:
         """Let the server read a row, and return its reply. only_ask: no states are written. params: of the request.
 
         Raises:
             InputError: the server refuses it, has no connector, or is away for too long.
         """
         body = {"model": self.model, "prompt": row, "max_tokens": 1, "temperature": 0.0, **params}
-        how = {"only_ask": only_ask, "unrounded": "prompt_logprobs" in params, **norm_words(self.readout)}
+        how = {"only_ask": only_ask, "unrounded": unrounded, **norm_words(self.readout)}
         body["kv_transfer_params"] = {"spool": self._folder, **how}
         try:
             reply = await self._server.ask("v1/completions", body)

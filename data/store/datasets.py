@@ -215,6 +215,12 @@ class ArtifactDataset(Dataset):
         for row in dict.fromkeys(self.rows[np.asarray(samples, dtype=np.int64)].tolist()):
             yield self._values("input_ids", row), self._values("loss_mask", row)
 
+    def whole_items(self, samples: Sequence[int]) -> Iterator[Item]:
+        """Yield the rows that these samples belong to as `item` returns them, whole and each once."""
+        rows = copy.copy(self)
+        rows.rows, rows._starts = np.array(list(dict.fromkeys(self.rows[np.asarray(samples)].tolist()))), None
+        return (rows.item(row, 0) for row in range(len(rows.rows)))
+
 
 def open_dataset(
     directory: str | Path,

@@ -95,5 +95,5 @@ def rollouts(artifacts, eagle, tmp_path_factory) -> Path:
 def eagle_run(artifacts, tmp_path_factory) -> Path:
     """Output of a short training of an EAGLE head."""
     output = tmp_path_factory.mktemp("eagle") / "run"
-    run(config(artifacts, output, tau_every=12))
+    run(config(artifacts, output))
     return output

@@ -18,8 +18,8 @@ from forked import commanded, forked
 from safetensors.torch import load_file
 from trainings import config as drafter_settings
 
+from draftsmith.modules.along import AlongDrafter
 from draftsmith.modules.types import InputError
-from draftsmith.train import callbacks
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.checkpoints import FOLDER, all_in, step_of
 from draftsmith.train.command import run
@@ -135,13 +135,12 @@ def test_a_signal_leaves_the_validation_and_the_resumed_run_repeats_it(artifacts
         "save_every": 5,
         "max_steps": steps,
         "loggers": ("csv",),
-        "tau_every": 3,
         "batch_size": 1,
         "val_every": 3,
     }
     unbroken, output, mark = tmp_path / "unbroken", tmp_path / "run", tmp_path / "mark"
     run(drafter_settings(artifacts, unbroken, **options))
-    stalls = (LitDrafter, "validation_step") if place == "validation" else (callbacks, "generate_one")
+    stalls = (LitDrafter, "validation_step") if place == "validation" else (AlongDrafter, "walk")
     true = getattr(*stalls)
 
     def stalling(*args, **kwargs):

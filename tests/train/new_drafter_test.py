@@ -33,7 +33,6 @@ from draftsmith.train.prepare import make_head, prepare
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples" / "drafters"
 QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "loggers": ("csv",), "tau_prompts": 1}
-QUICK["tau_max_new_tokens"] = 8
 
 
 @pytest.fixture(scope="module", autouse=True)

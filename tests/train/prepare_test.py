@@ -35,7 +35,7 @@ from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 from draftsmith.train.module import LitHead
 from draftsmith.train.prepare import make_head
-from draftsmith.train.tau import TauProbe
+from draftsmith.train.tau import TauProbe, answer_prompts
 
 # -- draft models
 
@@ -95,14 +95,14 @@ def test_transformers_loads_what_was_trained(artifacts, tmp_path, family):
 
 
 def test_with_all_layers_it_is_the_target(artifacts, tmp_path):
-    config = settings(artifacts, tmp_path, keep_layers=(0, 1), tau_k=3, tau_max_new_tokens=21)
+    config = settings(artifacts, tmp_path, keep_layers=(0, 1))
     target = load_lm(str(artifacts.target))
     head = make_head(config, target)
     ids = torch.arange(30)[None]
     assert torch.equal(head.model(ids), target.model(ids))
-    probe = TauProbe(target, [[3, 4, 5], [7, 8]], config, 1)
-    # The prefill gives a token, and five rounds give four each.
-    assert probe(head, torch.device("cpu"))["tau"] == pytest.approx(21 / 6)
+    probe = TauProbe(target, (), 3, answer_prompts(target, None, [[3, 4, 5], [7, 8]]))
+    # The prefill gives a token, and 16 rounds give four each, but for the last.
+    assert probe(head, torch.device("cpu"))["tau"] == pytest.approx(64 / 17)
 
 
 def test_a_resumed_run_is_the_straight_one(artifacts, tmp_path):
@@ -184,7 +184,7 @@ def test_the_manifest_names_the_layers_that_it_began_as(artifacts, tmp_path):
 
 TARGET = "embedded:target"
 EAGLE3 = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "val_every": 3, "log_every": 1, "loggers": ("csv",),
-         "ttt_steps": 3, "tau_prompts": 1, "tau_max_new_tokens": 8}  # fmt: skip
+         "ttt_steps": 3, "tau_prompts": 1}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ class Runs:
             config |= {"tau_prompts": 0, "max_steps": 8}
         else:
             config |= {"data": str(made.features), "target": str(made.target), "tau_prompts": 3}
-            config |= {"tau_max_new_tokens": 8, "tau_every": STEPS, "accumulate": 2}
+            config |= {"accumulate": 2}
         extra = {key: more.pop(key) for key in ("resumes", "poison", "signal", "full") if key in more}
         return {"head": head, "config": {**config, "output": str(self[name]), "strategy": strategy, **more}, **extra}
 

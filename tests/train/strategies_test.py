@@ -102,7 +102,7 @@ def test_without_deepspeed_the_extra_is_named(tmp_path, monkeypatch):
         trainer_arguments(settings(tmp_path, strategy="deepspeed_stage_2"))
 
 
-SHORT = {"max_steps": 3, "val_every": 3, "log_every": 1, "tau_every": 3, "tokens_per_batch": 256, "batch_size": 1}
+SHORT = {"max_steps": 3, "val_every": 3, "log_every": 1, "tokens_per_batch": 256, "batch_size": 1}
 KINDS = {"cpu": ("cpu", "'32'"), "cuda": ("gpu", "bf16")}
 # DeepSpeed is no part of what a borrowed machine has to have.
 STRATEGIES = ["ddp", *([f"deepspeed_stage_{stage}" for stage in (1, 2, 3)] if find_spec("deepspeed") else [])]

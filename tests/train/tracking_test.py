@@ -338,7 +338,7 @@ def tracked(artifacts, tmp_path_factory) -> Tracked:
     output = tmp_path_factory.mktemp("tracking") / "run 1"
     shared = {"data": artifacts.features, "target": str(artifacts.target), "output": output, "accelerator": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
-    shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
+    shared |= {"tau_prompts": 2, "token_weight": 1.0, "num_threads": 1}
     shared |= {"loggers": ("wandb-offline", "tensorboard"), "group": "study 1"}
     learn = LitHead.training_step
 
