@@ -294,7 +294,7 @@ def test_what_the_optimizer_holds_is_saved_and_the_target_stays_bit_equal(artifa
     own = {"num_heads": 2, "lm_head": lm_head, "tau_prompts": 2}
     quick = {name: value for name, value in QUICK.items() if name != "token_weight"}
     config = drafter_config("medusa")(
-        data=artifacts.features, target=str(artifacts.target), output=tmp_path, **{**quick, **own}
+        data=artifacts.responses, target=str(artifacts.target), output=tmp_path, **{**quick, **own}
     )
     run(config)
     after = seen["target"].model.state_dict()
