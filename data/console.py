@@ -83,7 +83,7 @@ def table_from_cells(
 
 
 def json_values(value: Any) -> Any:
-    """Convert nested values for JSON: floats are rounded, NaN and infinity become None."""
+    """Convert nested values for JSON: floats are rounded, NaN and infinity become None, other objects their text."""
     if isinstance(value, Mapping):
         return {key: json_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -93,7 +93,7 @@ def json_values(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float):
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
-    return value
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def format_value(value: Any, form: str) -> str:
@@ -142,7 +142,7 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
 
     def to_json(**values: Any) -> str:
         document = json_values(values | (output.document or {}))
-        text = json.dumps(document, indent=2, ensure_ascii=False, default=str)
+        text = json.dumps(document, indent=2, ensure_ascii=False)
         # JSON may hold these as they are; a terminal obeys some of them.
         return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
 

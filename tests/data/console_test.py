@@ -18,11 +18,13 @@ from draftsmith.data.console import (
     add_result,
     console_output,
     draw_table,
+    json_values,
     log_note,
     print_facts,
     print_table,
     print_text,
     progress_bar,
+    results,
     table_from_cells,
 )
 
@@ -97,6 +99,9 @@ def test_the_document_is_all_there_is_on_stdout(capsys):
     (table,) = found["tables"]
     assert table["rows"][0]["tau"] == 4.125 and table["rows"][1]["words"] == "nothing" and table["title"] == "Greedy"
     assert add_result(tau=1.0) is False
+    with results() as document:  # what a command leaves in finished.json
+        print_table(TABLE)
+    assert json.dumps(json_values(document))
 
 
 def test_quiet_leaves_out_notes_and_progress(capsys):
