@@ -27,8 +27,9 @@ from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates
 from draftsmith.data.ranks import check_one_process, place
 from draftsmith.data.settings import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import ArtifactDataset, feature_key, open_dataset
+from draftsmith.data.store.datasets import ArtifactDataset, Joined, feature_key, open_dataset
 from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artifact
+from draftsmith.data.store.parts import Data, parts_of
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -202,10 +203,11 @@ def open_texts(directory: Path, target: Checkpoint, field: str = "responses") ->
     return manifest
 
 
-def text_dataset(directory: Path, target: Checkpoint, field: str = "data") -> ArtifactDataset:
-    """Open responses or supervised prompts as a data set. Arguments as of `open_texts`."""
-    manifest = open_texts(directory, target, field)
-    return open_dataset(manifest.directory, manifest.kind, vocab_size=target.shape.vocab_size)
+def text_dataset(data: Data, target: Checkpoint) -> ArtifactDataset | Joined:
+    """Open responses or supervised prompts as a data set. Errors as of `open_texts`."""
+    for part in parts_of(data):
+        open_texts(part.path, target, "data")
+    return open_dataset(data, ("responses", "prompts"), check="size", vocab_size=target.shape.vocab_size)
 
 
 def check_room(plan: StagePlan, rows: Rows, token_bytes: int) -> None:

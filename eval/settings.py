@@ -428,7 +428,7 @@ class DiagnoseConfig(ServedLoading):
         draft: Directory of a trained draft head of any kind; with --write also a head of another system, as for
             `import`.
         data: Answers like those that it was trained on: responses, features, or supervised prompts. With --write
-            responses, or prompts, which the target then answers here, greedily.
+            responses, or prompts, which the target then answers here, greedily. Several are joined, as in training.
         target: Directory, hub id or GGUF file of the target model, or embedded:target.
         limit: Rows to read. Default: 200, with --write 24.
         write: Directory that receives the head as declared (where it is another system's), repaired, and, as `files`,
@@ -437,7 +437,7 @@ class DiagnoseConfig(ServedLoading):
     """
 
     draft: str
-    data: Path
+    data: tuple[str, ...] | str | Path
     target: str = "embedded:target"
     limit: int | None = None
     write: Path | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
 import tempfile
 import time
 from collections.abc import Mapping
@@ -146,6 +147,7 @@ def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
 def explain(best: Path, config: TrainDrafterConfig, module: LitDrafter, data: HeadDataModule) -> None:
     """Warn if the trained head's metrics are bad, with a diagnosis on some validation samples."""
     from draftsmith.data.console import log_note
+    from draftsmith.data.store.parts import words_of
     from draftsmith.eval.diagnose.diagnosis import bad_numbers, diagnose
     from draftsmith.modules.pretrained.reading import read_object
     from draftsmith.modules.targets.outer import OuterLM
@@ -155,7 +157,8 @@ def explain(best: Path, config: TrainDrafterConfig, module: LitDrafter, data: He
         return
     # Of a target elsewhere there is nothing to read with, a smoke test has nothing to explain, and --minutes are over.
     if isinstance(module.target, OuterLM) or module.total_steps < LEAST_STEPS or config.minutes:
-        warning += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
+        words = ["diagnose", str(best), *(f"--data={word}" for word in words_of(config.data))]
+        warning += f". See why: draftsmith {shlex.join(words)} --target {config.target}"
     else:
         # Whole texts: an answer in a piece of one has lost its context.
         val = data.val

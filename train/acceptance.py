@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,11 +19,13 @@ from torch import Tensor
 from draftsmith.data.store.datasets import (
     AcceptanceTokens,
     ArtifactDataset,
+    Joined,
     RolloutTokens,
     collate_acceptance,
     collate_rollouts,
     open_dataset,
 )
+from draftsmith.data.store.parts import Data
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.metrics import acceptance_metrics, expected_calibration_error, fit_platt
 from draftsmith.modules.drafters.base import TrainStep
@@ -104,10 +105,10 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
     drafter = load_drafter(config.draft, lambda: load(read_model(config)), load)
     rollouts = drafter.head is not None
 
-    def open_labels(path: Path) -> ArtifactDataset:
+    def open_labels(data: Data) -> ArtifactDataset | Joined:
         identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size
         kind = "rollouts" if rollouts else "acceptance"
-        return open_dataset(path, kind, identity, vocab_size=vocab_size, mix=config.mix or 0.0, seed=config.seed)
+        return open_dataset(data, kind, identity, vocab_size=vocab_size, mix=config.mix or 0.0, seed=config.seed)
 
     train = open_labels(config.data)
     val = open_labels(config.val) if config.val is not None else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from draftsmith.data.settings import FeatureDtype, RemoteCode, volatile
+from draftsmith.data.store.parts import Part, parts_of, words_of
 from draftsmith.modules.drafters import HEADS, head_class
 from draftsmith.modules.types import InputError, check_config
 
@@ -177,18 +178,19 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
     """Options shared by all heads.
 
     Attributes:
-        data: The artifact to train on, a directory.
+        data: The artifact to train on, a directory. Several are joined: --data A --data 'B*2' has B's rows twice in an
+            epoch, 'B*0.5' half of its conversations.
         output: Directory that receives best/, last/, checkpoints/, metrics.csv and config.yaml. If it holds a training
             with the same settings, that continues from its newest intact checkpoint.
         val: Another artifact to validate on; without it a share of `data` is held out.
-        val_share: Share of the samples of `data` that is held out, chosen by a hash of the sample's number.
+        val_share: Share of the prompts of `data` that is held out, chosen by a hash of their token ids.
         max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
         seed: Of initial weights, order of samples and noise.
     """
 
     help_group: ClassVar[str] = "Data"
 
-    data: Path = volatile()
+    data: tuple[str, ...] | str | Path = volatile()
     output: Path = volatile()
     val: Path | None = volatile(None)
     val_share: float = 0.05
@@ -197,12 +199,19 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
     trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data", words_of(self.data))
+        _ = self.parts
         check_config(self, **RANGES)
         if self.minutes and self.max_steps:
             found, remedy = f"{self.minutes:g} with max_steps {self.max_steps}", "Set one of them to 0."
             raise InputError("minutes", found, "one of the two", remedy)
         if 0 < self.max_length < MIN_LENGTH:
             raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The artifacts of `data`, and how often an epoch has each."""
+        return parts_of(self.data)
 
     @property
     def most_at_once(self) -> int:

@@ -27,9 +27,11 @@ from torch.utils.data import DataLoader, Dataset
 from draftsmith.data.store.datasets import (
     BATCH_COLUMNS,
     TEXT_COLUMNS,
+    Joined,
     collate_features,
     open_dataset,
     pack_features,
+    prompt_hash,
 )
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -268,7 +270,7 @@ class ListedRows:
             ids.append(item["input_ids"])
         self.digest = digest.hexdigest()
         self.lengths = np.array([len(row) for row in ids], dtype=np.int64)
-        self.conversations = np.arange(len(rows))
+        self.hashes = np.array([prompt_hash(*text) for text in self.whole_texts(range(len(rows)))], dtype=np.uint64)
         self.id_range = tuple(map(int, torch.cat(ids).aminmax())) if ids else (0, 0)
 
     def __len__(self) -> int:
@@ -328,22 +330,27 @@ class WholeSteps:
         self._start = state["step"]
 
 
-def held_out(num_samples: int, share: float) -> tuple[np.ndarray, np.ndarray]:
+def held_out(hashes: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Split sample numbers into training and validation, each with at least one sample.
 
-    A sample's side depends on its number alone, so it does not change when data is added.
+    hashes: of the prompt that each sample's conversation begins with, [N] uint64. It alone decides the side, so a
+    conversation keeps it whatever else is in the data, and its turns, its copies, pieces of its rows and other answers
+    to it have the same. Of P prompts this holds out share * P, give or take its square root. If it holds out none, the
+    one with the smallest hash is held out, which is logged.
+
+    Raises:
+        InputError: nothing is left to train on.
     """
-
-    def score(sample: int) -> bytes:
-        return hashlib.sha256(f"0/{sample}".encode()).digest()
-
-    heads = (int.from_bytes(score(sample)[:4], "big") for sample in range(num_samples))
-    kept = np.fromiter(heads, dtype=np.int64, count=num_samples) >= int(share * 2**32)
-    if share > 0 and kept.all():
-        kept[min(range(num_samples), key=score)] = False
-    if not kept.any():
-        raise InputError("data", f"{num_samples} samples", "at least 2 to hold one out", "Make more, or pass --val.")
-    return np.flatnonzero(kept), np.flatnonzero(~kept)
+    # The upper half: `Joined` takes a share of an artifact by the lower one.
+    held = (hashes >> np.uint64(32)) < int(share * 2**32)
+    prompts = len(np.unique(hashes))
+    if not held.any():
+        held = hashes == hashes.min()
+        say_on_rank_zero(f"held out: 1 of {prompts:,} different prompts; too few for --val-share {share:g}")
+    if held.all():
+        found, remedy = f"{prompts} different first prompts", "Make more, or pass --val."
+        raise InputError("data", found, "at least 2, to hold one out", remedy)
+    return np.flatnonzero(~held), np.flatnonzero(held)
 
 
 def train_and_val(
@@ -358,7 +365,12 @@ def train_and_val(
         InputError: there are too few samples.
     """
     if not len(train):
-        raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
+        raise InputError(
+            "data",
+            f"{' '.join(map(str, config.parts))} without samples",
+            "at least one",
+            "Check the stage that made it.",
+        )
     limit = min(config.max_length or context, context)
 
     def split(dataset: Any) -> Any:
@@ -377,11 +389,10 @@ def train_and_val(
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    # Whole conversations are held out: their turns, and pieces of one sequence, stay on one side.
-    rows = np.asarray(train.conversations)
-    kept = np.zeros(int(rows[-1]) + 1, dtype=bool)
-    kept[held_out(len(kept), config.val_share)[0]] = True
-    return Samples(train, np.flatnonzero(kept[rows])), Samples(train, np.flatnonzero(~kept[rows]))
+    kept, held = held_out(train.hashes, config.val_share)
+    # What an epoch repeats is validated once.
+    held = held[train.copies[held] == 0] if isinstance(train, Joined) else held
+    return Samples(train, kept), Samples(train, held)
 
 
 class HeadDataModule(pl.LightningDataModule):
@@ -398,9 +409,9 @@ class HeadDataModule(pl.LightningDataModule):
         collate: Callable[[list[Any]], Any] | None = None,
         count: Callable[[Any], float] | None = None,
     ):
-        """train, val: `Samples`, the directory of an artifact, or a sequence of rows (such as a `datasets.Dataset`),
-        dictionaries of `input_ids` [T] and `loss_mask` [T]. Without val a share of train is held out
-        (`config.val_share`). collate, count: see `Samples`; default: those of the config's drafter.
+        """train, val: `Samples`, the directory of an artifact or a list of such (`open_dataset`), or a sequence of rows
+        (such as a `datasets.Dataset`), dictionaries of `input_ids` [T] and `loss_mask` [T]. Without val a share of
+        train is held out (`config.val_share`). collate, count: see `Samples`; default: those of the config's drafter.
 
         Raises:
             InputError: there are no samples, or one is longer than a step may be.
@@ -408,7 +419,9 @@ class HeadDataModule(pl.LightningDataModule):
         super().__init__()
         self.config, parts = config, []
         for name, part in (("train", train), ("val", train if val is None else val)):
-            if isinstance(part, str | Path):
+            if isinstance(part, str | Path) or (
+                isinstance(part, list) and all(isinstance(d, str | Path) for d in part)
+            ):
                 part = open_dataset(part)
                 if part.manifest.kind == "prompts" and "loss_mask" not in part.manifest.field_names:
                     raise InputError(name, "prompts without answers", "responses", "Make them: data responses.")

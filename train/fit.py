@@ -7,6 +7,7 @@ result: a run that has one is complete.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import shlex
@@ -23,7 +24,8 @@ from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 
 from draftsmith.data.console import log_done, print_text
 from draftsmith.data.ranks import LAUNCHER
-from draftsmith.data.store.manifest import MANIFEST, Manifest, decisive, resolved
+from draftsmith.data.store.manifest import MANIFEST, Manifest, decisive, joined_digest, resolved
+from draftsmith.data.store.parts import Part
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
@@ -72,9 +74,12 @@ def finished(config: TrainConfig, digests: Mapping[str, str] | None = None) -> P
     """
     if (config.output / STARTED).exists():
         if digests is None:
-            paths = {name: getattr(config, name) for name in ("data", "val")}
-            here = {name: path for name, path in paths.items() if path is not None and (path / MANIFEST).exists()}
-            digests = {name: Manifest.read(path).digest for name, path in here.items()}
+            sources = {"data": config.parts} | ({} if config.val is None else {"val": (Part(config.val),)})
+            digests = {
+                name: joined_digest(parts, [Manifest.read(part.path) for part in parts])
+                for name, parts in sources.items()
+                if all((part.path / MANIFEST).exists() for part in parts)
+            }
         inputs = {f"inputs.{name}": digest for name, digest in digests.items()}
         _check_begun(config, {"config": decisive(config), **inputs})
     if not (config.output / FINISHED).exists():
@@ -129,7 +134,8 @@ def _fit(
     # Begin the run, or check that the one to resume was begun alike.
     state = {"config": decisive(config), **{name: provenance[name] for name in ("inputs", "models", "target")}}
     supervision = Supervision.of(data.train.dataset.answer_lengths(data.train.indices))
-    say_on_rank_zero("\n".join(filter(None, (f"data: {supervision.text()}", supervision.warning()))))
+    facts = (f"data: {supervision.text()}", supervision.warning(), different_sampling(data))
+    say_on_rank_zero("\n".join(filter(None, facts)))
     if (config.output / STARTED).exists():
         _check_begun(config, state)
     elif rank() == 0:
@@ -191,7 +197,7 @@ def _conclude(module: LitHead, data: HeadDataModule, trainer: pl.Trainer, save: 
         command = shlex.join(["train", kind, "--config", str(config.output / RESOLVED)])
         command = f"{os.environ.get(LAUNCHER, 'draftsmith')} {command}"
         saved = f"saved step {save.saved_step}" if save.saved_step else "nothing was saved"
-        again = "the same script" if config.data == Path(IN_PYTHON) else command
+        again = "the same script" if config.data == (IN_PYTHON,) else command
         say_on_rank_zero(f"{signal.Signals(interrupted).name}: {saved}. Resume with: {again}")
         raise SystemExit(exit_code(interrupted))
     if save.unsaved:
@@ -213,6 +219,14 @@ def _conclude(module: LitHead, data: HeadDataModule, trainer: pl.Trainer, save: 
     if interrupted in {signal.SIGINT, signal.SIGTERM}:
         raise SystemExit(128 + interrupted)
     return config.output / "best"
+
+
+def different_sampling(data: HeadDataModule) -> str:
+    """Say how the answers of joined artifacts were sampled, if not alike; else return an empty string."""
+    manifests = getattr(data.train.dataset, "manifests", ())
+    ways = {json.dumps(manifest.sampling): str(manifest.directory) for manifest in manifests}
+    listed = "; ".join(f"{directory} {way}" for way, directory in ways.items())
+    return f"note: answers sampled in {len(ways)} ways: {listed}" if len(ways) > 1 else ""
 
 
 def at_length(module: LitHead, data: HeadDataModule) -> str:

@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from draftsmith.data.store.datasets import Joined
 from draftsmith.data.store.manifest import open_artifact
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.engine.cache import any_shape
@@ -99,7 +100,7 @@ class LitHead(pl.LightningModule):
 
     def digests(self, data: HeadDataModule) -> dict[str, str]:
         """Return the digests of the artifacts, or rows in memory, that the data module reads."""
-        train, val = (getattr(part.dataset, "manifest", part.dataset) for part in (data.train, data.val))
+        train, val = data.train.dataset, data.val.dataset
         sources = {"data": train} | ({"val": val} if val is not train else {})
         return {name: source.digest for name, source in sources.items() if hasattr(source, "digest")}
 
@@ -422,7 +423,7 @@ class LitDrafter(LitHead):
         data, info = cast(Any, self.trainer).datamodule, self.target.info
         context = min(info.max_position, self.head.config.max_position)
         for samples in (data.train, data.val):
-            if info.files and (manifest := getattr(samples.dataset, "manifest", None)):
+            for manifest in getattr(samples.dataset, "manifests", ()) if info.files else ():
                 made_with: dict[str, Any] = checkpoint_of(self.target).text_identity(manifest.identity)
                 if manifest.kind != "prompts":
                     layers = self.source.aux_layers if manifest.kind == "features" else ()
@@ -483,6 +484,7 @@ class LitDrafter(LitHead):
             # Stored features bring the proof of their states.
             "teacher": self.source.teacher or (None if manifest is None else manifest.teacher),
             "inputs": inputs,
+            **({"joined": data.train.dataset.recorded} if isinstance(data.train.dataset, Joined) else {}),
             "tied_to_target": list(self.head.tied_to_target),
         }
 

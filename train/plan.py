@@ -84,14 +84,15 @@ class TrainingDocuments:
 def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: int) -> TrainingDocuments:
     """Read the lengths of the training samples: split at the context, without held-out ones. Assume them if the
     artifact does not exist."""
-    from draftsmith.train.data import held_out, train_and_val
+    from draftsmith.train.data import train_and_val
 
-    if not (config.data / MANIFEST).exists():
+    missing = [str(part.path) for part in config.parts if not (part.path / MANIFEST).exists()]
+    if missing:
         samples, length = config.plan_samples, config.plan_length
-        count = samples if config.val is not None else len(held_out(samples, config.val_share)[0])
+        count = samples if config.val is not None else samples - max(1, round(config.val_share * samples))
         _, _, lengths = cut_lengths(np.full(count, length), min(config.max_length or context, context), num_lost_rows)
         source = f"assumed: {samples:,} samples of {length} tokens"
-        source += "" if str(config.data) == NO_DATA else f", as {config.data} does not exist"
+        source += "" if missing == [NO_DATA] else f", as {' and '.join(missing)} does not exist"
         return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
 
     texts = open_dataset(config.data, check="size")
@@ -99,7 +100,7 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
     train, _ = train_and_val(config, texts, None if config.val is None else texts, context, num_lost_rows)
     total = int(texts.lengths.sum())
     share = counts.get("loss_tokens", counts.get("response_tokens", total)) / max(1, total)
-    return TrainingDocuments(train.lengths.tolist(), share, str(config.data))
+    return TrainingDocuments(train.lengths.tolist(), share, " + ".join(map(str, config.parts)))
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ def plan_of(config: TrainDrafterConfig, opened: Checkpoint | None = None) -> Tra
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
     files, served = opened or Checkpoint(config.target), config.features == "vllm"
     shape, width = files.shape, weight_type(model_dtype(config), files).itemsize
-    stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
+    paths = [part.path for part in config.parts]
+    stored = all((path / MANIFEST).exists() and Manifest.read(path).kind == "features" for path in paths)
     target = meta_target(files, served or (stored and not needs_layers(config)))
     head = meta_head(config, shape)
     head_shape: Any = head.config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +15,10 @@ from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_
 from draftsmith.data.engines.vllm_states import ServedStates, prove_teacher
 from draftsmith.data.features import text_dataset
 from draftsmith.data.ranks import check_one_process
-from draftsmith.data.store.datasets import ArtifactDataset, open_dataset
+from draftsmith.data.store.datasets import ArtifactDataset, Joined, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import Manifest, open_artifact
+from draftsmith.data.store.parts import Data, parts_of
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of, shape_of
@@ -102,12 +102,15 @@ def needs_layers(config: TrainDrafterConfig) -> bool:
     """Return whether the target's layers run in the training: for states, or for the answers that tau is read along."""
     if config.device_map or config.features == "vllm":
         return config.device_map
-    manifests = [Manifest.read(path) for path in (config.data, config.val) if path is not None]
-    recorded = config.tau_data is None and manifests[-1].sampling is not None
-    return any(own.kind != "features" for own in manifests) or (config.tau_prompts > 0 and not recorded)
+    data = [Manifest.read(part.path) for part in config.parts]
+    val = data if config.val is None else [Manifest.read(config.val)]
+    recorded = config.tau_data is None and all(own.sampling and own.sampling == val[0].sampling for own in val)
+    return any(own.kind != "features" for own in data + val) or (config.tau_prompts > 0 and not recorded)
 
 
-def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]) -> ArtifactDataset:
+def open_data(
+    data: Data, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]
+) -> ArtifactDataset | Joined:
     """Open features of these layers (`DraftHead.loss_layers`), or texts for the target to read.
 
     Features are hashed to see that they are intact; of more than HASHED_BYTES only the files' sizes are compared.
@@ -115,13 +118,21 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
     Raises:
         InputError: another artifact, one of another target, or features of other layers than the drafter reads.
     """
-    manifest = Manifest.read(directory)
-    if manifest.kind == "features":
+    manifests, checkpoint = [Manifest.read(part.path) for part in parts_of(data)], checkpoint_of(target)
+    if not any(manifest.kind == "features" for manifest in manifests):
+        for manifest in manifests:
+            open_artifact(manifest.directory, ("responses", "prompts", "features"), check="size")
+        return text_dataset(data, checkpoint)
+
+    identity, made_with = captured(target.info.identity, layers), dict[str, Any]()
+    for manifest in manifests:
+        if manifest.kind != "features":
+            found, remedy = f"{manifest.directory}, {manifest.kind} beside features", "Make features of them, too."
+            raise InputError("data", found, "artifacts of one kind", remedy)
         if config.features != "online":
-            found = f"{config.features}, and features in {directory}"
+            found = f"{config.features}, and features in {manifest.directory}"
             remedy = "Pass --features online: these are stored."
             raise InputError("features", found, "responses to compute them of", remedy)
-        identity = captured(target.info.identity, layers)
         stored, wanted = (own.get("layers", "final-norm") for own in (manifest.identity.get("target", {}), identity))
         if stored != wanted:
             expected = f"those of {wanted}, which this head learns from"
@@ -131,11 +142,10 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
             remedy = f"Make them again: {manifest.command}"
             raise InputError("data", "features whose teacher was not proved", "the field `teacher` in it", remedy)
         target.readout = manifest.readout or target.readout
-        check = "sha256" if sum(entry.bytes for entry in manifest.files) < HASHED_BYTES else "size"
-        made_with = {"target": identity, **checkpoint_of(target).template_identity(manifest.identity)}
-        return open_dataset(manifest.directory, "features", made_with, check, target.info.vocab_size)
-    open_artifact(manifest.directory, ("responses", "prompts", "features"), check="size")
-    return text_dataset(manifest.directory, checkpoint_of(target))
+        made_with |= {"target": identity, **checkpoint.template_identity(manifest.identity)}
+    size = sum(entry.bytes for manifest in manifests for entry in manifest.files)
+    check = "sha256" if size < HASHED_BYTES else "size"
+    return open_dataset(data, "features", made_with, check, target.info.vocab_size)
 
 
 def taught_by_final_state(layers: Sequence[int], target: CausalLM) -> bool:
@@ -169,7 +179,7 @@ def feature_source(
         # Spread over devices (--device-map), it is another.
         outer = target if isinstance(target, OuterLM) else load_outer(checkpoint_of(target), "auto")
         if rank() == 0:
-            recorded = Recorded(rows, masks, Manifest.read(config.data).sampling)
+            recorded = Recorded(rows, masks, samples[0].dataset.manifest.sampling)
             log_note(str(prove_served(server, outer, recorded, states, config.feature_dtype)))
         else:
             prove_teacher(server, outer, rows)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import glob
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decode, decoded
-from draftsmith.data.store.manifest import Manifest, open_artifact
+from draftsmith.data.store.manifest import Manifest, agree, joined_digest, open_artifact
+from draftsmith.data.store.parts import Data, parts_of
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms
+from draftsmith.data.store.spool import row_name
 from draftsmith.modules.types import FeatureBatch, InputError
 
 Item = dict[str, Tensor]
@@ -75,12 +78,13 @@ class ArtifactDataset(Dataset):
     """Rows of an artifact, or pieces of them, as samples.
 
     lengths: tokens of each sample, [N] int64. rows: row of each sample, [N]. conversations: conversation of each
-    sample, counted from 0, [N].
+    sample, counted from 0, [N]. manifests, digest: what it was opened from.
     """
 
     def __init__(self, manifest: Manifest, vocab_size: int | None, mix: float, seed: int):
         """manifest: as `open_artifact` returned it. For the rest see `open_dataset`."""
         self.directory, self.manifest = manifest.directory, manifest
+        self.manifests, self.digest = (manifest,), manifest.digest
         self._mix, self._seed = mix, seed
         is_text = "input_ids" in manifest.field_names
         self._ids = "input_ids" if is_text else "prompt_ids"
@@ -91,7 +95,8 @@ class ArtifactDataset(Dataset):
         self._files = FeatureFiles(self.directory)
 
         self.lengths = pc.list_value_length(self._table[self._ids]).to_numpy().astype(np.int64)
-        self.rows = np.arange(len(self.lengths))
+        self.num_rows = len(self.lengths)
+        self.rows = np.arange(self.num_rows)
         # A row that continues the conversation before it begins at a later turn.
         begins = np.ones(len(self.rows), dtype=bool)
         if "turn" in names:
@@ -176,6 +181,17 @@ class ArtifactDataset(Dataset):
         item["loss_mask"] = uniforms[:, None] < reached.view(shape)
         return item | {name: torch.tensor(self._values(name, row)).view(shape) for name in LABEL_COLUMNS}
 
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Hash of the prompt that each sample's conversation begins with, [N] uint64."""
+        conversations, first = np.unique(self.conversations, return_index=True)
+        mask = "loss_mask" if "loss_mask" in self._lists else None
+        hashes = [
+            prompt_hash(self._values(self._ids, row), None if mask is None else self._values(mask, row))
+            for row in self.rows[first].tolist()
+        ]
+        return np.array(hashes, dtype=np.uint64)[np.searchsorted(conversations, self.conversations)]
+
     @property
     def id_range(self) -> tuple[int, int]:
         """Return the smallest and the largest token id."""
@@ -194,6 +210,7 @@ class ArtifactDataset(Dataset):
         if np.max(self.lengths, initial=0) <= max_length:
             return self
         pieces = copy.copy(self)
+        pieces.__dict__.pop("hashes", None)
         samples, pieces._starts, pieces.lengths = cut_lengths(self.lengths, max_length, overlap)
         pieces.rows, pieces.conversations = self.rows[samples], self.conversations[samples]
         return pieces
@@ -222,56 +239,168 @@ class ArtifactDataset(Dataset):
         return (rows.item(row, 0) for row in range(len(rows.rows)))
 
 
+class Joined(Dataset):
+    """Samples of several artifacts: those of an epoch, as often as the weights say.
+
+    A weight of 2.25 is two copies of every sample and a third one of a quarter of the conversations, which are the same
+    in every epoch. Mixed tokens are drawn anew for every copy.
+
+    lengths, rows, hashes: as of `ArtifactDataset`; rows are counted through all artifacts. copies: number of each
+    sample's copy, from 0, [N]. manifest: what all artifacts say together.
+    """
+
+    def __init__(self, parts: Sequence[ArtifactDataset], weights: Sequence[float], manifest: Manifest, digest: str):
+        """manifest, digest: of all artifacts together (`agree`, `joined_digest`)."""
+        self.parts, self.weights, self.manifest, self.digest = parts, weights, manifest, digest
+        self.manifests = tuple(part.manifest for part in parts)
+        samples, copies = [], []
+        for part, weight in zip(parts, weights, strict=True):
+            times = np.full(len(part), int(weight))
+            if share := weight % 1:
+                # Other bits than those that hold samples out.
+                chosen = part.hashes & np.uint64(0xFFFFFFFF)
+                ordered = np.unique(chosen)
+                times += chosen <= ordered[max(round(share * len(ordered)), 1) - 1]
+            samples.append(np.arange(len(part)).repeat(times))
+            copies.append(np.arange(times.sum()) - (times.cumsum() - times).repeat(times))
+        self._part = np.arange(len(parts)).repeat([len(own) for own in samples])
+        self._sample, self.copies = np.concatenate(samples), np.concatenate(copies)
+
+        self.lengths = self._of_parts("lengths")
+        starts = np.cumsum([0, *(part.num_rows for part in parts)])
+        self.rows = self._of_parts("rows") + starts[self._part]
+
+    def _of_parts(self, name: str) -> np.ndarray:
+        values = [getattr(part, name) for part in self.parts]
+        return np.concatenate([own[self._sample[self._part == number]] for number, own in enumerate(values)])
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        return self._of_parts("hashes")
+
+    @property
+    def recorded(self) -> list[dict[str, Any]]:
+        """Artifacts with their weights and the sampling of their answers, as a trained head's manifest has them."""
+        return [
+            {"digest": part.digest, "weight": weight, "sampling": part.manifest.sampling}
+            for part, weight in zip(self.parts, self.weights, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.parts[self._part[index]][int(self._sample[index])]
+
+    def item(self, index: int, epoch: int) -> Item:
+        """Return a sample as it is in an epoch."""
+        number = int(self._part[index])
+        passes = math.ceil(self.weights[number])
+        return self.parts[number].item(int(self._sample[index]), epoch * passes + int(self.copies[index]))
+
+    @property
+    def id_range(self) -> tuple[int, int]:
+        ranges = [part.id_range for part in self.parts]
+        return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+    def name(self, index: int) -> str:
+        return self.parts[self._part[index]].name(int(self._sample[index]))
+
+    def in_pieces(self, max_length: int, overlap: int = 0) -> Joined:
+        pieces = [part.in_pieces(max_length, overlap) for part in self.parts]
+        return Joined(pieces, self.weights, self.manifest, self.digest)
+
+    def answer_lengths(self, samples: Sequence[int]) -> np.ndarray:
+        return np.concatenate([part.answer_lengths(own) for part, own in self._by_part(samples)])
+
+    def token_counts(self, samples: Sequence[int], vocab_size: int) -> Tensor:
+        return torch.stack([part.token_counts(own, vocab_size) for part, own in self._by_part(samples)]).sum(0)
+
+    def whole_texts(self, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for part, own in self._by_part(samples):
+            yield from part.whole_texts(own)
+
+    def whole_items(self, samples: Sequence[int]) -> Iterator[Item]:
+        for part, own in self._by_part(samples):
+            yield from part.whole_items(own)
+
+    def _by_part(self, samples: Sequence[int]) -> Iterator[tuple[ArtifactDataset, Sequence[int]]]:
+        chosen = np.asarray(samples, dtype=np.int64)
+        for number, part in enumerate(self.parts):
+            yield part, self._sample[chosen[self._part[chosen] == number]].tolist()
+
+
 def open_dataset(
-    directory: str | Path,
+    data: Data,
     kind: str | tuple[str, ...] | None = None,
     identity: Mapping[str, Any] | None = None,
     check: str = "sha256",
     vocab_size: int | None = None,
     mix: float = 0.15,
     seed: int = 0,
-) -> ArtifactDataset:
-    """Open what a data command wrote as a torch data set: prompts, responses, features, acceptance or rollouts.
+) -> ArtifactDataset | Joined:
+    """Open what data commands wrote as a torch data set: prompts, responses, features, acceptance or rollouts.
 
-    kind, identity, check: what the artifact must be, as of `open_artifact`. vocab_size: of the model that reads it, to
-    check token ids. mix, seed: of acceptance labels, the share of the target's own tokens, and the seed.
+    data: a directory, or several, each `DIR` or `DIR*N`: an epoch has the rows of that one N times (`Joined`). Their
+    order does not matter. kind, identity, check: what each must be, as of `open_artifact`. vocab_size: of the model
+    that reads it, to check token ids. mix, seed: of acceptance labels, the share of the target's own tokens, and the
+    seed.
 
     Raises:
-        InputError: no such artifact, or one that is incomplete, damaged or made with other models.
+        InputError: no such artifact, or one that is incomplete, damaged or made with other models; artifacts that do
+            not belong together (`agree`), or the same twice.
     """
     if not 0 <= mix < 1:
         raise InputError("mix", mix, "a probability in [0, 1)", "The paper's is 0.15.")
-    manifest = open_artifact(Path(directory), kind or tuple(COLUMNS), identity, check)
-    return ArtifactDataset(manifest, vocab_size, mix, seed)
+    parts = parts_of(data)
+    manifests = [Manifest.read(part.path) for part in parts]
+    manifest, digest = agree(parts, manifests), joined_digest(parts, manifests)
+    opened = [
+        ArtifactDataset(open_artifact(part.path, kind or tuple(COLUMNS), identity, check), vocab_size, mix, seed)
+        for part in parts
+    ]
+    if len(parts) == 1 and parts[0].weight == 1:
+        return opened[0]
+    ordered = sorted(range(len(parts)), key=lambda number: opened[number].digest)
+    return Joined([opened[i] for i in ordered], [parts[i].weight for i in ordered], manifest, digest)
 
 
-def as_dataset(directory: str | Path) -> Any:
-    """Open what a data command wrote as a `datasets.Dataset`: prompts, responses, features, acceptance or rollouts.
+def as_dataset(data: Data) -> Any:
+    """Open what data commands wrote as a `datasets.Dataset`: prompts, responses, features, acceptance or rollouts.
 
-    Rows have the artifact's columns, numbers as torch tensors (`with_format(None)`: as Python's). Rows of features
-    have `features` [T, L*H] in bf16 beside them, read from their files when a row is asked for.
+    data: a directory, or several, each `DIR` or `DIR*N`: it has the rows of that one N times. Rows have the artifacts'
+    columns, numbers as torch tensors (`with_format(None)`: as Python's). Rows of features have `features` [T, L*H] in
+    bf16 beside them, read from their files when a row is asked for.
 
     Raises:
-        InputError: no such artifact, or one that is incomplete or damaged.
+        InputError: as `open_dataset`.
     """
     import datasets
 
-    manifest = open_artifact(Path(directory), tuple(COLUMNS))
-    directory = manifest.directory
-    tables = [glob.escape(str(directory / entry.name)) for entry in manifest.files if entry.name.endswith(".parquet")]
+    opened = open_dataset(data)
+    parts, tables = opened.parts if isinstance(opened, Joined) else [opened], []
     with quiet_datasets():
-        # The content's hash names the copy in the cache of `datasets`.
-        rows = datasets.load_dataset("parquet", manifest.digest, data_files=tables, split="train").with_format("torch")
-    if manifest.kind != "features":
+        for number, part in enumerate(parts):
+            names = [entry.name for entry in part.manifest.files if entry.name.endswith(".parquet")]
+            files = [glob.escape(str(part.directory / name)) for name in names]
+            # The content's hash names the copy in the cache of `datasets`.
+            rows = datasets.load_dataset("parquet", part.digest, data_files=files, split="train")
+            if isinstance(opened, Joined):
+                rows = rows.add_column("artifact", np.full(len(rows), number))
+            tables.append(rows)
+        rows = datasets.concatenate_datasets(tables).select(opened.rows).with_format("torch")
+    if opened.manifest.kind != "features":
         return rows
-    files = FeatureFiles(directory)
+    readers = [FeatureFiles(part.directory) for part in parts]
 
     def with_features(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Add the features to rows, unless the columns that say where they are were left out."""
         batch |= {name: [torch.tensor(values) for values in batch[name]] for name in TEXT_COLUMNS if name in batch}
         if batch.keys() >= {"shard", "row"}:
-            places = zip(batch["shard"], batch["row"], strict=True)
-            batch["features"] = [decode(files.read(shard, feature_key(row), f"row {row}")) for shard, row in places]
+            owners = batch.get("artifact", [0] * len(batch["row"]))
+            places = zip(owners, batch["shard"], batch["row"], strict=True)
+            stored = (readers[owner].read(shard, feature_key(row), f"row {row}") for owner, shard, row in places)
+            batch["features"] = [decode(one) for one in stored]
         return batch
 
     return rows.with_transform(with_features)
@@ -302,6 +431,17 @@ def cut_lengths(lengths: np.ndarray, max_length: int, overlap: int) -> tuple[np.
     samples = np.arange(len(lengths)).repeat(counts)
     starts = (np.arange(len(samples)) - (counts.cumsum() - counts).repeat(counts)) * stride
     return samples, starts, np.minimum(max_length, lengths[samples] - starts)
+
+
+def prompt_hash(ids: np.ndarray, mask: np.ndarray | None) -> int:
+    """Return a hash of 64 bits of the token ids in front of the first answer; of all if there are none.
+
+    Held-out rows, and shares of an artifact, are chosen by it: other answers to a prompt go where the first ones go.
+
+    ids, mask: [T], the mask true on answers.
+    """
+    num_asked = int(mask.argmax()) if mask is not None and mask.any() else 0
+    return int(row_name(ids[:num_asked] if num_asked else ids)[:16], 16)
 
 
 def feature_key(row: int) -> str:

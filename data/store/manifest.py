@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.store.parts import Part
 from draftsmith.modules.pretrained.files import write_json
-from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256
+from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256, flatten
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.proof import Proof
 from draftsmith.modules.targets.readout import Readout, behind_norm
@@ -235,3 +238,68 @@ def options_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses
             yield from options_of(value, f"{prefix}{spec.name}.")
         else:
             yield prefix + spec.name, spec, value
+
+
+# -- artifacts that are joined
+
+TEXTS, LABELS = ("prompts", "responses"), ("acceptance", "rollouts")
+# Parts of an identity that joined artifacts share.
+SHARED = ("tokenizer", "encoding", "chat_template", "own_template", "target", "draft")
+
+
+def joined_digest(parts: Sequence[Part], manifests: Sequence[Manifest]) -> str:
+    """Return the digests of all artifacts with their weights, in an order that does not depend on the list's.
+
+    Raises:
+        InputError: two of them are the same artifact.
+    """
+    digests: dict[str, Part] = {}
+    for part, manifest in zip(parts, manifests, strict=True):
+        other = digests.setdefault(manifest.digest, part)
+        if other is not part:
+            remedy = f"Pass it once: {Part(part.path, part.weight + other.weight)}."
+            raise InputError("data", f"{other} and {part}, the same artifact", "different ones", remedy)
+    return " + ".join(digest + digests[digest].times for digest in sorted(digests))
+
+
+def agree(parts: Sequence[Part], manifests: Sequence[Manifest]) -> Manifest:
+    """Return what the manifests of joined artifacts say together.
+
+    Texts have one target, tokenizer and chat template; states one readout and dtype, too, and labels one sampling and
+    depth. Texts whose sampling differs have none recorded together. counts: those of an epoch.
+
+    Raises:
+        InputError: the first field in which two of them differ.
+    """
+    pairs = itertools.combinations(zip(parts, manifests, map(_facts, manifests), strict=True), 2)
+    for (one, manifest, ours), (other, _, theirs) in pairs:
+        for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name != "kind", name)):
+            # Answers of a server may lack hashes of its weights, and given answers have no target.
+            may_lack = name == "own_template" or (name.startswith("target.") and manifest.kind in TEXTS)
+            both = ours.get(name), theirs.get(name)
+            if both[0] != both[1] and not (may_lack and None in both):
+                found = f"{one.path} with {name} {both[0]} and {other.path} with {both[1]}"
+                raise InputError("data", found, "artifacts that agree", "Make both alike, or train on one of them.")
+    counts: Counter[str] = Counter()
+    for part, manifest in zip(parts, manifests, strict=True):
+        counts.update({name: round(part.weight * count) for name, count in manifest.counts.items()})
+    identity = {name: value for manifest in reversed(manifests) for name, value in manifest.identity.items()}
+    sampling = manifests[0].sampling
+    if any(manifest.sampling != sampling for manifest in manifests):
+        sampling = None
+    return dataclasses.replace(
+        manifests[0], identity=identity, sampling=sampling, counts=dict(counts), files=(), command=""
+    )
+
+
+def _facts(manifest: Manifest) -> dict[str, object]:
+    """Return what joined artifacts must have alike, by name."""
+    facts = flatten({name: manifest.identity[name] for name in SHARED if name in manifest.identity})
+    if manifest.kind in TEXTS:
+        has_answers = "loss_mask" in manifest.field_names
+        return {**facts, "kind": "texts with answers" if has_answers else "prompts without answers"}
+    facts["kind"] = manifest.kind
+    if manifest.kind in LABELS:
+        return facts | {"sampling": manifest.sampling, "depth": manifest.config.get("depth")}
+    dtypes = ", ".join(f"{spec.name} {spec.dtype}" for spec in manifest.fields if spec.name.startswith("features"))
+    return facts | {"readout": manifest.readout, "dtype": dtypes}

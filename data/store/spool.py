@@ -29,7 +29,7 @@ FILE_BYTES, WAITING_BYTES = 256 * 2**20, 1024 * 2**20
 FOLDER = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 
-def row_name(input_ids: Sequence[int] | Tensor) -> str:
+def row_name(input_ids: Sequence[int] | Tensor | np.ndarray) -> str:
     """Return the name of the row with these token ids [T]."""
     return hashlib.blake2b(np.asarray(input_ids, dtype=np.int32).tobytes(), digest_size=16).hexdigest()
 

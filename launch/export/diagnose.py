@@ -11,7 +11,8 @@ import torch
 from draftsmith.data.console import log_note, print_text
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.served_target import load_target
-from draftsmith.data.store.manifest import Manifest, open_artifact
+from draftsmith.data.store.manifest import Manifest, agree, joined_digest, open_artifact
+from draftsmith.data.store.parts import parts_of
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, writing_alone
 from draftsmith.eval.diagnose.diagnosis import diagnose
@@ -62,7 +63,7 @@ def run(config: DiagnoseConfig) -> int:
     rows, manifest = read_rows(config, checkpoint, ("responses", "features", "prompts"), LIMIT, "size")
     if "input_ids" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses)."
-        raise InputError("data", f"{config.data}, prompts without answers", "answers", remedy)
+        raise InputError("data", "prompts without answers", "answers", remedy)
     # Its errors come before the target is loaded.
     head_config(config.draft)
     target = load_target(checkpoint, **config.loading)
@@ -73,10 +74,16 @@ def run(config: DiagnoseConfig) -> int:
 def read_rows(
     config: DiagnoseConfig, target: Checkpoint, kinds: tuple[str, ...], limit: int, check: str = "sha256"
 ) -> tuple[list[dict[str, Any]], Manifest]:
-    """Read the first rows of the data, and its manifest."""
-    manifest = open_artifact(config.data, kinds, target.text_identity(), check)
-    rows = Rows(manifest.directory, manifest, limit=config.limit or limit, vocab_size=target.shape.vocab_size)
-    return list(rows.iterate()), manifest
+    """Read the first rows of the data, of joined artifacts as many of each as its share of an epoch is; and what their
+    manifests say together."""
+    parts, rows = parts_of(config.data), list[dict[str, Any]]()
+    manifests = [open_artifact(part.path, kinds, target.text_identity(), check) for part in parts]
+    manifest, _ = agree(parts, manifests), joined_digest(parts, manifests)
+    epochs = [part.weight * len(Rows(one.directory, one)) for part, one in zip(parts, manifests, strict=True)]
+    for one, epoch in zip(manifests, epochs, strict=True):
+        count = max(1, round((config.limit or limit) * epoch / sum(epochs)))
+        rows += Rows(one.directory, one, limit=count, vocab_size=target.shape.vocab_size).iterate()
+    return rows, manifest
 
 
 def repair(config: DiagnoseConfig, output: Path) -> int:

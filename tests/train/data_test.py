@@ -6,6 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -172,11 +173,56 @@ def test_validation_sees_each_sample_once_over_the_ranks(budget, monkeypatch):
     assert sorted(seen) == list(range(103))
 
 
-def test_held_out_samples_stay_when_data_is_added():
-    train, val = held_out(1000, 0.1)
+def drawn(count: int, seed: int) -> np.ndarray:
+    """Hashes as those of texts."""
+    return np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
+
+
+def test_a_conversation_keeps_its_side_whatever_is_beside_it():
+    hashes = drawn(1000, 0)
+    train, val = held_out(hashes, 0.1)
     assert sorted([*train, *val]) == list(range(1000)) and 70 < len(val) < 130  # 100 +- 3 standard deviations of 9.5
-    _, more = held_out(2000, 0.1)
-    assert [i for i in more if i < 1000] == val.tolist()
+    sides = set(hashes[val].tolist())
+    # Joined, repeated and shuffled; then filtered.
+    more = np.random.default_rng(1).permutation(np.concatenate([hashes, hashes, drawn(500, 2)]))
+    assert sides == set(more[held_out(more, 0.1)[1]].tolist()) & set(hashes.tolist())
+    few = hashes[::3]
+    assert sides & set(few.tolist()) == set(few[held_out(few, 0.1)[1]].tolist())
+
+
+def test_one_conversation_is_held_out_at_least_and_said(capsys):
+    hashes = drawn(10, 3).repeat(2)
+    train, val = held_out(hashes, 1e-6)
+    assert len(train) == 18 and hashes[val].tolist() == [hashes.min()] * 2
+    assert "held out: 1 of 10 different prompts; too few for --val-share 1e-06" in capsys.readouterr().err
+    with pytest.raises(InputError, match="found 1 different first prompts, expected at least 2"):
+        held_out(hashes[:2], 0.5)
+
+
+def test_copies_train_together_and_are_validated_once(artifacts):
+    settings = draftsmith.settings("eagle", val_share=0.3, output="unused")
+    one, two = (HeadDataModule(data, None, settings) for data in (artifacts.responses, [f"{artifacts.responses}*2"]))
+
+    def texts(samples: Samples) -> list[tuple[int, ...]]:
+        return sorted(tuple(samples.text(i).tolist()) for i in range(len(samples)))
+
+    assert texts(two.val) == texts(one.val) and texts(two.train) == sorted(2 * texts(one.train))
+    # Other answers to the held-out prompts are held out, too.
+    assert len(one.val) > 1
+    rows = draftsmith.open_dataset(artifacts.responses)
+    starts = [row["loss_mask"].tolist().index(True) for row in rows]
+    shorter = [
+        {"input_ids": row["input_ids"][: start + 1], "loss_mask": row["loss_mask"][: start + 1]}
+        for row, start in zip(rows, starts, strict=True)
+    ]
+    assert [text[:-1] for text in texts(HeadDataModule(shorter, None, settings).val)] == sorted(
+        tuple(row["input_ids"][:start].tolist())
+        for row, start in zip(rows, starts, strict=True)
+        if tuple(row["input_ids"].tolist()) in texts(one.val)
+    )
+    # Rows in memory have the sides of the artifact's.
+    listed = HeadDataModule(draftsmith.open_dataset(artifacts.responses), None, settings)
+    assert texts(listed.val) == texts(one.val)
 
 
 @pytest.mark.parametrize("name", ["prompts", "responses", "features", "acceptance", "rollouts"])

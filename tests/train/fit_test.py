@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def command(options: dict[str, str]) -> list[str]:
 
 
 def in_process(options: dict[str, str]) -> Path:
-    paths = {name: Path(options[name]) for name in ("data", "output")}
+    paths: dict[str, Any] = {"data": options["data"], "output": Path(options["output"])}
     numbers = {name: int(options[name]) for name in ("batch_size", "val_every", "save_every", "log_every", "max_steps")}
     shares = {name: float(options[name]) for name in ("lr", "val_share")}
     words = {name: options[name] for name in ("draft", "accelerator")}
@@ -105,7 +106,33 @@ def test_a_finished_training_says_so_and_nothing_changes(artifacts, unbroken, tm
     (other / "manifest.json").write_text(json.dumps({**manifest, "seed": manifest["seed"] + 1}))
     with pytest.raises(InputError, match=r"inputs.data: \w+, begun with \w+"):
         in_process({**options, "data": str(other)})
+    # A longer list is other data, too.
+    with pytest.raises(InputError, match=r"inputs.data: .* \+ .*, begun with \w+"):
+        in_process({**options, "data": [options["data"], f"{other}*2"]})
     assert (unbroken / "training.json").stat().st_mtime_ns == before
+
+
+def test_a_run_of_joined_artifacts_resumes_with_the_same_ones_in_any_order(artifacts, tmp_path):
+    other = shutil.copytree(artifacts.acceptance, tmp_path / "other")
+    manifest = json.loads((other / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps({**manifest, "seed": manifest["seed"] + 1}))
+    listed = [str(artifacts.acceptance), f"{other}*1.5"]
+    options = settings(artifacts, tmp_path / "whole", max_steps=9, save_every=4, val_every=3)
+    in_process({**options, "data": listed})
+
+    # Killed after its second checkpoint: begun again from there, with the list turned around.
+    broken = shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    for path in ("training.json", "best", "last", *(f"{FOLDER}/{path.name}" for path in all_in(broken / FOLDER)[1:])):
+        (shutil.rmtree if (broken / path).is_dir() else os.remove)(broken / path)
+    assert step_of(all_in(broken / FOLDER)[0]) < 9
+    in_process({**options, "output": str(broken), "data": listed[::-1]})
+    ours, theirs = state(broken), state(tmp_path / "whole")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    recorded = json.loads((broken / "started.json").read_text())["inputs.data"]
+    assert recorded.count(" + ") == 1 and recorded.count("*1.5") == 1
+    for refused in (listed[:1], [listed[0], str(other)]):
+        with pytest.raises(InputError, match=r"another inputs.data: .*, begun with "):
+            in_process({**options, "output": str(broken), "data": refused})
 
 
 def test_a_signal_saves_and_says_how_to_go_on(artifacts, tmp_path, unbroken):
