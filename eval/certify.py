@@ -248,9 +248,6 @@ class FirstDrafts:
         """Return the place of each token of an answer. Its first token comes from reading the prompt."""
         ids, places = [*prompt, *answer], [DraftedPlace()] * len(answer)
         starts = range(max(len(prompt) + 1, self.branches.min_start), len(ids))
-        if not starts:
-            return places
-        self.branches.open(ids, self.drafter.features(ids, len(ids)))
 
         def record(piece: slice, _: int, logits: Tensor) -> Tensor:
             likeliest = best_tokens(logits)
@@ -259,7 +256,8 @@ class FirstDrafts:
                 places[start - len(prompt)] = DraftedPlace(False, q, (token,))
             return likeliest
 
-        self.branches.grow(starts, 1, record)
+        if starts:
+            self.drafter.read(ids).open(self.branches, len(ids)).grow(starts, 1, record)
         return places
 
 

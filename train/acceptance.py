@@ -1,8 +1,8 @@
 """`draftsmith train acceptance`: train a head that predicts whether the target will accept a drafted token
 (SpecDec++, Huang et al. 2024, section 3.3).
 
-A draft model reads the text with its own tokens mixed in (`MixedText`); a trained drafter reads the text and the drafts
-that branch off it (`RolloutReader`). The acceptance head learns from its states after the drafted tokens.
+A draft model reads the text with its own tokens mixed in; a trained drafter reads the text and the drafts that branch
+off it. The acceptance head learns from its states after the drafted tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from draftsmith.data.store.parts import Data
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.metrics import acceptance_metrics, expected_calibration_error, fit_platt
 from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import (
     FrozenDrafter,
@@ -125,7 +126,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
         # Not split: drafts were made within the context.
         context = max(int(dataset.lengths.max(initial=0)) for dataset in (train, val) if dataset is not None)
     train_samples, val_samples = train_and_val(config, train, val, context)
-    reader: Reader = RolloutReader(drafter, int(manifest.config["depth"])) if rollouts else MixedText(drafter)
+    reader = Reader(drafter, drafter.branches(int(manifest.config["depth"])) if rollouts else None)
     collate = collate_rollouts if rollouts else collate_acceptance
     data = HeadDataModule(train_samples, val_samples, config, collate, num_loss_tokens)
     return LitAcceptance(make_head(config, drafter.lm.info.hidden_size), reader, config), data
@@ -173,50 +174,35 @@ class DraftedTokens:
     log_q: Tensor
 
 
-class Reader(Protocol):
-    """Reads labeled batches with a frozen drafter."""
+@dataclass(frozen=True)
+class Reader:
+    """Reader of labeled batches with a frozen drafter.
+
+    branches: of labels of real rounds, the drafter of drafts that branch off a text.
+    """
 
     drafter: FrozenDrafter
+    branches: BranchDrafter | None = None
 
-    def read(self, data: Any) -> DraftedTokens:
+    def read(self, data: AcceptanceTokens | RolloutTokens) -> DraftedTokens:
         """Return states and labels of a collated batch."""
-
-
-class MixedText(Reader):
-    """Reader of labels of mixed text: a draft model reads z, and the head reads its states after each token."""
-
-    def __init__(self, drafter: FrozenDrafter):
-        self.drafter = drafter
-
-    def read(self, data: AcceptanceTokens) -> DraftedTokens:
-        with torch.no_grad():
-            hidden = self.drafter.lm.features(data.z_ids)  # [B, T, H]
-        mask = data.loss_mask
-        batch = AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask])
-        return DraftedTokens(batch, mask.nonzero()[:, 0], data.log_q[mask])
-
-
-class RolloutReader(Reader):
-    """Reader of labels of real rounds: the drafter reads each text, with all drafts that branch off it."""
-
-    def __init__(self, drafter: FrozenDrafter, depth: int):
-        """depth: tokens of a draft."""
-        self.drafter, self.branches = drafter, drafter.branches(depth)
-
-    def read(self, data: RolloutTokens) -> DraftedTokens:
-        mask, counts = data.loss_mask, torch.tensor([len(starts) for starts in data.starts])
-        owner = torch.arange(len(counts)).repeat_interleave(counts).to(mask.device)  # [drafts]
-        batch = AcceptanceBatch(self.states(data)[mask], data.accept_prob[mask], mask[mask])
-        return DraftedTokens(batch, owner[:, None].expand(mask.shape)[mask], data.log_q[mask])
+        mask, row = data.loss_mask, data.loss_mask.nonzero()[:, 0]  # [N]
+        if isinstance(data, AcceptanceTokens):
+            with torch.no_grad():
+                hidden = self.drafter.lm.features(data.z_ids)  # [B, T, H]
+        else:
+            counts = torch.tensor([len(starts) for starts in data.starts])
+            row = torch.arange(len(counts)).repeat_interleave(counts).to(row.device)[row]
+            hidden = self.states(data)
+        return DraftedTokens(AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask]), row, data.log_q[mask])
 
     def states(self, data: RolloutTokens) -> Tensor:
         """Return the drafter's states [drafts, K, H] after each token."""
-        states, first = [], 0
-        for ids, starts in zip(data.input_ids.split(data.lengths), data.starts, strict=True):
-            text, drafted = ids.tolist(), data.draft_ids[first : first + len(starts)]  # [S, K]
-            first += len(starts)
-            self.branches.open(text[: starts[-1]], self.drafter.features(text, starts[-1]))
-            states.append(self.branches.states(starts, drafted)[:, 1:])
+        assert self.branches is not None, "labels of real rounds need a drafter of branches"
+        states, drafted = [], data.draft_ids.split([len(starts) for starts in data.starts])  # [S, K] each
+        for ids, starts, own in zip(data.input_ids.split(data.lengths), data.starts, drafted, strict=True):
+            opened = self.drafter.read(ids.tolist()).open(self.branches, starts[-1])
+            states.append(opened.states(starts, own)[:, 1:])
         # Behind a block drafter's state stands its Markov head's. A copy: tensors of inference mode cannot be inputs of
         # a graph.
         return torch.cat(states)[..., : self.drafter.lm.info.hidden_size].to(data.draft_ids.device).clone()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from draftsmith.data.console import print_table, print_text, table_from_cells
+from draftsmith.data.text.answers import spans
 from draftsmith.eval.check.record import against_model, differences, hashes_of
 from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
 from draftsmith.eval.diagnose.drafts import (
@@ -23,13 +22,14 @@ from draftsmith.eval.diagnose.drafts import (
     HeadVariant,
     better_variants,
     head_variants,
+    kept,
     known_rope,
     longest_draft,
-    right,
 )
 from draftsmith.eval.diagnose.drafts import measure as measure_texts
 from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.along import Answer, TargetText, along_head, read, rounds_by_place, tau_of
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
@@ -42,7 +42,7 @@ from draftsmith.modules.pretrained.directory import RECORD, foreign_package
 from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
 from draftsmith.modules.targets.base import CausalLM, final_state
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, SamplingParams
 
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
 LARGEST_DIFFERENCE = 1e-4
@@ -241,11 +241,11 @@ def measure(
     try:
         as_it_is, *others = measure_texts(lm, texts, variants, depth).lengths
     except NonFinite as error:
-        return [Measure("first tokens", str(error), False)]
-    text, strong = f"{right(as_it_is):.1%} of {len(as_it_is)} as the target's", right(as_it_is) >= STRONG
+        return [Measure("accepted by place", str(error), False)]
+    text, strong = f"{shares(as_it_is)} of {len(as_it_is)} drafts", kept(as_it_is) >= STRONG
     text += "" if strong else f", a weak head (below {STRONG:.0%})"
     # Where a record or the head says what was trained, a weak one is still the right one.
-    measures = [Measure("first tokens", text, strong or known or ours is not None or None)]
+    measures = [Measure("accepted by place", text, strong or known or ours is not None or None)]
     if ours is not None:
         pairs = [pair for text in texts for pair in outputs_along(lm, text, heads, depth)]
         measures.append(difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs, share))
@@ -256,27 +256,31 @@ def measure(
     whole = isinstance(theirs.config, BlockConfig)
     better = better_variants(as_it_is, lengths, whole)
     for label in sorted(lengths, key=lambda label: label not in better):
-        text = f"{right(lengths[label]):.1%}, two {right(lengths[label], 2):.1%}"
         # The same test the other way round, by as many comparisons: does it draft worse for certain?
         ruled_out = label in settled or better_variants(lengths[label], dict.fromkeys(lengths, as_it_is), whole)
+        text = shares(lengths[label])
         measures.append(Measure(f"read with {label}", text, False if label in better else bool(ruled_out) or None))
     return measures
 
 
+def shares(lengths: Tensor) -> str:
+    """Return the text of the shares of drafts that are accepted up to each place, from their accepted tokens [N]."""
+    return " ".join(f"{kept(lengths, place):.1%}" for place in range(1, COMPARED + 1))
+
+
 def outputs_along(
-    lm: CausalLM, text: Mapping[str, Any], heads: Sequence[Any], depth: int
+    lm: CausalLM, row: Mapping[str, Any], heads: Sequence[Any], depth: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits [N, V], and log-odds [N] of confidence heads, of two heads along drafts of `depth` tokens.
 
     A draft is followed as long as both heads read the same tokens.
     """
-    ids, sides = torch.tensor(text["input_ids"]), list[tuple[Tensor, list[list[Tensor]]]]()
+    text, sides = text_of(lm, row, heads), list[tuple[Tensor, list[list[Tensor]]]]()
     for head in heads:
-        branches = BranchDrafter(head.net(lm), depth)
-        starts = torch.arange(max(text["loss_mask"].index(True) + 1, branches.min_start), len(ids) + 1)
-        branches.open(ids.tolist(), lm.features(ids[None].to(lm.device), aux_layers=head.aux_layers)[0])
+        branches = text.open(BranchDrafter(head.net(lm), depth), len(text.ids))
+        starts = torch.arange(max(text.answers[0].begin + 1, branches.min_start), len(text.ids) + 1)
         drafted = branches.draft(starts.tolist(), depth)
-        read = torch.cat([ids[starts - 1][:, None], drafted.tokens[:, :-1].cpu()], 1)  # [S, K]
+        read = torch.cat([torch.tensor(text.ids)[starts - 1][:, None], drafted.tokens[:, :-1].cpu()], 1)  # [S, K]
         outputs = []
         for level, hidden in enumerate(drafted.hidden.unbind(1)):
             outputs.append([branches.lm_head(hidden).float()])
@@ -291,20 +295,25 @@ def outputs_along(
         yield from ((a[rows], b[rows]) for a, b in zip(one, two, strict=False))
 
 
-def acceptance(lm: CausalLM, texts: Sequence[Mapping[str, Any]], trained: Any, exported: Any) -> Measure:
-    """Compare how many tokens of drafts from every position a head gets right before and after its weights are rounded.
+def text_of(lm: CausalLM, row: Mapping[str, Any], heads: Sequence[Any]) -> TargetText:
+    """Let the model read a text of its own, greedily answered, for some heads."""
+    answers = [Answer(begin, end, end) for begin, end in spans(row["loss_mask"])]
+    return read(lm, row["input_ids"], answers, SamplingParams(), [layer for head in heads for layer in head.aux_layers])
 
-    tau is that of such drafts, the target's own token included.
-    """
-    shown, taus = [], []
-    for head in (trained.to(lm.device, lm.dtype).eval(), exported):
-        variant = HeadVariant("", "as it is", head, head.aux_layers or (final_state(lm.info.num_layers),))
-        found = measure_texts(lm, texts, [variant], longest_draft(PLACES, [variant]))
-        reached = list(itertools.accumulate(found.by_place, operator.mul))
-        taus.append(1 + sum(reached))
-        shown.append(f"tau {taus[-1]:.2f} ({' '.join(f'{share:.0%}' for share in reached)})")
-    kept = taus[1] - 1 >= KEPT * (taus[0] - 1)
-    return Measure("acceptance before and after", f"{shown[0]}, {shown[1]}; accepted by place", kept)
+
+def acceptance(lm: CausalLM, rows: Sequence[Mapping[str, Any]], trained: Any, exported: Any) -> Measure:
+    """Compare what of a head's drafts the model accepts before and after its weights are rounded."""
+    heads = [trained.to(lm.device, lm.dtype).eval(), exported]
+    depth = longest_draft(PLACES, [HeadVariant("", "as it is", head, ()) for head in heads])
+    drafters = [along_head(depth, head.net(lm), head.config.max_position, shorter=False) for head in heads]
+    texts, shown, taus = [text_of(lm, row, heads) for row in rows], [], []
+    for drafter in drafters:
+        walks = [walk for text in texts for (walk,) in drafter.walk(text, [depth])]
+        taus.append(tau_of(walks))
+        accepted, drafted = rounds_by_place(walks)
+        shown.append(f"tau {taus[-1]:.2f} ({' '.join(f'{share:.0%}' for share in accepted / drafted)})")
+    enough = taus[1] - 1 >= KEPT * (taus[0] - 1)
+    return Measure("acceptance before and after", f"{shown[0]}, {shown[1]}; accepted by place", enough)
 
 
 def difference(name: str, pairs: Sequence[tuple[Tensor, Tensor]], share: float = LARGEST_SHARE) -> Measure:

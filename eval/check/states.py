@@ -118,12 +118,12 @@ def facts_of(lm: CausalLM) -> TargetFacts:
 
 def states_after(texts: Sequence[Mapping[str, Any]], source: StateSource) -> Tensor:
     """Return the draft's states [N, H] behind N tokens of answers, each as the first token of a draft, in float32."""
-    lm, branches, states = source.drafter.lm, source.drafter.branches(1), list[Tensor]()
+    branches, states = source.drafter.branches(1), list[Tensor]()
     for text in texts:
-        ids = torch.tensor(text["input_ids"], device=lm.device)
+        ids = text["input_ids"]
         starts = list(range(max(text["loss_mask"].index(True), branches.min_start), len(ids)))
-        branches.open(ids.tolist(), source.drafter.features(ids.tolist(), len(ids)))
-        states.append(branches.states(starts, ids[starts, None])[:, 1])
+        following = torch.tensor(ids, device=source.drafter.lm.device)[starts, None]
+        states.append(source.drafter.read(ids).open(branches, len(ids)).states(starts, following)[:, 1])
     return torch.cat(states).float().cpu()
 
 

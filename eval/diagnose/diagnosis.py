@@ -29,11 +29,11 @@ from draftsmith.eval.diagnose.drafts import (
     answered,
     better_variants,
     head_variants,
+    kept,
     known_rope,
     longest_draft,
     mask_tokens,
     measure,
-    right,
     sign_test,
 )
 from draftsmith.modules.drafters.base import DraftHead
@@ -122,7 +122,7 @@ def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> s
     lines = [f"{'BAD ' if finding.lost else 'ok  '} {finding.name}: {finding.measured}" for finding in findings]
     causes = sorted((one for one in findings if one.lost), key=lambda one: (one.generic, -one.lost))
     prefix = "Likeliest cause"
-    first = max(right(own) for own in lengths.values())
+    first = max(kept(own) for own in lengths.values())
     hits = round(first * len(as_it_is))
     # With so few hits, not even a variant without any could be distinguished from the best.
     unclear = first < STRONG or sign_test(hits, 0) >= CHANCE / max(1, len(variants) - 1)
@@ -143,7 +143,7 @@ def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> s
 
 def misread(variants: Sequence[HeadVariant], lengths: Mapping[str, Tensor], better: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding for each factor that the variants change."""
-    shown = {label: f"{right(own):.3f} {right(own, 2):.3f}" for label, own in lengths.items()}
+    shown = {label: f"{kept(own):.3f} {kept(own, 2):.3f}" for label, own in lengths.items()}
     as_it_is = lengths[variants[0].label]
     for factor in dict.fromkeys(variant.factor for variant in variants[1:]):
         labels = [variant.label for variant in variants if variant.factor == factor]
@@ -151,7 +151,7 @@ def misread(variants: Sequence[HeadVariant], lengths: Mapping[str, Tensor], bett
         text = "; ".join(f"{label} {shown[label]}" for label in best_ones)
         text = f"accepted by place {shown[variants[0].label]} as it is; {text}"
         best = next((label for label in better if label in labels), "")
-        lost = max(right(lengths[best], depth) - right(as_it_is, depth) for depth in (1, 2)) if best else 0.0
+        lost = max(kept(lengths[best], depth) - kept(as_it_is, depth) for depth in (1, 2)) if best else 0.0
         advice = (
             f"it drafts better with {best}: it is not read as it was made. Correct that and import it, or train it."
         )

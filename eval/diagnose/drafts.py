@@ -29,10 +29,11 @@ MOST_TOKENS = 2048  # of a text, whose logits are computed at once
 # Chance of naming a variant that is no better, over all variants tried. Positions of a text are not independent; still,
 # of 19 sound heads of the embedded pair, stopped after 5 to 840 steps, the lowest of about 170 single chances was 0.03.
 CHANCE = 0.01
-# Share of right first tokens from which every misreading that costs tokens showed on 1,815 positions (EAGLE and EAGLE-3
-# of the embedded pair, benchmarks/README.md); at 0.40 a wrong rotary base did not.
+# Share of accepted first tokens from which every misreading that costs tokens showed on 1,815 positions (EAGLE and
+# EAGLE-3 of the embedded pair, benchmarks/README.md); at 0.40 a wrong rotary base did not.
 STRONG = 0.5
-# A reading with fewer right first tokens is that of no trained head: among many, random weights guess a frequent token.
+# A reading with fewer accepted first tokens is that of no trained head: among many, random weights guess a frequent
+# token.
 LEAST = 0.2
 # By less than this factor, sound heads that were stopped early drafted better with norms that they had not learned to
 # read: up to 1.09 first tokens and 1.06 tokens of two. The same norms wrong in files of trained ones cost 1.21 to 1.26.
@@ -212,9 +213,9 @@ def better_variants(as_it_is: Tensor, others: Mapping[str, Tensor], whole: bool 
         pair = (lengths, as_it_is) if later else (first.int(), own_first.int())
         wins, losses = int((pair[0] > pair[1]).sum()), int((pair[0] < pair[1]).sum())
         share, own = (float(one.float().mean()) for one in pair)
-        gains, reads_own = share >= UNLEARNED * own, right(lengths, 2) >= LATER_SOUND * right(lengths) ** 2
+        gains, reads_own = share >= UNLEARNED * own, kept(lengths, 2) >= LATER_SOUND * kept(lengths) ** 2
         learned = whole or (gains and reads_own if later else gains or share >= STRONG)
-        if learned and right(lengths) >= LEAST and sign_test(wins, losses) < CHANCE / len(others):
+        if learned and kept(lengths) >= LEAST and sign_test(wins, losses) < CHANCE / len(others):
             better.append(label)
     return sorted(better, key=lambda label: -float(others[label].float().mean()))
 
@@ -228,6 +229,6 @@ def sign_test(wins: int, losses: int) -> float:
     return min(1.0, math.exp(torch.logsumexp(logs, 0)))
 
 
-def right(lengths: Tensor, depth: int = 1) -> float:
-    """Return the share of drafts whose first `depth` tokens are right."""
+def kept(lengths: Tensor, depth: int = 1) -> float:
+    """Return the share of drafts whose first `depth` tokens are accepted."""
     return float((lengths >= depth).float().mean()) if len(lengths) else 0.0

@@ -24,8 +24,8 @@ from draftsmith.eval.diagnose.drafts import (
     TextMeasures,
     better_variants,
     head_variants,
+    kept,
     measure,
-    right,
 )
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
@@ -38,7 +38,7 @@ PAIRED = 4  # readings of a factor that are paired with others: each costs a dra
 
 @dataclass(frozen=True)
 class Share:
-    """Share of drafts whose first tokens are right. half: of its 95 % interval, by texts."""
+    """Share of drafts that are accepted up to a place. half: of its 95 % interval, by texts."""
 
     value: float
     half: float
@@ -47,7 +47,7 @@ class Share:
     def of(cls, measured: TextMeasures, number: int, depth: int) -> Share:
         """Measure the drafts of a reading over their first `depth` tokens; those of a text are not independent."""
         lengths, per_text = measured.lengths[number], measured.per_text
-        hits, value = (lengths >= depth).double(), right(lengths, depth)
+        hits, value = (lengths >= depth).double(), kept(lengths, depth)
         off = torch.stack([(part - value).sum() for part in hits.split(per_text)])
         return cls(value, 1.96 * float(off.square().sum().sqrt()) / len(hits))
 
@@ -57,7 +57,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Correction:
-    """A change of the reading, and how the head drafts before and after it, by the first `depth` tokens."""
+    """A change of the reading, and what is accepted up to place `depth` of drafts before and after it."""
 
     factor: str
     label: str
@@ -67,8 +67,7 @@ class Correction:
 
     @property
     def text(self) -> str:
-        tokens = "first tokens" if self.depth == 1 else f"first {self.depth} tokens"
-        return f"{self.factor}: {self.label}; {tokens} right {self.before} before, {self.after} so"
+        return f"{self.factor}: {self.label}; accepted at place {self.depth}: {self.before} before, {self.after} so"
 
 
 def search(
@@ -78,7 +77,7 @@ def search(
     rows: Rows,
     masks: Sequence[int] = (),
 ) -> tuple[DraftHead, list[Correction], Share]:
-    """Return the head under its best reading, what that changes, and the share of right first tokens as it was read."""
+    """Return the head under its best reading, what that changes, and what is accepted at place 1 as it was read."""
     corrections: list[Correction] = []
     found, first = head, Share(0.0, 0.0)
 

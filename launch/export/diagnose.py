@@ -112,7 +112,7 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
         print_text(f"WRONG {wrong}")
     if not corrections and not misread:
         weak = f"a weak head, or another target's: train it on, or check --target (below {STRONG:.0%} nothing is sure)"
-        print_text(f"No reading drafts better than the files': first tokens right {first}.")
+        print_text(f"No reading drafts better than the files': accepted at place 1: {first}.")
         print_text("Nothing to repair." if first.value >= STRONG else f"Nothing to repair: {weak}.")
         return 0 if first.value >= STRONG else 1
     made = {**manifest, "repaired": [dataclasses.asdict(correction) for correction in corrections]}

@@ -15,6 +15,7 @@ import torch
 
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.along import Text
 from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.branches import BranchDrafter
@@ -423,16 +424,9 @@ class FrozenDrafter:
         net = DraftModelNet(self.lm) if self.head is None else self.head.net(self.lm)
         return BranchDrafter(net, depth)
 
-    @torch.no_grad()
-    def features(self, text: Sequence[int], length: int) -> Tensor | None:
-        """Return the target's states [length, L*H] that the head reads along the beginning of a text.
-
-        None for a language model, which reads none.
-        """
-        if self.head is None:
-            return None
-        # The whole text, by which stored states are found.
-        return self.lm.features(torch.tensor([text], device=self.lm.device), aux_layers=self.aux_layers)[0, :length]
+    def read(self, ids: Sequence[int]) -> Text:
+        """Read a text for the head, with the target's states along all of it; a language model reads it by itself."""
+        return Text(ids, (), {}) if self.head is None else Text.read(self.lm, ids, (), self.aux_layers)
 
 
 def load_drafter(draft: str | Path, target: Callable[[], CausalLM], load: Callable[[str], CausalLM]) -> FrozenDrafter:

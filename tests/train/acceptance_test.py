@@ -20,7 +20,7 @@ from draftsmith.modules.pretrained.heads import FrozenDrafter, drafter_identity,
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import (
-    RolloutReader,
+    Reader,
     make_head,
 )
 from draftsmith.train.checkpoints import FOLDER
@@ -161,6 +161,10 @@ def a_batch(rollouts: Path, rows=(0, 3, 5)):
     return collate_rollouts([data[row] for row in rows])
 
 
+def reader(drafter: FrozenDrafter, depth: int) -> Reader:
+    return Reader(drafter, drafter.branches(depth))
+
+
 def drafts_of(batch):
     """Yield the number of every draft and the text before it."""
     number = 0
@@ -172,7 +176,7 @@ def drafts_of(batch):
 
 def test_states_equal_those_of_each_draft_read_alone(artifacts, rollouts):
     draft, batch = load_lm(str(artifacts.draft)), a_batch(rollouts)
-    found = RolloutReader(FrozenDrafter(draft, {}), DEPTH).read(batch)
+    found = reader(FrozenDrafter(draft, {}), DEPTH).read(batch)
     states, owners = [], []
     lengths, number = [len(starts) for starts in batch.starts], 0
     for number, text in drafts_of(batch):
@@ -190,7 +194,7 @@ def test_states_equal_those_of_each_draft_read_alone(artifacts, rollouts):
 def test_a_draft_of_one_token_is_read_too(artifacts, rollouts):
     draft, batch = load_lm(str(artifacts.draft)), a_batch(rollouts)
     batch = dataclasses.replace(batch, draft_ids=batch.draft_ids[:, :1])
-    found = RolloutReader(FrozenDrafter(draft, {}), 1).states(batch)
+    found = reader(FrozenDrafter(draft, {}), 1).states(batch)
     for number, text in drafts_of(batch):
         hidden = draft.features(torch.tensor([[*text, int(batch.draft_ids[number, 0])]]))[0]
         assert found[number].shape == (1, 32)
@@ -201,7 +205,7 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artifacts, ro
     target = load_lm(str(artifacts.target))
     head = load_head(eagle, target)
     batch = a_batch(rollouts, rows=(1, 2))
-    found = RolloutReader(FrozenDrafter(target, {}, head), DEPTH).states(batch)
+    found = reader(FrozenDrafter(target, {}, head), DEPTH).states(batch)
     for number, text in drafts_of(batch):
         ids = torch.tensor([text])
         features, embeds = target.features(ids)[:, :-1], target.embed(ids[:, 1:])

@@ -15,7 +15,7 @@ from draftsmith.modules.pretrained.heads import FrozenDrafter
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import LossOutput
 from draftsmith.train import acceptance, metrics
-from draftsmith.train.acceptance import LitAcceptance, MixedText
+from draftsmith.train.acceptance import LitAcceptance, Reader
 from draftsmith.train.config import TrainAcceptanceConfig
 from draftsmith.train.data import MicroBatch
 from draftsmith.train.metrics import BadSteps, Means
@@ -36,7 +36,7 @@ def test_ranks_add_up_what_each_has(monkeypatch):
 
 def acceptance_module(artifacts, tmp_path) -> LitAcceptance:
     settings = TrainAcceptanceConfig(data=artifacts.acceptance, draft=str(artifacts.draft), output=tmp_path)
-    reader = MixedText(FrozenDrafter(load_lm(str(artifacts.draft)), {}))
+    reader = Reader(FrozenDrafter(load_lm(str(artifacts.draft)), {}))
     module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings)
     module.trainer = fake_trainer(open_dataset(artifacts.acceptance))
     return module
@@ -94,7 +94,7 @@ def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artifacts,
 
 def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artifacts, tmp_path):
     module, part = acceptance_module(artifacts, tmp_path), acceptance_part(artifacts, 3)
-    module.reader.drafter = dataclasses.replace(module.reader.drafter, lm=Spoiled(module.reader.drafter.lm))
+    module.reader = Reader(dataclasses.replace(module.reader.drafter, lm=Spoiled(module.reader.drafter.lm)))
     error = named(module, part)
     assert error.model == "draft" and error.prompt == "sample 0, sample 1, sample 2"
 
