@@ -26,7 +26,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.check.record import differences as head_differences
 from draftsmith.eval.check.record import hashes_of
 from draftsmith.eval.check.states import facts_of
-from draftsmith.eval.engines.chain import EngineAnswer, OurChain, tokens_per_round
+from draftsmith.eval.engines.chain import Counted, EngineAnswer, OurChain, accepted_by_place, tau_of
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, moved_states
 from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
@@ -214,7 +214,7 @@ def vllm_client(
     if config.server is not None:
         client = VllmClient(config.server, checkpoint_of(target), config.max_new_tokens)
         if config.num_drafted not in (0, client.num_drafted):
-            found = f"{config.num_drafted} tokens a round"
+            found = f"{config.num_drafted} drafted tokens"
             raise InputError("num_drafted", found, f"{client.num_drafted}, as the server drafts", "Leave it out.")
         yield client
         return
@@ -302,7 +302,7 @@ def check_served(config: CheckConfig, ours: OurDrafter) -> None:
     """Raise InputError for a block drafter or a threshold that the engine does not serve."""
     drafts = getattr(ours.drafter.config, "drafts", config.num_drafted)
     if config.num_drafted > drafts:
-        found = f"{config.num_drafted} tokens a round"
+        found = f"{config.num_drafted} drafted tokens"
         raise InputError("num_drafted", found, f"at most {drafts}, as the head's blocks have", "Lower it.")
     if config.p_min and not getattr(ours.drafter.config, "confidence", False):
         found = f"{config.p_min:g} for a {ours.kind} drafter without confidences"
@@ -410,23 +410,20 @@ def print_comparison(
 ) -> None:
     """Print the sums, the prompts that differ, what was located, and one line of conclusion."""
     by_place = [row for row in rows if row.theirs.by_place]
-    none = (0,) * len(rows[0].ours.counts)
-    theirs = tuple(map(sum, zip(none, *(row.theirs.counts for row in by_place), strict=True)))
-    ours = tuple(map(sum, zip(none, *(row.ours.counts for row in by_place), strict=True)))
-    lengths = f"{tokens_per_round(theirs):.3f}", f"{tokens_per_round(ours):.3f}"
+    theirs, ours = Counted.of([row.theirs for row in by_place]), Counted.of([row.ours for row in by_place])
+    lengths = f"{tau_of([theirs]):.3f}", f"{tau_of([ours]):.3f}"
     num_tokens = [sum(len(row.theirs.tokens) for row in rows), sum(len(row.ours.tokens) for row in rows)]
-    print_text(Text(f"{directory} in {engine}, beside our chain of {len(ours) - 1}", "bold"))
+    print_text(Text(f"{directory} in {engine}, beside our chain of {len(rows[0].ours.counts) - 1}", "bold"))
     sums = [
         ("prompts, greedy", str(len(rows)), f"{len(rows)}, {dtype}"),
         ("tokens", *(f"{count:,}" for count in num_tokens)),
         *drafted_tokens(rows),
         ("accepted tokens", *(f"{sum(side):,}" for side in zip(*(row.accepted for row in rows), strict=True))),
-        ("drafts", f"{theirs[0]:,}", f"{ours[0]:,}"),
+        ("drafts", *(f"{sum(side.counts[:1]):,}" for side in (theirs, ours))),
     ]
-    for place in range(1, len(ours)):
-        shares = (f"{counts[place] / max(counts[0], 1):.1%}" for counts in (theirs, ours))
-        sums.append((f"  drafts kept up to place {place}", *shares))
-    sums.append(("tokens a round", *lengths))
+    for place, shares in enumerate(zip(accepted_by_place([theirs]), accepted_by_place([ours]), strict=False), 1):
+        sums.append((f"  accepted at place {place}", *(f"{share:.1%}" for share in shares)))
+    sums.append(("tau", *lengths))
     print_table(table_from_cells("sums", ("count", engine, "here"), sums, (engine, "here")))
     if summed := [row.id for row in rows if not row.theirs.by_place]:
         why = "llama.cpp streams no ids of tokens that end inside of a character"
@@ -445,10 +442,10 @@ def print_comparison(
         print_text(Text.assemble((what, "bold"), f" {text}"))
 
     if not located and not differing:
-        text = f"equal: text, drafts and accepted tokens of all {len(rows)} prompts, {lengths[0]} tokens a round"
+        text = f"equal: text, drafts and accepted tokens of all {len(rows)} prompts, tau {lengths[0]}"
         print_text(Text(text, "green"))
     else:
         texts, drafts = sum(not row.same_text for row in rows), sum(not row.same_counts for row in rows)
         others = "".join(f", {what}" for what, _ in located if what in (TEMPLATE, DIRECTORY))
         text = f"differs: text of {texts} and drafts of {drafts} of {len(rows)} prompts{others}"
-        print_text(Text(f"{text}, {lengths[0]} tokens a round, {lengths[1]} here", "bold red"))
+        print_text(Text(f"{text}, tau {lengths[0]}, {lengths[1]} here", "bold red"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from draftsmith.data.settings import MODEL
 from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.trace import tau
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.sampling import TorchSource
@@ -18,11 +20,6 @@ from draftsmith.modules.types import SamplingParams
 
 # Counts of chains of K tokens: rounds with a draft, then for each place the drafts accepted at least up to it.
 Counts = tuple[int, ...]  # [1 + K]
-
-
-def tokens_per_round(counts: Counts) -> float:
-    """Return accepted tokens per round plus the target's own."""
-    return 1 + sum(counts[1:]) / max(counts[0], 1)
 
 
 def counts_of(accepted: Sequence[int], length: int) -> Counts:
@@ -54,6 +51,42 @@ class EngineAnswer:
     @property
     def accepted(self) -> int:
         return sum(self.counts[1:])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Tokens of some answers, and the counts of their drafts: empty without a drafter."""
+
+    num_answers: int
+    num_tokens: int
+    counts: Counts
+
+    @classmethod
+    def of(cls, answers: Sequence[EngineAnswer], counts: Counts | None = None) -> Counted:
+        """Count answers. counts: of all of them, where a server does not count each by itself."""
+        if counts is None:
+            counts = tuple(map(sum, itertools.zip_longest(*(answer.counts for answer in answers), fillvalue=0)))
+        lengths = [answer.num_tokens for answer in answers if answer.num_tokens]
+        return cls(len(lengths), sum(lengths), counts)
+
+    @property
+    def num_target_calls(self) -> int:
+        """Calls of the target, of which one reads each prompt and emits its answer's first token."""
+        # Rounds without a draft are not counted, but emit a token of the target. A round whose last drafted token ends
+        # the answer is counted, and emits none.
+        own = self.num_tokens - self.num_answers - sum(self.counts[1:])
+        return self.num_answers + max(sum(self.counts[:1]), own)
+
+
+def tau_of(counted: Sequence[Counted]) -> float:
+    """Return tau over answers."""
+    return tau(sum(one.num_tokens for one in counted), sum(one.num_target_calls for one in counted))
+
+
+def accepted_by_place(counted: Sequence[Counted]) -> list[float]:
+    """Return the share of rounds with a draft in which n tokens or more were accepted, for n = 1, 2, ..."""
+    sums = [sum(column) for column in itertools.zip_longest(*(one.counts for one in counted), fillvalue=0)]
+    return [count / sums[0] for count in sums[1:]] if sums and sums[0] else []
 
 
 class MovedStates:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from draftsmith.data.engines.server import READ_LOG, Server
 from draftsmith.data.settings import ServerConfig
-from draftsmith.eval.engines.chain import Counts, EngineAnswer, counts_of
+from draftsmith.eval.engines.chain import Counted, Counts, EngineAnswer, counts_of
 from draftsmith.modules.types import InputError
 
 TOKENS = {"tokens": [int]}
@@ -127,7 +126,7 @@ class LlamaCppClient:
 
     def counts_since(self, before: None, answers: Sequence[EngineAnswer], whole: int) -> Counts:
         """Return the sums of the answers' counts."""
-        return tuple(map(sum, itertools.zip_longest(*(answer.counts for answer in answers), fillvalue=0)))
+        return Counted.of(answers).counts
 
     def tokens_of(self, prompt: Sequence[int], seed: int = 0) -> tuple[int, ...]:
         """Return all tokens of the answer to a prompt, also those that are not streamed."""

@@ -29,7 +29,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sour
 from draftsmith.eval.bench.tables import places_table
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.clock import rotated
-from draftsmith.eval.engines.chain import Counts, EngineAnswer
+from draftsmith.eval.engines.chain import Counted, EngineAnswer, accepted_by_place, tau_of
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
 from draftsmith.eval.engines.schedule import best_lengths, ranges, sglang_config, vllm_config
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
@@ -66,12 +66,11 @@ PLAIN = Setting(0)
 class Measured:
     """Answers of one setting at one load.
 
-    answers: of the prompts in their order, once a repeat. drafted: (tokens, counts) of each group, with those that did
-    not count.
+    answers: of the prompts in their order, once a repeat. counted: of each group, with those that did not count.
     """
 
     answers: list[EngineAnswer] = dataclasses.field(default_factory=list)
-    drafted: list[tuple[int, Counts]] = dataclasses.field(default_factory=list)
+    counted: list[Counted] = dataclasses.field(default_factory=list)
 
 
 Cells = dict[tuple[Setting, int], Measured]
@@ -197,9 +196,9 @@ def measure(
                     client: Any = clients[setting]
                     before = client.counts()
                     answers, others = ask(client, group, load)
-                    counts = client.counts_since(before, [*answers, *others], len(answers))
+                    everything = [*answers, *others]
                     cell.answers += answers
-                    cell.drafted.append((sum(max(one.num_tokens - 1, 0) for one in [*answers, *others]), counts))
+                    cell.counted.append(Counted.of(everything, client.counts_since(before, everything, len(answers))))
             log_note(f"answered {len(prompts)} prompts, {load} at once ({repeat + 1} of {config.repeats})")
 
 
@@ -258,16 +257,16 @@ def summary(
         "p_min": setting.p_min,
         "tokens_per_s": load * sum(tokens) / sum(seconds),
         "first_token_s": statistics.median(one.first_s for one in answers),
-        "tau": tau(cell.drafted),
-        "accepted_by_place": accepted_by_place(cell.drafted),
+        "tau": tau_of(cell.counted),
+        "accepted_by_place": accepted_by_place(cell.counted),
     }
     tasks = sorted({prompt.task for prompt in prompts})
     if load == 1 and len(tasks) > 1:
         owners = [prompt.task for _ in range(len(answers) // len(prompts)) for prompt in prompts]
         parts = {
-            task: [one for one, owner in zip(cell.drafted, owners, strict=True) if owner == task] for task in tasks
+            task: [one for one, owner in zip(cell.counted, owners, strict=True) if owner == task] for task in tasks
         }
-        row["tau_by_task"] = {task: tau(part) for task, part in parts.items()}
+        row["tau_by_task"] = {task: tau_of(part) for task, part in parts.items()}
     if plain is None:
         return row
     base_tokens, base_s = ([one.num_tokens - 1 for one in plain.answers], [one.generation_s for one in plain.answers])
@@ -283,19 +282,6 @@ def summary(
         "speedup_ci95": None if setting == PLAIN else interval,
         "num_differing": None if temperature else differing,
     }
-
-
-def tau(drafted: Sequence[tuple[int, Counts]]) -> float:
-    """Return tokens per call of the target, of groups with their tokens and counts."""
-    # A round whose last drafted token ends the answer emits none of the target's own.
-    calls = sum(max(sum(counts[:1]), tokens - sum(counts[1:])) for tokens, counts in drafted)
-    return sum(tokens for tokens, _ in drafted) / max(calls, 1)
-
-
-def accepted_by_place(drafted: Sequence[tuple[int, Counts]]) -> list[float]:
-    """Return the share of rounds with a draft in which n tokens or more were accepted, for n = 1, 2, ..."""
-    sums = [sum(column) for column in itertools.zip_longest(*(counts for _, counts in drafted), fillvalue=0)]
-    return [count / sums[0] for count in sums[1:]] if sums and sums[0] else []
 
 
 # -- tables, advice, schedules
@@ -328,8 +314,8 @@ def load_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
         columns.append(Column("equal", "= plain"))
     note = (
         "tokens/s: of all requests together while they generate; TTFT: median time to the first token; speed-up over "
-        "the plain server at the same load, 95 % bootstrap intervals over what began together; tau: tokens per target "
-        "call, without the prefill."
+        "the plain server at the same load, 95 % bootstrap intervals over what began together; tau: emitted tokens per "
+        "target call."
     )
     return Table("served", title, columns, cells, note)
 

@@ -46,8 +46,8 @@ def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
 
 
 def shares(shown: str) -> list[tuple[float, float]]:
-    """Of drafts kept up to each place, in the engine and here."""
-    found = re.findall(r"up to place \d+ ([\d.]+)% ([\d.]+)%", shown)
+    """Accepted by place, in the engine and here."""
+    found = re.findall(r"at place \d+ ([\d.]+)% ([\d.]+)%", shown)
     return [(float(theirs), float(ours)) for theirs, ours in found]
 
 
@@ -125,8 +125,8 @@ def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
 
 
 def assert_falls(shown: str, length: float) -> None:
-    """Assert that the engine has so many tokens a round less than our chain of the head as it was trained."""
-    (theirs, ours), *_ = re.findall(r"tokens a round ([\d.]+) ([\d.]+)", shown)
+    """Assert that the engine has so much less tau than our chain of the head as it was trained."""
+    (theirs, ours), *_ = re.findall(r"\btau ([\d.]+) ([\d.]+)", shown)
     assert float(ours) - float(theirs) >= length
 
 

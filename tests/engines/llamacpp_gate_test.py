@@ -233,5 +233,5 @@ def test_a_defect_is_named(gate, tmp_path: Path, edit: Edit, words: str):
     code, shown = gate(edited(tmp_path / "edited", edit), head=SERVED / "three/head", limit=3 * PROMPTS)
     assert code == 1
     assert re.search(f"exactly what our chain gives with[^.]*{words}", shown)
-    (theirs, ours), *_ = re.findall(r"tokens a round ([\d.]+) ([\d.]+)", shown)
+    (theirs, ours), *_ = re.findall(r"\btau ([\d.]+) ([\d.]+)", shown)
     assert words.startswith("layers") or float(theirs) < float(ours)

@@ -50,7 +50,7 @@ def test_tokens_that_are_not_streamed_are_asked_for_and_compared_by_sums(client,
     print_comparison("head", "llama.cpp", "float32", [emoji, plain], [])
     shown = " ".join(capsys.readouterr().out.split())
     assert "accepted tokens 6 6" in shown and "drafts 2 2" in shown and "without emoji: llama.cpp streams no" in shown
-    assert "equal: text, drafts and accepted tokens of all 2 prompts, 2.500 tokens a round" in shown
+    assert "equal: text, drafts and accepted tokens of all 2 prompts, tau 2.000" in shown
 
 
 def test_a_draft_reads_the_last_state_of_a_part_before_it():

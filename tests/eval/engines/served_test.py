@@ -18,7 +18,7 @@ from servers import Request, Server
 from draftsmith.data.console import draw_table
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.engines import served
-from draftsmith.eval.engines.chain import EngineAnswer
+from draftsmith.eval.engines.chain import Counted, EngineAnswer
 from draftsmith.eval.engines.schedule import best_lengths, ranges
 from draftsmith.eval.engines.served import PLAIN, Measured, Setting, advice, ask, load_table, summary
 from draftsmith.launch.cli import main
@@ -36,7 +36,7 @@ def answer(count: int, seconds: float, *counts: int) -> EngineAnswer:
 
 
 def measured(*answers: EngineAnswer) -> Measured:
-    return Measured(list(answers), [(one.num_tokens - 1, one.counts) for one in answers])
+    return Measured(list(answers), [Counted.of([one]) for one in answers])
 
 
 def test_tau_counts_target_calls_and_speed_leaves_out_the_prompt():
@@ -47,8 +47,9 @@ def test_tau_counts_target_calls_and_speed_leaves_out_the_prompt():
     row = summary(THREE, 1, cells, prompts, 0.0)
     assert row["tokens_per_s"] == pytest.approx(12 / 4) and row["speedup"] == pytest.approx(1.5)
     assert row["speedup_ci95"] == pytest.approx([1.0, 2.0]) and row["first_token_s"] == pytest.approx(0.1)
-    assert row["tau_by_task"] == {"chat": pytest.approx(4 / 3), "code": pytest.approx(8 / 3)}
-    assert row["tau"] == pytest.approx(12 / 6) and row["num_differing"] == 0
+    # A call more reads the prompt and emits the first token.
+    assert row["tau_by_task"] == {"chat": pytest.approx(5 / 4), "code": pytest.approx(9 / 4)}
+    assert row["tau"] == pytest.approx(14 / 8) and row["num_differing"] == 0
     assert row["accepted_by_place"] == pytest.approx([4 / 5, 2 / 5, 0])
     base = summary(PLAIN, 1, cells, prompts, 0.0)
     assert (base["speedup"], base["tau"], base["accepted_by_place"], base["speedup_ci95"]) == (1.0, 1.0, [], None)
@@ -56,10 +57,10 @@ def test_tau_counts_target_calls_and_speed_leaves_out_the_prompt():
 
 def test_under_load_speed_is_that_of_all_requests_and_counts_are_of_the_whole_group():
     cells = {(PLAIN, 4): measured(*[answer(11, 10.0)] * 4), (THREE, 4): measured(*[answer(11, 5.0)] * 4)}
-    cells[THREE, 4].drafted = [(50, (25, 20, 5, 0))]  # with 10 tokens of answers that do not count
+    cells[THREE, 4].counted = [Counted(5, 55, (25, 20, 5, 0))]  # with 11 tokens of an answer that does not count
     row = summary(THREE, 4, cells, [prompt(number) for number in range(4)], 1.0)
     assert row["tokens_per_s"] == pytest.approx(4 * 40 / 20) and row["speedup"] == pytest.approx(2.0)
-    assert row["tau"] == pytest.approx(2.0) and row["num_differing"] is None and "tau_by_task" not in row
+    assert row["tau"] == pytest.approx(55 / 30) and row["num_differing"] is None and "tau_by_task" not in row
     assert row["speedup_ci95"] is None  # one group tells nothing of others
 
 
@@ -74,7 +75,7 @@ def test_prompts_that_began_together_are_drawn_together():
 def test_a_last_draft_that_ends_the_answer_is_a_call():
     # The drafted end token is accepted, and the target's own token behind it is not emitted.
     cells = {(PLAIN, 1): measured(answer(6, 1.0)), (Setting(2), 1): measured(answer(6, 1.0, 2, 2, 1))}
-    assert summary(Setting(2), 1, cells, [prompt(0)], 1.0)["tau"] == pytest.approx(5 / 2)
+    assert summary(Setting(2), 1, cells, [prompt(0)], 1.0)["tau"] == pytest.approx(6 / 3)
 
 
 def test_answers_of_one_token_have_no_speed():
@@ -222,7 +223,7 @@ def url():
 
 
 @pytest.mark.parametrize(
-    ("engine", "label", "tau"), [("llamacpp", "as served", 2), ("vllm", "K=2", 2), ("sglang", "as served", 1)]
+    ("engine", "label", "tau"), [("llamacpp", "as served", 1.5), ("vllm", "K=2", 1.5), ("sglang", "as served", 1)]
 )
 def test_a_running_server_is_measured_by_load(url, engine, label, tau, tmp_path, capsys):
     words = ["eval", "served", "--engine", engine, "--server", url, "--target", "embedded:target", "--limit", "3"]
