@@ -1,4 +1,4 @@
-"""`data inspect`: print the summary of an artifact, and rows with their masks and labels in color."""
+"""`data inspect`: print the summary of an artifact, and rows with their masks in color and their labels in a table."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ from draftsmith.modules.types import InputError, without_controls
 SUMMARIZED = ("responses", "features")
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
 PROMPT, COUNTED = "dim", "bold green"
-# Lowest acceptance probability of each color.
-BANDS = ((0.8, "green"), (0.4, "yellow"), (0.0, "red"))
-LEGEND = Text.assemble("P of the drafted token: ", *((f">= {lowest} ", style) for lowest, style in BANDS))
-LABELS_SHOWN, DRAFTS_SHOWN = 24, 8
+SHOWN = 24  # labels of a row
 
 
 def run(config: InspectConfig) -> None:
@@ -51,17 +48,14 @@ def run(config: InspectConfig) -> None:
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
     read = files_read(manifest, config.row, config.row + config.rows)
     check_files(manifest, read.__contains__)
-    print_facts(summary(manifest, rows, tokenizer), f"{manifest.kind} in {config.artifact}")
+    print_facts(summary(manifest, rows), f"{manifest.kind} in {config.artifact}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         (row,) = rows.read(number, number + 1)
         task = f", task {row['task']}" if row.get("task") else ""
         print_text(Text(without_controls(f"\nrow {number}, id {row['id']}{task}"), "bold"))
-        if manifest.kind == "acceptance":
-            print_labels(row, tokenizer)
-        elif manifest.kind == "rollouts":
-            print_drafts(row, manifest.config["depth"], tokenizer)
-        else:
-            print_row(row, manifest.kind, manifest.directory, tokenizer)
+        print_row(row, manifest.kind, manifest.directory, tokenizer)
+        if manifest.kind in ("acceptance", "rollouts"):
+            print_labels(row, manifest.config["depth"] if manifest.kind == "rollouts" else 1, tokenizer)
 
 
 def files_read(manifest: Manifest, first: int, stop: int) -> set[str]:
@@ -76,15 +70,9 @@ def files_read(manifest: Manifest, first: int, stop: int) -> set[str]:
     return names
 
 
-def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
-    """Return the manifest's facts, how many answers survive tokenization, and how much of them is repetition."""
+def summary(manifest: Manifest, rows: Rows) -> dict[str, str]:
+    """Return the manifest's facts, and how much of the answers is repetition."""
     facts = {name.replace("_", " "): f"{value:,}" for name, value in manifest.counts.items()}
-    if manifest.kind == "responses":
-        exact: dict[str, list[bool]] = {}
-        for row in rows.iterate():
-            name = "re-tokenized text" if row["retokenized"] else "token ids as sampled"
-            exact.setdefault(name, []).append(round_trips(row, tokenizer))
-        facts |= {name: f"{len(ok):,} rows, {sum(ok):,} round-trip exactly" for name, ok in exact.items()}
     if manifest.kind in SUMMARIZED:
         sequences = [(row["input_ids"], row["loss_mask"]) for row in rows.iterate()]
         grams = distinct_4grams(ids[start:end] for ids, mask in sequences for start, end in spans(mask))
@@ -97,16 +85,6 @@ def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
         parts = [f"{key} {one:g}" if isinstance(one, float) else f"{key} {one}".strip() for key, one in items]
         facts |= {name: ", ".join(parts)} if parts else {}
     return {**facts, "made by": manifest.command}
-
-
-def round_trips(row: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether tokenization loses nothing: sampled ids -> text -> ids, or a server's text -> ids -> text."""
-    answers = [row["input_ids"][start:end] for start, end in spans(row["loss_mask"])]
-    if row["retokenized"]:
-        # The ids may be those that the server sampled: they give its text and its count of tokens.
-        text = "".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in answers)
-        return text == row["text"] and row["server_tokens"] in (None, sum(map(len, answers)))
-    return all(tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids for ids in answers)
 
 
 def print_row(row: dict[str, Any], kind: str, directory: Path, tokenizer: Any) -> None:
@@ -144,48 +122,14 @@ def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, bracke
     return text
 
 
-def print_labels(row: dict[str, Any], tokenizer: Any) -> None:
-    """Print the answers, each token colored by P of the token drafted there, and a table of the first positions."""
-    ids, probs, text, end = row["input_ids"], row["accept_prob"], Text(), 0
-    positions = np.flatnonzero(row["loss_mask"]).tolist()
-    for at, prob in zip(positions, probs, strict=True):
-        # Text between two answer tokens was not drafted.
-        text.append(without_controls(tokenizer.decode(ids[end:at])), style=PROMPT)
-        text.append(without_controls(tokenizer.decode([ids[at]])), style=band(prob))
-        end = at + 1
-    print_text(text)
-    means = f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}"
-    print_text(LEGEND.copy().append(means))
+def print_labels(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
+    """Print the first drafts of a row beside the target's text. depth: tokens of a draft."""
+    starts = row["starts"] if "starts" in row else np.flatnonzero(row["loss_mask"]).tolist()
     cells = []
-    for j, at in enumerate(positions[:LABELS_SHOWN]):
-        words = (repr(tokenizer.decode([token])) for token in (ids[at], row["draft_ids"][j]))
-        numbers = (f"{row[name][j]:.3f}" for name in ("accept_prob", "overlap", "log_p", "log_q"))
-        cells.append([Text(cell, band(probs[j])) for cell in (str(at), *words, *numbers)])
-    right = ("P", "overlap", "log p(Y)", "log q(Y)")
-    print_table(table_from_cells("labels", ("position", "target X", "draft Y", *right), cells, right))
-
-
-def print_drafts(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
-    """Print the text with the starts of drafts, the first drafts beside the target's text, and mean P by depth."""
-    ids, starts = row["input_ids"], row["starts"]
-    is_start = [at in starts for at in range(len(ids))]
-    print_text(masked_text(ids, is_start, tokenizer, bracketed=not Console().is_terminal))
-    cells = []
-    for number, start in enumerate(starts[:DRAFTS_SHOWN]):
-        tokens = slice(number * depth, (number + 1) * depth)
-        probs, drafted = row["accept_prob"][tokens], Text()
-        for token, prob in zip(row["draft_ids"][tokens], probs, strict=True):
-            drafted.append(repr(tokenizer.decode([token]))[1:-1], style=band(prob))
-        target_text = Text(repr(tokenizer.decode(ids[start : start + depth]))[1:-1])
-        cells.append((start, target_text, drafted, " ".join(f"{prob:.2f}" for prob in probs)))
-    print_table(table_from_cells("drafts", ("start", "target X", "draft Y", "P of each"), cells))
-    # Means weigh a token by the probability that a round reaches it.
-    weights, probs = (np.array(row[name]).reshape(-1, depth) for name in ("reached", "accept_prob"))
-    accepted, verified = (weights * probs).sum(0), weights.sum(0)
-    by_depth = (f"{part / all_:.3f}" if all_ else "-" for part, all_ in zip(accepted, verified, strict=True))
-    print_text(LEGEND.copy().append(f"mean of those that are verified, by depth: {' '.join(by_depth)}"))
-
-
-def band(prob: float) -> str:
-    """Return the color of an acceptance probability."""
-    return next(style for lowest, style in BANDS if prob >= lowest)
+    for number, start in enumerate(starts[:SHOWN]):
+        drafted = slice(number * depth, (number + 1) * depth)
+        texts = (
+            repr(tokenizer.decode(ids)) for ids in (row["input_ids"][start : start + depth], row["draft_ids"][drafted])
+        )
+        cells.append((str(start), *texts, " ".join(f"{prob:.3f}" for prob in row["accept_prob"][drafted])))
+    print_table(table_from_cells("labels", ("position", "target X", "draft Y", "P of each"), cells))

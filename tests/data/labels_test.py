@@ -295,7 +295,7 @@ def test_drafts_are_shown(eagle_labels, capsys):
     inspect(InspectConfig(eagle_labels[0], row=1))
     shown = capsys.readouterr().out
     assert "rollouts in" in shown and "temperature 1," in shown and "row 1, id row-1" in shown
-    assert "⟦" in shown and "draft Y" in shown and "those that are verified" in shown
+    assert "⟦" in shown and "draft Y" in shown
 
 
 def test_labels_are_for_the_temperature_of_the_responses(remake):
