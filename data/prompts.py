@@ -36,6 +36,7 @@ from draftsmith.data.text.conversations import (
     up_to_last,
     well_formed,
 )
+from draftsmith.data.text.masks import answered_ids, check_mask, continued_thought, supervised_ids
 from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import (
@@ -44,16 +45,12 @@ from draftsmith.data.text.template import (
     Messages,
     RowError,
     TemplateInputs,
-    answered_ids,
     check_length,
-    check_mask,
-    continued_thought,
     load_chat_tokenizer,
     not_shown,
     part_separator,
     render,
     shows_date,
-    supervised_ids,
 )
 from draftsmith.data.text.template import encode as tokenize
 from draftsmith.modules.pretrained.checkpoint import Checkpoint

@@ -14,8 +14,9 @@ from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.conversations import check_answers, read_chat, row_label, up_to_last
+from draftsmith.data.text.masks import answered_ids
 from draftsmith.data.text.sources import open_source
-from draftsmith.data.text.template import answered_ids, load_chat_tokenizer, part_separator
+from draftsmith.data.text.template import load_chat_tokenizer, part_separator
 from draftsmith.eval.bench.kinds import PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import row_errors
 from draftsmith.eval.settings import BenchConfig

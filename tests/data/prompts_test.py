@@ -25,15 +25,9 @@ from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import parse_columns, read_chat, row_label
+from draftsmith.data.text.masks import supervised_ids
 from draftsmith.data.text.sources import BENCHMARKS, PRESETS, named_presets, open_source
-from draftsmith.data.text.template import (
-    RowError,
-    check_length,
-    encode,
-    load_chat_tokenizer,
-    prompt_ids,
-    supervised_ids,
-)
+from draftsmith.data.text.template import RowError, check_length, encode, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import task_sources
 from draftsmith.modules.types import InputError
 

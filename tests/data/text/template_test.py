@@ -27,14 +27,8 @@ from chats import (
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data.text.template import (
-    RowError,
-    check_mask,
-    load_chat_tokenizer,
-    pin_date,
-    prompt_ids,
-    supervised_ids,
-)
+from draftsmith.data.text.masks import check_mask, supervised_ids
+from draftsmith.data.text.template import RowError, load_chat_tokenizer, pin_date, prompt_ids
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.types import InputError
