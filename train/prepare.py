@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import log_note
-from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served
-from draftsmith.data.engines.vllm_states import ServedStates, prove_teacher
+from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served, prove_teacher
+from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.features import text_dataset
 from draftsmith.data.ranks import check_one_process
 from draftsmith.data.store.datasets import ArtifactDataset, Joined, open_dataset

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.openai import ServerEngine
-from draftsmith.data.engines.served_proof import Recorded, prove_served
-from draftsmith.data.engines.vllm_states import ServedStates, check_log_probs
+from draftsmith.data.engines.served_proof import Recorded, check_log_probs, prove_served
+from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.settings import ServerConfig
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.text.template import RowError

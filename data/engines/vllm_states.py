@@ -8,39 +8,31 @@ beside every token.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import itertools
 import json
-import math
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server
 from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import FeatureDtype, ServerConfig
-from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.data.text.template import RowError
-from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import make_directory
-from draftsmith.modules.targets.outer import OuterLM
-from draftsmith.modules.targets.proof import NUM_TOKENS, TOP, Proof, Reference, prove
-from draftsmith.modules.targets.readout import Norm, Readout, behind_norm, candidates
+from draftsmith.modules.targets.proof import TOP
+from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
 
 # Begin of the name of a spool in a stage's output.
@@ -51,10 +43,6 @@ RELEASES = ((0, 32), (0, 34))
 LATE_S, ATTEMPTS = 30.0, 3
 # A server may be away for about an hour: attempts, and seconds between them.
 RETRIES, MAX_WAIT_S = 720, 10.0
-# Longest text of a proof: vLLM holds the log-probabilities of a whole text at once.
-LONGEST_PROVED = 512
-# Rows of the output embedding that are in float32 at a time.
-VOCAB_PART = 2**14
 ROUNDING = 0.01  # of a log-probability, in nats
 
 Stored = dict[str, Tensor]
@@ -416,81 +404,6 @@ def log_probs_of(reply: Any, row: Sequence[int]) -> LogProbs:
     return found
 
 
-def check_log_probs(log_probs: LogProbs, vocab_size: int) -> None:
-    """Raise InputError if a server gives fewer log-probabilities than TOP, those of other tokens than the target's, or
-    numbers that are none, such as logits."""
-    tokens = set[int]().union(*log_probs)
-    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        found = f"log-probabilities of tokens {min(tokens)} to {max(tokens)}"
-        raise InputError("server", found, f"0 to {vocab_size - 1} at most", "Serve the model of --target.")
-    if (least := min(map(len, log_probs))) < min(TOP, vocab_size):
-        found, remedy = f"{least} log-probabilities of a token", f"Serve with --max-logprobs {TOP} or more."
-        raise InputError("server", found, f"{TOP}, as asked for", remedy)
-    for number, given in enumerate(log_probs, 1):
-        # No other token is likelier than the most probable ones, of which the text's own need not be one.
-        own = sorted(map(math.exp, given.values()), reverse=True)
-        most = sum(own) + (vocab_size - len(own)) * own[-2:][0]
-        if sum(own) > 1 + ROUNDING or most < 1 - ROUNDING:
-            found = f"{len(own)} of {vocab_size} probabilities at token {number} with a sum of {sum(own):.3g}"
-            remedy = "Serve with --logprobs-mode raw_logprobs, vLLM's default."
-            raise InputError("server", found, "log-probabilities, of 1 in all", remedy)
-
-
 def norm_words(readout: Readout | None) -> dict[str, Any]:
     """Return how a request names the norm of the last state to the connector."""
     return {} if readout is None else {"norm": readout.norm, "eps": readout.eps}
-
-
-def proof_row(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the text of a proof: the first tokens of the data, as many as the longest row has."""
-    return list(itertools.chain(*rows))[: min(LONGEST_PROVED, max(map(len, rows)))]
-
-
-def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Sequence[Sequence[int]]) -> Proof:
-    """Find how the target's logits follow from vLLM's last state, and have it store the state behind that norm.
-
-    One request brings the state before the norm and the log-probabilities that vLLM itself gives; a second one proves
-    the states as they are stored from then on, but for rounding to fp8. outer: the target's own weights; takes the
-    readout. rows: of the data; up to LONGEST_PROVED of their tokens are read, and the first and last NUM_TOKENS
-    compared.
-
-    Raises:
-        InputError: no reading of the state gives vLLM's distributions.
-    """
-    row = proof_row(rows)
-    places = torch.arange(len(row) - 1)
-    places = places[(places < NUM_TOKENS) | (places >= len(places) - NUM_TOKENS)]
-    config, weights = checkpoint_of(outer).text, outer.weights
-
-    def proved(readouts: Iterable[Readout]) -> Proof:
-        stored, log_probs = source.read_with_log_probs(row)
-        check_log_probs(log_probs, outer.info.vocab_size)
-        states = decode(stored)[places, -outer.info.hidden_size :].to(outer.device)  # [N, H]
-
-        @functools.cache
-        def products(norm: Norm, eps: float) -> Tensor:
-            normed = Readout(norm, eps).normed(states, weights.norm, weights.norm_bias)
-            parts = [F.linear(normed, part.float()) for part in weights.output.split(VOCAB_PART)]
-            return torch.cat(parts, -1).add_(0 if weights.bias is None else weights.bias).cpu()  # [N, V]
-
-        def logits(readout: Readout) -> Tensor:
-            return readout.bounded(products(readout.norm, readout.eps))
-
-        # The narrowest that the states went through.
-        dtype = max(outer.dtype, stored[""].dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return prove("vLLM's states", readouts, logits, reference_of(row, log_probs).at(places), dtype)
-
-    found = proved(candidates(config)).readout
-    source.readout, outer.readout = found, behind_norm(found)
-    proof = replace(proved([outer.readout]), readout=found)
-    source.teacher = proof.as_json()
-    return proof
-
-
-def reference_of(row: Sequence[int], log_probs: LogProbs) -> Reference:
-    """Return log-probabilities of a row [T] as the proof reads them, those of the likeliest tokens first."""
-    ordered = [sorted(place.items(), key=lambda item: -item[1]) for place in log_probs]
-    top = min(map(len, ordered))
-    tokens, values = (torch.tensor([[item[i] for item in place[:top]] for place in ordered]) for i in (0, 1))
-    own = torch.tensor([place[token] for place, token in zip(log_probs, row[1:], strict=True)])
-    return Reference(tokens, values.double(), torch.tensor(row[1:]), own.double())

@@ -31,9 +31,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from twins import LAYERS, TWINS, save_twin, states_of
 
 from draftsmith.data.engines import vllm_states
-from draftsmith.data.engines.served_proof import Recorded, prove_served
+from draftsmith.data.engines.served_proof import Recorded, prove_served, prove_teacher
 from draftsmith.data.engines.vllm import family_arguments
-from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, prove_teacher
+from draftsmith.data.engines.vllm_states import ServedStates, VllmStates
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_outer

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from twins import TWINS, final_norm, save_twin, states_of
 
-from draftsmith.data.engines.vllm_states import LogProbs, Stored, prove_teacher
+from draftsmith.data.engines.served_proof import prove_teacher
+from draftsmith.data.engines.vllm_states import LogProbs, Stored
 from draftsmith.modules.pretrained.models import load_outer
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
