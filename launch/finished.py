@@ -61,7 +61,8 @@ def run_once(name: str, run: Callable[[Any], Any], config: Any) -> Any:
         relative = os.path.relpath(returned, output) if isinstance(returned, os.PathLike) else returned
         digests = {os.path.relpath(file, output): digest(file) for file in files}
         record = {"state": state, "files": digests, "returned": relative, "document": json_values(document)}
-        write_json(record_of(output), record)
+        # As --json writes what JSON has no form for.
+        write_json(record_of(output), json.loads(json.dumps(record, default=str)))
     return returned
 
 

@@ -94,7 +94,8 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
     ours = kind_at(directory) is not None
     if not ours:
         served: Any = {"engine": config.engine, "target_server": config.target_server}
-        directory = import_head(ImportConfig(config.draft, output / DECLARED, config.target, **served))
+        declared, its_target = ImportConfig(config.draft, output / DECLARED, config.target, **served), True
+        directory = import_head(declared, its_target)
     checkpoint = Checkpoint(config.target, config.trust_remote_code)
     target = load_target(checkpoint, **config.loading)
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})

@@ -1,9 +1,10 @@
-"""`draftsmith import`: read a head of another system as one of ours."""
+"""`draftsmith import`: read a head of another system as one of ours, or bind a head to a changed target."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +14,62 @@ from torch import Tensor
 from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.eval.check.record import against_model
-from draftsmith.eval.check.states import state_source
+from draftsmith.eval.check.states import StateSource, state_source
 from draftsmith.launch.export.export import num_drafted
 from draftsmith.launch.export.settings import ImportConfig
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.formats import MTP, formats
-from draftsmith.modules.formats.base import HeadFormat, ImportedHead
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package
 from draftsmith.modules.formats.foreign import detect, head_kind, named_format
 from draftsmith.modules.formats.original import Original
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
 from draftsmith.modules.pretrained.card import model_card
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import package_directory, read_package, weight_files
-from draftsmith.modules.pretrained.heads import build_head, check_sizes, head_fields, made_with, named_kind, save_head
-from draftsmith.modules.pretrained.provenance import file_sha256
+from draftsmith.modules.pretrained.heads import (
+    build_head,
+    check_sizes,
+    head_config,
+    head_directory,
+    head_fields,
+    head_settings,
+    kind_at,
+    made_with,
+    named_kind,
+    original_of,
+    save_head,
+    weights_file,
+)
+from draftsmith.modules.pretrained.provenance import compare_identity, file_sha256
+from draftsmith.modules.pretrained.reading import read_object, read_tensors
 from draftsmith.modules.pretrained.stitch import head_package
+from draftsmith.modules.targets.base import check_aux_layers
 from draftsmith.modules.types import InputError
+
+MANIFEST = {"target?": (dict, None), "models?": dict, "config?": (dict, None), "imported?": (dict, None)}
+MANIFEST |= {"tied_to_target?": [str]}
 
 
 @sole_writer()
-def run(config: ImportConfig) -> Path:
+def run(config: ImportConfig, its_target: bool = False) -> Path:
     """Import one head. Returns the path of its new directory.
+
+    its_target: refuse a target that the head is known not to have been trained for, in place of binding it to that one.
 
     Raises:
         InputError: the directory is not what it should be, our head cannot be it, or it does not fit the model.
     """
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
-    if config.format == MTP:
-        package, kind = head_package(Path(config.directory), MTP), MtpHead.kind
-        if not package.tensors:
-            remedy = "Train one: `draftsmith train mtp` begins with random weights."
-            found = f"{config.directory}, without MTP tensors"
-            raise InputError("directory", found, "a target that ships some", remedy)
-    else:
-        package = read_package(config.directory)
-        kind = head_kind(package) if config.format == "auto" else named_format(config.format, package).kind
-    # Flags of the other kind of head would be ignored.
+    if config.target is not None and kind_at(config.directory) is not None:
+        return bind(config, config.target)
+    package, kind = package_of(config)
     predicts = kind == AcceptanceHead.kind
-    reads, other = ("draft", "target") if predicts else ("target", "draft")
-    if getattr(config, other) is not None:
-        expected = f"--{reads}: this is {named_kind(kind)} head"
-        raise InputError(other, getattr(config, other), expected, f"Pass --{reads} in its place.")
-    if not predicts and config.w_rej != 1.0:
-        raise InputError("w_rej", config.w_rej, f"an acceptance head: this is {named_kind(kind)} head", "Leave it out.")
+    reads = "draft" if predicts else "target"
 
     # The model whose hidden states it reads, if it was named.
-    source, facts, identity, models = None, None, None, {}
+    source, facts, identity, models, bound = None, None, None, {}, None
     if getattr(config, reads) is not None:
         loading: dict[str, Any] = {"dtype": "auto", "engine": config.engine, "device": "cpu"}
         loading |= {"trust_remote_code": config.trust_remote_code, "server": config.target_server}
@@ -75,11 +85,7 @@ def run(config: ImportConfig) -> Path:
     if source is not None:
         info = source.drafter.lm.info
         check_sizes("head", config.directory, imported.config, info.hidden_size, info.vocab_size)
-        # An export of ours names the target that it was trained for, which another model's identity would hide.
-        if differing := against_model(package.exported, source.drafter.identity):
-            found = f"{source.path}, another model than the head was trained for ({', '.join(differing)} differ)"
-            remedy = f"Pass that one; or leave --{reads} out, and train the head on with --init."
-            raise InputError(reads, found, "the model it was trained for", remedy)
+        bound = trained_for_another(package, source, only=its_target or predicts)
 
     head = build_head(format.kind, imported.config, imported.state)
     if odd := [name for name, tensor in imported.state.items() if not bool(tensor.isfinite().all())]:
@@ -99,12 +105,137 @@ def run(config: ImportConfig) -> Path:
             "notes": list(imported.notes),
             "problems": [f"{problem.where}: {problem.text}" for problem in imported.problems],
         },
+        **({"bound": bound} if bound else {}),
         **made_with(),
     }
     original = Original.of(format, package, imported, facts, identity)
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}), original)
     _print_result(config, format, imported)
+    if bound:
+        print_bound(config, format.kind)
     return config.output
+
+
+def package_of(config: ImportConfig) -> tuple[Package, str]:
+    """Read the files of another system's head, and return them with its kind.
+
+    Raises:
+        InputError: no head, or an option that belongs to another kind of head.
+    """
+    if config.format == MTP:
+        package, kind = head_package(Path(config.directory), MTP), MtpHead.kind
+        if not package.tensors:
+            remedy = "Train one: `draftsmith train mtp` begins with random weights."
+            found = f"{config.directory}, without MTP tensors"
+            raise InputError("directory", found, "a target that ships some", remedy)
+    else:
+        package = read_package(config.directory)
+        kind = head_kind(package) if config.format == "auto" else named_format(config.format, package).kind
+    # Flags of the other kind of head would be ignored.
+    predicts = kind == AcceptanceHead.kind
+    reads, other = ("draft", "target") if predicts else ("target", "draft")
+    if getattr(config, other) is not None:
+        expected = f"--{reads}: this is {named_kind(kind)} head"
+        raise InputError(other, getattr(config, other), expected, f"Pass --{reads} in its place.")
+    if not predicts and config.w_rej != 1.0:
+        raise InputError("w_rej", config.w_rej, f"an acceptance head: this is {named_kind(kind)} head", "Leave it out.")
+    return package, kind
+
+
+def trained_for_another(package: Package, source: StateSource, only: bool) -> dict[str, Any] | None:
+    """Return what the manifest records of a head that an export of ours says to be another target's, else None.
+
+    only: refuse it.
+    """
+    differing = against_model(package.exported, source.drafter.identity)
+    if not differing or package.exported is None:
+        return None
+    if only:
+        found = f"{source.path}, another model than the head was trained for ({', '.join(differing)} differ)"
+        raise InputError("target", found, "the model it was trained for", "Pass that one.")
+    return {"from": None, "identity": package.exported["head"]["target"]}
+
+
+def bind(config: ImportConfig, target: str) -> Path:
+    """Write a head of ours as one of another target of the same shape, such as a fine-tune. No weight is trained.
+
+    Raises:
+        InputError: no drafting head, a head of this target already, or a target of other sizes or with another
+            tokenizer.
+    """
+    directory = head_directory(config.directory).resolve()
+    config_json = head_config(directory)
+    kind = config_json["kind"]
+    if kind == AcceptanceHead.kind:
+        remedy = "Train it on labels of the new pair: draftsmith train acceptance --init."
+        raise InputError("directory", f"{config.directory}, an acceptance head", "a head that drafts", remedy)
+    manifest = read_object(directory / "manifest.json", MANIFEST)
+    loading: dict[str, Any] = {"dtype": "auto", "engine": config.engine, "device": "cpu"}
+    loading |= {"trust_remote_code": config.trust_remote_code, "server": config.target_server}
+    source = state_source(False, target, None, loading)
+    identity, before = source.drafter.identity, manifest.get("target") or {}
+    if before and not compare_identity({"model": identity}, {"model": before}):
+        remedy = "It needs no import: pass it with --draft."
+        raise InputError("target", target, "another model than the head's", remedy)
+
+    recorded = manifest.get("config") or manifest.get("imported") or {}
+    check_tokenizer(manifest.get("models", {}).get("tokenizer"), recorded.get("target"), source.checkpoint)
+    info, settings = source.drafter.lm.info, head_settings(directory, config_json)
+    check_sizes("head", config.directory, settings, info.hidden_size, info.vocab_size)
+    state = read_tensors(weights_file(directory))
+    # What the head has of its target it takes from the new one.
+    for name in manifest.get("tied_to_target", ()):
+        assert source.facts.lm_head is not None
+        rows = source.facts.lm_head[state["d2t"]] if "d2t" in state else source.facts.lm_head
+        state[name] = rows.to(state[name].dtype)
+    head = build_head(kind, settings, state)
+    check_aux_layers(head.aux_layers, info.num_layers)
+
+    # Numbers of the training hold for the target that it was trained for.
+    kept = {name: value for name, value in manifest.items() if name not in ("sha256", "metrics", "teacher")}
+    for name in ("config", "imported"):
+        if kept.get(name):
+            kept[name] = {**kept[name], "target": target}
+    models = {"target": identity, **source.checkpoint.tokenizer_identity}
+    kept |= {"target": identity, "models": models, "bound": {"from": recorded.get("target"), "identity": before}}
+    card = model_card(kind, {**kept, "head": head_fields(head)})
+    save_head(config.output, head, kept, card, original_of(directory))
+    print_text(f"{kind} head: {config.output}")
+    print_bound(config, kind)
+    return config.output
+
+
+def check_tokenizer(recorded: str | None, old: str | None, new: Checkpoint) -> None:
+    """Check that the tokens of a head's target have the same ids in a new one.
+
+    recorded: hash of the old target's tokenizer, if it is known. old: path of that target.
+
+    Raises:
+        InputError: they have not, or cannot be compared.
+    """
+    if recorded in (None, new.tokenizer_identity["tokenizer"]):
+        return
+    vocabulary = None
+    with suppress(InputError, OSError):
+        vocabulary = Checkpoint(old).tokenizer.get_vocab() if old is not None else None
+    if vocabulary is None:
+        found = f"{new.path} with another tokenizer than the head was trained with, which is not here to compare"
+    else:
+        ids = new.tokenizer.get_vocab()
+        moved = [token for token, number in vocabulary.items() if ids.get(token) != number]
+        if not moved:
+            return
+        found = f"{new.path}, where {len(moved):,} tokens of {old} have another id, as {moved[0]!r}"
+    raise InputError("target", found, "a target with the head's tokens", "Train a new head: draftsmith train.")
+
+
+def print_bound(config: ImportConfig, kind: str) -> None:
+    """Print what is unknown of a head that was bound to another target, and what to do about it."""
+    head, target = shlex.quote(str(config.output)), shlex.quote(config.target or "TARGET")
+    print_text(f"  note: it was trained for another target than {target}: what was measured there does not hold.")
+    print_text("Measure it, and train it on if it drafts badly:")
+    print_text(f"  draftsmith eval bench --target {target} --draft {head} --methods {kind} --prompts FILE --output DIR")
+    print_text(f"  draftsmith train {kind} --init {head} --data DATA --target {target} --output DIR")
 
 
 def hashes(directory: Path) -> dict[str, str]:

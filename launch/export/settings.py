@@ -64,13 +64,15 @@ class ExportConfig(ServedLoading):
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Write a head of another system as one of ours, which decodes, is measured and is trained on.
+    """Write a head of another system as one of ours, which decodes, is measured and is trained on. Or write a head,
+    also one of ours, as the head of a changed target, such as a fine-tune: --target NEW. No weight is trained.
 
     Attributes:
         directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
         output: The head directory to write; new or empty.
-        target: The model that a drafting head drafts for. It is recorded, and the head is
-            refused on other models.
+        target: The model that a drafting head drafts for. It is recorded, and the head is refused on other models. If
+            the head was trained for another one, of the same sizes and tokens, it is bound to this one; what was
+            measured with the other does not hold.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
         format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, llamacpp, deepspec, specforge, modelopt
             (DSpark) or specdec_pp; auto detects it.

@@ -104,6 +104,9 @@ def model_card(
         bound = "It drafts for any model of that tokenizer, best for this one."
     elif not identity:
         bound = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
+    if "bound" in manifest:
+        old = _code(manifest["bound"].get("from")) or "another model"
+        bound += f" The head was trained for {old}, and not for this one: what was measured there does not hold here."
 
     # Commands that try the head and export it to every format that holds it. Options that name the models in a command;
     # what is not known is left to the reader in capitals.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,7 +51,7 @@ def writer(monkeypatch, tmp_path) -> Any:
         (config.output / "deep").mkdir(exist_ok=True)
         (config.output / "deep" / "b").write_text("b")
         print_text("a line")
-        print_table(table_from_cells("numbers", ("name", "value"), [("tau", 2.5)]))
+        print_table(table_from_cells("numbers", ("name", "value"), [("tau", Fraction(5, 2))]))
         return int(module.code)
 
     module.run = run

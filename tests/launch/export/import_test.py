@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from draftsmith.launch.cli import main
 from draftsmith.launch.export.import_head import run
 from draftsmith.launch.export.settings import ImportConfig
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
+from draftsmith.modules.pretrained.card import write_measured
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.heads import head_config, load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
@@ -242,3 +245,77 @@ def test_facts_are_the_models_own_tables_on_either_engine(target):
     for name in ("embed_tokens", "lm_head"):
         assert torch.equal(getattr(lean, name), getattr(hf, name))
     assert not torch.equal(lean.embed_tokens, lean.lm_head)
+
+
+def tuned(target: str, path: Path) -> str:
+    """The target with other weights, and the same tokenizer."""
+    shutil.copytree(target, path)
+    state = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in stored(path).items()}
+    save_file(state, path / "model.safetensors")
+    return str(path)
+
+
+def own_eagle3(target: str, path: Path) -> Path:
+    """An EAGLE-3 head of ours with half of the vocabulary, whose lm_head is the target's."""
+    lm = load_lm(target)
+    torch.manual_seed(1)
+    half = lm.info.vocab_size // 2
+    head = Eagle3Head(Eagle3Config(layer_like(lm.config), (0, 1, 2), half))
+    tokens = torch.arange(0, 2 * half, 2)
+    head.use_draft_vocabulary(tokens, lm.lm_head_weight())
+    models = {"target": lm.info.identity, **Checkpoint(target).tokenizer_identity}
+    manifest = {"target": lm.info.identity, "models": models, "tied_to_target": ["lm_head.weight"], "step": 7}
+    manifest |= {"config": {"target": target}, "metrics": {"tau": 2.5}}
+    return save_head(path, head, manifest, "card")
+
+
+def test_a_head_of_ours_is_bound_to_a_fine_tune(tmp_path, target, capsys):
+    head, new = own_eagle3(target, tmp_path / "head"), tuned(target, tmp_path / "tuned")
+    measured = {"settings": {}, "methods": [], "prompts": {}, "hardware": {}}
+    write_measured(head, measured)
+    with pytest.raises(InputError, match="trained for another model"):
+        load_head(head, load_lm(new))
+    assert main(["import", str(head), "--target", new, "--output", str(tmp_path / "bound")]) == 0
+    assert "what was measured there does not hold" in capsys.readouterr().out
+    before, after = stored(head), stored(tmp_path / "bound")
+    differing = {name for name in before if not torch.equal(before[name], after[name])}
+    # Its output layer is the new target's own, at the rows of its tokens; no other weight has moved.
+    assert differing == {"lm_head.weight"}
+    assert torch.equal(after["lm_head.weight"], load_lm(new).lm_head_weight()[before["d2t"]])
+    load_head(tmp_path / "bound", load_lm(new))
+    manifest = json.loads((tmp_path / "bound" / "manifest.json").read_text())
+    assert "metrics" not in manifest and manifest["config"]["target"] == new and manifest["step"] == 7
+    assert manifest["bound"] == {"from": target, "identity": load_lm(target).info.identity}
+    card = (tmp_path / "bound" / "README.md").read_text()
+    assert f"trained for `{target}`, and not for this one" in card and "Not measured yet" in card
+    assert not (tmp_path / "bound" / "measured.json").exists()
+    with pytest.raises(InputError, match="trained for another model"):
+        load_head(tmp_path / "bound", load_lm(target))
+
+
+def test_an_export_is_bound_to_a_fine_tune_and_a_diagnosis_of_it_refuses_that_target(tmp_path, target, capsys):
+    head, new = own_eagle3(target, tmp_path / "head"), tuned(target, tmp_path / "tuned")
+    there = ["export", "--head", str(head), "--format", "vllm", "--output", str(tmp_path / "there")]
+    assert main(there) == 0
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "there"), "--target", new, "--output", str(tmp_path / "bound")]) == 0
+    assert "what was measured there does not hold" in capsys.readouterr().out
+    load_head(tmp_path / "bound", load_lm(new))
+    words = ["--data", "none", "--target", new, "--write", str(tmp_path / "repaired")]
+    assert main(["diagnose", str(tmp_path / "there"), *words]) == 2
+    assert "another model than the head was trained for (lm_head, weights differ)" in capsys.readouterr().err
+
+
+def test_a_head_is_not_bound_to_other_sizes_other_tokens_or_its_own_target(tmp_path, target):
+    head = str(own_eagle3(target, tmp_path / "head"))
+    wide = str(tiny_llama_dir(tmp_path / "wide", hidden=64))
+    assert "of width 32, expected width 64" in refusal(head, tmp_path / "out", target=wide)
+    assert "needs no import" in refusal(head, tmp_path / "out", target=target)
+    new = Path(tuned(target, tmp_path / "tuned"))
+    tokenizer = json.loads((new / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    first, second, *_ = [token for token in ids if len(token) == 1]
+    ids[first], ids[second] = ids[second], ids[first]
+    (new / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert f"2 tokens of {target} have another id" in refusal(head, tmp_path / "out", target=str(new))
+    assert not (tmp_path / "out").exists()
