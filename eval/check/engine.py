@@ -33,9 +33,9 @@ from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python,
 from draftsmith.eval.settings import SYSTEMS, CheckConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, Served, TargetFacts
+from draftsmith.modules.formats.commands import served_kind, vllm_command
 from draftsmith.modules.formats.foreign import causal_lm, detect, named_format
 from draftsmith.modules.formats.readings import Reading, engine_readings, readings
-from draftsmith.modules.formats.systems import served_kind, vllm_command
 from draftsmith.modules.llama_config import rope_settings
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory

@@ -39,8 +39,8 @@ from draftsmith.eval.settings import SYSTEMS, ServedConfig
 from draftsmith.eval.tables import drawn_data, to_json
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
+from draftsmith.modules.formats.commands import served_kind, vllm_command
 from draftsmith.modules.formats.foreign import causal_lm, head_kind
-from draftsmith.modules.formats.systems import served_kind, vllm_command
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json

@@ -19,10 +19,10 @@ from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats import GGUF, MTP, ORIGINAL, check_served, formats, formats_of
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Served, TargetFacts, largest
+from draftsmith.modules.formats.commands import llamacpp_command
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.formats.llama_format import LlamaFormat
 from draftsmith.modules.formats.quantized import FORMATS, quantizable, quantize, served_memory, with_quantized
-from draftsmith.modules.formats.systems import llamacpp_command
 from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_same_tokenizer
 from draftsmith.modules.pretrained.directory import RECORD

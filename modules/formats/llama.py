@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import NotReadHere, Raw, layer_types
-from draftsmith.modules.llama_config import PARTIAL, ROPE_KINDS, LlamaConfig, RopeScaling, RotarySettings, positive
+from draftsmith.modules.llama_config import (
+    BASE,
+    PARTIAL,
+    ROPE_KINDS,
+    LlamaConfig,
+    RopeScaling,
+    RotarySettings,
+    config_object,
+    positive,
+    rope_number,
+)
 from draftsmith.modules.rotary import rope_attention_scale, rope_frequencies
 from draftsmith.modules.types import InputError
 
@@ -162,3 +172,14 @@ def window_fields(llama: LlamaConfig, full_layers: Sequence[int] = ()) -> Fields
         "use_sliding_window": llama.sliding_window is not None,
         "sliding_window": llama.sliding_window,
     }
+
+
+def safeailab_rope(raw: Raw) -> RotarySettings:
+    """Read rotary settings as SafeAILab/EAGLE does (cnets1.py, _init_rope).
+
+    It knows `rope_theta` and `rope_scaling` only, and its base is 10000 under any scaling.
+    """
+    if scaling := config_object(raw, "rope_scaling"):
+        factor = rope_number("factor", scaling.get("factor"), 1.0)
+        return RotarySettings(BASE, RopeScaling(str(scaling.get("type")), factor))
+    return RotarySettings(rope_number("rope_theta", raw.get("rope_theta"), BASE), RopeScaling())

@@ -24,12 +24,14 @@ from draftsmith.modules.formats.base import (
     Package,
     Problem,
     Raw,
+    Served,
     TargetFacts,
     as_stored,
     check_tensors,
     largest,
     same_values,
 )
+from draftsmith.modules.formats.commands import COMMANDS
 from draftsmith.modules.formats.llama import Fields, architecture
 from draftsmith.modules.llama_config import (
     PARTIAL,
@@ -374,6 +376,9 @@ class LlamaFormat(HeadFormat, Generic[C]):
         if self.windowless and window is not None:
             expected = f"none: {self.system} ignores it, and the head attends to the whole text"
             yield "sliding_window", window, expected, "Export it with --format vllm or --format sglang."
+
+    def serve(self, served: Served) -> str:
+        return COMMANDS[self.name](self.kind, served) if self.name in COMMANDS else super().serve(served)
 
     def serving_notes(self, config: C, target: TargetFacts | None) -> list[str]:
         """Return what the system's server does with the head that its files do not say."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.modules.drafters.mtp import MtpHead
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Served, TargetFacts
-from draftsmith.modules.formats.systems import DRAWN
+from draftsmith.modules.formats.commands import DRAWN
 from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import InputError
 

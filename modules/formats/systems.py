@@ -18,9 +18,7 @@ A missing tensor stays random or uninitialized in all servers.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -41,17 +39,15 @@ from draftsmith.modules.formats.block import (
     qwen3_fields,
     windows,
 )
+from draftsmith.modules.formats.commands import ADAPTIVE, DRAWN, RAGGED, REQUESTS, TREE, V2
 from draftsmith.modules.formats.eagle1 import Eagle1Format
 from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers
-from draftsmith.modules.formats.llama import IDS, Fields, architecture, flat, layer_ids, llama_fields
+from draftsmith.modules.formats.llama import IDS, Fields, architecture, flat, layer_ids, llama_fields, safeailab_rope
 from draftsmith.modules.formats.llama_format import Biases, BiasFields, C, HeadFiles, LlamaFormat, Refusal, Wrong
 from draftsmith.modules.formats.quantized import LAYERS
 from draftsmith.modules.formats.trainers import TRAINERS, DeepSpecEagle3
 from draftsmith.modules.llama_config import (
-    BASE,
     CaptureConfig,
-    RopeScaling,
-    RotarySettings,
     config_object,
     positive,
     rope_number,
@@ -74,19 +70,6 @@ EAGLE3 = "LlamaForCausalLMEagle3"  # the class of vLLM and SGLang
 NUM_STATES, COUNT = 3, "num_aux_hidden_states"  # of the target, that systems read by default
 BOTH = ("attention_bias", "bias")  # fields of either bias in models/llama.py of vLLM and SGLang
 OTHERS_VLLM, OTHERS_SGLANG = "Export it with --format vllm.", "Export it with --format vllm or --format sglang."
-# Defaults of vLLM's options, and what they exclude (config/speculative.py, config/vllm.py).
-DRAWN = (
-    'For temperatures above 0 add "draft_sample_method": "probabilistic": by default vLLM drafts the likeliest tokens.'
-)
-V2 = "vLLM drafts with it in its V2 model runner alone, which needs Triton."
-ADAPTIVE = 'Without full CUDA graphs, with LoRA or pipeline parallelism remove "enable_adaptive_verification".'
-# arg_groups/speculative_hook.py and speculative/dspark_components/dspark_planner.py.
-REQUESTS = "With a drafter SGLang answers 48 requests at once, unless --max-running-requests says more."
-RAGGED = (
-    "The confidences shorten drafts with SGLANG_RAGGED_VERIFY_MODE=compact before the command and "
-    "--speculative-dspark-sps-table-path, a table by sglang.benchmark.dspark_sps_profiler; else all are verified."
-)
-TREE = "Its tree of total_token 60, depth {0} and top_k 10 counts the root: here it is {1}:nodes=59:depth={0}:topk=10."
 
 
 # -- what several systems do alike
@@ -147,11 +130,6 @@ class ServedEagle3(Eagle3Format):
         return {name.replace("input_layernorm", "hidden_norm"): tensors[name] for name in later} | tensors
 
 
-def served_kind(kind: str) -> str:
-    """Return the kind of a head in the options of servers, which tell DFlash2 from DFlash by the files."""
-    return kind.replace("dflash2", "dflash")
-
-
 # -- SafeAILab/EAGLE
 
 
@@ -179,13 +157,6 @@ class SafeAILab(LlamaFormat[C]):
             found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
             rule = f"{self.system} takes that base under linear scaling, whatever rope_theta says"
             yield "rope_scaling", found, f"a factor over 1 on base 10000: {rule}", OTHERS_SGLANG
-
-    def serve(self, served: Served) -> str:
-        # It takes EAGLE-3 with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3). Drafted tokens have no flag.
-        return (
-            f"python -m eagle.application.webui --base-model-path {shlex.quote(served.model)}"
-            f" --ea-model-path {shlex.quote(served.directory)}{' --no-eagle3' if self.kind == 'eagle3' else ''}"
-        )
 
 
 class SafeAILabEagle1(SafeAILab[EagleConfig], Eagle1Format):
@@ -229,29 +200,7 @@ class SafeAILabEagle3(SafeAILab[Eagle3Config], Eagle3Format):
             yield "layers", list(config.aux_layers), f"{list(usual or ())}, {always} of this target", OTHERS_VLLM
 
 
-def safeailab_rope(raw: Raw) -> RotarySettings:
-    """Read rotary settings as SafeAILab/EAGLE does (cnets1.py, _init_rope).
-
-    It knows `rope_theta` and `rope_scaling` only, and its base is 10000 under any scaling.
-    """
-    if scaling := config_object(raw, "rope_scaling"):
-        factor = rope_number("factor", scaling.get("factor"), 1.0)
-        return RotarySettings(BASE, RopeScaling(str(scaling.get("type")), factor))
-    return RotarySettings(rope_number("rope_theta", raw.get("rope_theta"), BASE), RopeScaling())
-
-
 # -- vLLM
-
-
-def vllm_command(method: str, served: Served) -> str:
-    """Return the command that serves a drafter by a method of vLLM's speculative config: a kind, or draft_model."""
-    options = {"method": served_kind(method), "model": served.directory, "num_speculative_tokens": served.num_drafted}
-    if served.confidence:
-        options["enable_adaptive_verification"] = True  # else nothing reads the confidences (config/speculative.py)
-    # Classes without the interface of EAGLE-3 give no states of their layers; transformers' models all do.
-    others = method not in ("eagle", "draft_model") and served.family not in {"", *families.VLLM}
-    backend = " --model-impl transformers" if others else ""
-    return f"vllm serve {shlex.quote(served.model)}{backend} --speculative-config {shlex.quote(json.dumps(options))}"
 
 
 class ServedByVllm(LlamaFormat[C]):
@@ -278,9 +227,6 @@ class ServedByVllm(LlamaFormat[C]):
         if target is None or not target.window or config.llama.sliding_window:
             return []
         return [f"vLLM gives the head the target's window of {target.window} tokens"]
-
-    def serve(self, served: Served) -> str:
-        return vllm_command(self.kind, served)
 
     def serve_notes(self, served: Served) -> list[str]:
         only = [V2] if self.kind in ("dflash2", "dspark") else []
@@ -402,9 +348,6 @@ class Sglang(LlamaFormat[C]):
             "tie_word_embeddings": (raw.get("tie_word_embeddings"), "raises, or drafts with the embedding as lm_head"),
         }
 
-    def serve(self, served: Served) -> str:
-        return sglang_command(self.kind, served)
-
     def serve_notes(self, served: Served) -> list[str]:
         return [*super().serve_notes(served), *([RAGGED] if served.confidence else [])]
 
@@ -519,24 +462,6 @@ class SglangBlock(Sglang[BlockConfig], BlockFormat):
             TYPE: (TYPE in raw, "does not know such a config.json"),
             "markov_head_type": (untyped, "raises: it has no default"),
         }
-
-
-def sglang_command(kind: str, served: Served) -> str:
-    # A chain; the target's own token counts among those that it verifies.
-    drafts = f" --speculative-num-draft-tokens {served.num_drafted + 1}"
-    if "eagle" in kind:
-        drafts = f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1{drafts}"
-    if kind == "eagle3" and served.window:
-        # Of tokens before the one that attends (radix attention's window_left).
-        drafts += f" --speculative-draft-window-size {served.window - 1}"
-    if kind == "dspark":
-        # Drafted tokens, whatever the file's block_size; any other count is refused (arg_groups/speculative_hook.py).
-        drafts = f" --speculative-dspark-block-size {served.num_drafted}"
-    algorithm = served_kind(kind).upper()
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm {algorithm}"
-        f" --speculative-draft-model-path {shlex.quote(served.directory)}{drafts}"
-    )
 
 
 # -- speculators
@@ -694,9 +619,6 @@ class LlamaCpp(LlamaFormat[C]):
     def problems(self, files: HeadFiles) -> Wrong:
         return {"config.json": ("gguf" not in files.raw, "reads GGUF files alone")}
 
-    def serve(self, served: Served) -> str:
-        return llamacpp_command(self.kind, served)
-
 
 class LlamaCppEagle3(LlamaCpp[Eagle3Config], Eagle3Format):
     windowless = True
@@ -742,12 +664,6 @@ class LlamaCppBlock(LlamaCpp[BlockConfig], BlockFormat):
 
     def fields(self, config: BlockConfig, dtype: torch.dtype, target: TargetFacts | None) -> Fields:
         return super().fields(config, dtype, target) | {"gguf": "dflash"}
-
-
-def llamacpp_command(kind: str, served: Served) -> str:
-    """Return the command that serves a drafter, a kind or `simple`; model and directory are GGUF files."""
-    drafts = f"--spec-type draft-{served_kind(kind)} --spec-draft-n-max {served.num_drafted}"
-    return f"llama-server -m {shlex.quote(served.model)} -md {shlex.quote(served.directory)} {drafts}"
 
 
 EAGLE1_CLASSES = VllmEagle1.classes + SglangEagle1.classes

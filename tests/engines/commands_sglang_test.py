@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
 from draftsmith.modules.formats.base import Served
-from draftsmith.modules.formats.systems import RAGGED, sglang_command
+from draftsmith.modules.formats.commands import RAGGED, sglang_command
 
 EXPORTS = [
     (kind, case) for kind in ("eagle", "eagle3", "dflash", "dflash2", "dspark") for case in cases(kind, "sglang")

@@ -23,8 +23,8 @@ from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from draftsmith.modules.formats.base import Served
+from draftsmith.modules.formats.commands import DRAWN, vllm_command
 from draftsmith.modules.formats.mtp import MtpFormat
-from draftsmith.modules.formats.systems import DRAWN, vllm_command
 
 KINDS = ["eagle3", "dflash", "dflash2", "dspark"]
 FORMATS = [("eagle", "vllm"), *((kind, system) for kind in KINDS for system in ("vllm", "speculators"))]

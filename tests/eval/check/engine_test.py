@@ -28,7 +28,7 @@ from draftsmith.eval.settings import CheckConfig
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats.base import Served
-from draftsmith.modules.formats.systems import vllm_command
+from draftsmith.modules.formats.commands import vllm_command
 from draftsmith.modules.pretrained.heads import build_head, load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
