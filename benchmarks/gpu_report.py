@@ -28,6 +28,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.clock import clock_of
 from draftsmith.launch.cli import main_of
+from draftsmith.modules import flops
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.plain import PromptAnswer, RowPool
 from draftsmith.modules.drafters import head_class
@@ -43,7 +44,7 @@ from draftsmith.train.config import drafter_config
 from draftsmith.train.data import HeadDataModule, Samples
 from draftsmith.train.fit import fit
 from draftsmith.train.module import LitDrafter
-from draftsmith.train.plan import measured_peak, plan_of
+from draftsmith.train.plan import TrainingDocuments, plan_of
 from draftsmith.train.strategies import resolve_precision
 from draftsmith.train.tracking import Telemetry
 
@@ -301,7 +302,31 @@ def take_steps(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM, ki
         module.telemetry = Telemetry(count_flops=True)
         fit(module, HeadDataModule(samples, samples, settings), limit_val_batches=0)
         costs = {name.removeprefix("cost/"): value for name, value in module.logged.items() if name.startswith("cost/")}
-        return Steps(costs, module.logged["train/loss"], plan_of(settings).peak)
+        planned = TrainingDocuments(samples.lengths.tolist(), 1 - LOSS_FROM, "made up")
+        return Steps(costs, module.logged["train/loss"], plan_of(settings, documents=planned).peak)
+
+
+def measured_peak(
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = 0.2,
+) -> float:
+    """Return the FLOP/s of the fastest square product that fits the time budget."""
+    begin, size, best = clock(), 128, 0.0
+    while True:
+        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+        for _ in range(3):
+            start = clock()
+            left @ right
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken = clock() - start
+            best = max(best, flops.linear(size, size, size) / max(taken, 1e-9))
+        # The next size takes eight times as long, three times over.
+        if clock() - begin + 24 * taken > budget_s or size >= 8192:
+            return best
+        size *= 2
 
 
 def training_settings(config: GpuReportConfig, folder: Path, raw: dict[str, Any], kind: str, **options: Any) -> Any:
@@ -321,9 +346,6 @@ def training_settings(config: GpuReportConfig, folder: Path, raw: dict[str, Any]
             num_workers=config.num_workers,
             accelerator="gpu" if torch.device(config.device).type == "cuda" else "cpu",
             tau_prompts=0,
-            plan_ranks=1,
-            plan_samples=2 * steps * (config.tokens // config.document),
-            plan_length=config.document,
             log_every=steps,
             loggers=("csv",),
             **options,

@@ -42,7 +42,7 @@ def settings_not_given(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     """Return values of options beside those that are given: of a CPU's recipe, and data that is to be planned for."""
     from draftsmith.train.config import NO_DATA
 
-    planned = {"plan", "plan_samples"} <= given.keys() and "data" not in given
+    planned = "plan" in given and "data" not in given
     recipe = {} if "config" in given else cpu_settings(kind, given)
     return recipe | ({"data": NO_DATA} if planned else {})
 
@@ -62,7 +62,7 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     from draftsmith.modules.pretrained.checkpoint import Checkpoint
     from draftsmith.modules.pretrained.reading import read_object
 
-    elsewhere = "plan" in given and given.keys() & {"plan_ranks", "plan_tflops"}
+    elsewhere = "plan" in given and given.keys() & {"plan_gb", "plan_tflops"}
     if (torch.cuda.device_count() or elsewhere) and given.get("accelerator") != "cpu":
         return {}
     try:

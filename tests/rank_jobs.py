@@ -130,8 +130,9 @@ def watched() -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def poisoned(row: int, how: str) -> Iterator[None]:
-    """Loss, or gradient under a finite loss, of any part that holds the row is not a number."""
+def poisoned(row: int, how: str, most: int = 10) -> Iterator[None]:
+    """Loss, or gradient under a finite loss, of any part that holds the row is not a number. most: such steps."""
+    from draftsmith.train import metrics
     from draftsmith.train.acceptance import LitAcceptance
     from draftsmith.train.module import LitDrafter
 
@@ -153,6 +154,7 @@ def poisoned(row: int, how: str) -> Iterator[None]:
 
     true_read = {kind: kind.read for kind in (LitAcceptance, LitDrafter)}
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(metrics, "MOST_BAD_STEPS", most))
         for kind in true_read:
             patches.enter_context(mock.patch.object(kind, "read", read))
         yield

@@ -27,14 +27,11 @@ SHARE = (0, 1, "[)")
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("max_steps", "tokens_per_batch", "max_length", "num_workers", "num_threads"), (0, MOST)),
     "span_tokens": (0, MOST),
-    **dict.fromkeys(("val_every", "save_every", "max_bad_steps", "tau_prompts"), (0, MOST)),
-    **dict.fromkeys(("plan_ranks", "num_blocks", "width"), (0, MOST)),
+    **dict.fromkeys(("val_every", "save_every", "tau_prompts", "num_blocks", "width"), (0, MOST)),
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "devices", "log_every", "keep"), (1, MOST)),
-    **dict.fromkeys(("clip", "weight_decay", "minutes", "feature_window"), (0, math.inf)),
-    **dict.fromkeys(("val_share", "warmup_share", "min_lr_share", "betas", "mix"), SHARE),
+    **dict.fromkeys(("clip", "weight_decay", "minutes"), (0, math.inf)),
+    **dict.fromkeys(("val_share", "warmup_share", "betas", "mix"), SHARE),
     **dict.fromkeys(("lr", "w_acc", "w_rej"), (0, math.inf, "(]")),
-    "plan_samples": (2, MOST),
-    "plan_length": (4, MOST),
     **dict.fromkeys(("plan_gb", "plan_tflops"), (0, math.inf, "(]")),
     "seed": (0, 2**63 - 1),
 }
@@ -80,24 +77,15 @@ class Optimization:
         lr: Peak learning rate.
         schedule: How the learning rate falls after warm-up; hold stays at its peak for half of the steps.
         warmup_share: Share of all steps in which the learning rate rises linearly from 0.
-        min_lr_share: Where the learning rate ends, as a share of lr.
         weight_decay: Decay of matrices, with muon of those that it moves; vectors (norms, biases) have none.
         betas: AdamW's averaging factors.
         clip: Largest gradient norm; 0 switches clipping off.
         precision: float32 throughout, or bf16 autocast over float32 weights; auto takes bf16 on a GPU that has it.
             float32 products are TF32 on a GPU.
-        max_bad_steps: Steps with a non-finite loss or gradient that are skipped before the run ends.
     """
 
     help_group: ClassVar[str] = "Optimization"
-    help_rarely: ClassVar[tuple[str, ...]] = (
-        "warmup_share",
-        "min_lr_share",
-        "weight_decay",
-        "betas",
-        "clip",
-        "max_bad_steps",
-    )
+    help_rarely: ClassVar[tuple[str, ...]] = ("warmup_share", "weight_decay", "betas", "clip")
 
     epochs: int = 3
     max_steps: int = 0
@@ -109,12 +97,10 @@ class Optimization:
     lr: float = 5e-5
     schedule: Literal["cosine", "linear", "hold", "constant"] = "cosine"
     warmup_share: float = 0.03
-    min_lr_share: float = 0.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     clip: float = 1.0
     precision: Literal["auto", "32", "bf16"] = "auto"
-    max_bad_steps: int = volatile(10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +141,16 @@ class Tracking:
         keep: Checkpoints to keep, the newest ones.
         loggers: csv (always written), tensorboard, wandb (Weights & Biases, if `wandb login` has left a key),
             wandb-offline (into files, for `wandb sync`).
-        project: Weights & Biases project.
-        group: Weights & Biases group: the study or sweep that the run belongs to.
-        license: The head's license for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
     """
 
     help_group: ClassVar[str] = "Validation and tracking"
-    help_rarely: ClassVar[tuple[str, ...]] = ("save_every", "keep", "project", "group", "license")
+    help_rarely: ClassVar[tuple[str, ...]] = ("save_every", "keep")
 
     val_every: int = volatile(0)
     log_every: int = volatile(20)
     save_every: int = volatile(0)
     keep: int = volatile(2)
     loggers: tuple[Logger, ...] = volatile(("csv", "wandb"))
-    project: str = volatile("draftsmith")
-    group: str | None = volatile(None)
-    license: str = volatile("")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,28 +236,16 @@ class Planning:
     """Options of planning a training.
 
     Attributes:
-        plan: Print what the training takes (memory by part and strategy, disk, steps, FLOPs, hours), and train nothing.
-        plan_ranks: Ranks to plan for, on all machines; 0 takes what a launcher has set, or --devices.
-        plan_samples: Samples to assume if the data does not exist yet.
-        plan_length: Tokens of each of these samples.
+        plan: Print what the training takes on --devices (memory by part and strategy, disk, steps, FLOPs, hours), and
+            train nothing. --data need not exist yet.
         plan_gb: Memory of a device, GB (1e9 bytes), that a rank has to fit into. Default: this machine's GPU or memory.
-        plan_tflops: TFLOP/s that a device reaches while it trains, for the hours. Default: half of what large matrix
-            products reach here, if the training would run here.
+        plan_tflops: TFLOP/s that a device reaches while it trains, for the hours.
     """
 
     help_group: ClassVar[str] = "Planning"
-    help_rarely: ClassVar[tuple[str, ...]] = (
-        "plan_ranks",
-        "plan_samples",
-        "plan_length",
-        "plan_gb",
-        "plan_tflops",
-    )
+    help_rarely: ClassVar[tuple[str, ...]] = ("plan_gb", "plan_tflops")
 
     plan: bool = volatile(False)
-    plan_ranks: int = volatile(0)
-    plan_samples: int = volatile(60_000)
-    plan_length: int = volatile(512)
     plan_gb: float | None = volatile(None)
     plan_tflops: float | None = volatile(None)
 
@@ -291,10 +259,8 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
         target: The target model, frozen: the one the data was made with. The head uses its embedding and lm_head.
         features: Features of responses are computed in every epoch (online), or come from a server (vllm), and only the
             target's embeddings are loaded here. To compute them once and store them: data features.
-        feature_directory: The server's directory of features, if this machine sees it under another path.
         feature_dtype: What the server sends: bf16, or fp8 with a scale for each token, half the bytes.
         feature_server: Address of the server, which `draftsmith launch vllm` starts.
-        feature_window: GB of features that are asked for ahead of their steps, on each rank; 0 takes two steps'.
         span_tokens: With --tokens-per-batch an EAGLE-3, MTP, DSpark or DFlash head learns so many tokens of a part at
             once, whole sequences or a piece of a longer one, which still reads all before it: memory stays the same for
             rows of any length. The gradients are those of the whole; 0 learns a part at once.
@@ -307,19 +273,15 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
     kind: ClassVar[str]
     help_group: ClassVar[str] = "Data"
     help_rarely: ClassVar[tuple[str, ...]] = (
-        "feature_directory",
         "feature_dtype",
         "feature_server",
-        "feature_window",
         "device_map",
     )
 
     target: str
     features: Literal["online", "vllm"] = "online"
-    feature_directory: Path | None = volatile(None)
     feature_dtype: FeatureDtype = "bf16"
     feature_server: str = volatile("http://127.0.0.1:8000")
-    feature_window: float = volatile(0.0)
     span_tokens: int = volatile(16_384)
     device_map: bool = volatile(False)
     init: str = "random"

@@ -18,6 +18,8 @@ from draftsmith.modules.types import InputError, LossOutput
 
 T = TypeVar("T")
 
+# More steps that are not finite end a run.
+MOST_BAD_STEPS = 10
 # Samples that an error about bad steps names.
 NAMED = 20
 
@@ -124,9 +126,9 @@ class BadSteps:
     on all ranks, in order of first appearance.
     """
 
-    def __init__(self, limit: int, frozen: str = "target"):
-        """limit: more bad steps than this end the run. frozen: option that names the frozen model."""
-        self.limit, self.frozen, self.count = limit, frozen, 0
+    def __init__(self, frozen: str = "target"):
+        """frozen: option that names the frozen model."""
+        self.frozen, self.count = frozen, 0
         self.samples: list[str] = []
         self._parts: list[_Marks] = []
 
@@ -184,11 +186,11 @@ class BadSteps:
             raise NonFinite("hidden states", self.frozen, None).of(frozen)
         self.samples = list(dict.fromkeys([*self.samples, *samples]))
         self.count += 1
-        if self.count > self.limit:
+        if self.count > MOST_BAD_STEPS:
             more = f" and {len(self.samples) - NAMED} more" if len(self.samples) > NAMED else ""
             found = f"not finite in {self.count} steps, with samples {', '.join(self.samples[:NAMED])}{more}"
-            remedy = "Look at these samples, lower --lr, or raise --max-bad-steps."
-            raise InputError("loss or gradient", found, f"{self.limit} such steps at most", remedy)
+            remedy = "Look at these samples, or lower --lr."
+            raise InputError("loss or gradient", found, f"{MOST_BAD_STEPS} such steps at most", remedy)
 
     def state(self) -> dict[str, Any]:
         return {"count": self.count, "samples": list(self.samples)}

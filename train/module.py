@@ -76,7 +76,7 @@ class LitHead(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.head, self.config, self.frozen, self.total_steps = head, resolve_precision(config), frozen, 0
-        self.state = TrainState(BadSteps(config.max_bad_steps, frozen))
+        self.state = TrainState(BadSteps(frozen))
         self.telemetry = Telemetry()
         # Metrics that the last step with `logs` gave.
         self.logged: dict[str, float] = {}
@@ -167,7 +167,7 @@ class LitHead(pl.LightningModule):
         optimizer, ranks, done = cast(Any, self.optimizers()), num_ranks(), self.trainer.global_step
         tokens = self.agree(float(sum(part.tokens for part in parts)))
         config = self.config
-        share = lr_share(done, self.total_steps, config.schedule, config.warmup_share, config.min_lr_share)
+        share = lr_share(done, self.total_steps, config.schedule, config.warmup_share)
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
 

@@ -19,11 +19,11 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 TRIAL_SHARE, RESERVED_TIMES, RESERVED_SHARE = 0.1, 1.25, 0.15
 
 
-def lr_share(step: int, total_steps: int, schedule: str, warmup_share: float, min_lr_share: float) -> float:
+def lr_share(step: int, total_steps: int, schedule: str, warmup_share: float) -> float:
     """Return the share of the peak learning rate that a step, 0 to total_steps - 1, takes.
 
-    Warm-up rises linearly and reaches 1 at the step after its last. Then `cosine` and `linear` fall to `min_lr_share`,
-    reached right after the last step; `hold` stays for half of the rest before it falls linearly; `constant` stays.
+    Warm-up rises linearly and reaches 1 at the step after its last. Then `cosine` and `linear` fall to 0, reached
+    right after the last step; `hold` stays for half of the rest before it falls linearly; `constant` stays.
     """
     # Step 0 already learns: the rise starts above 0.
     warmup = round(total_steps * warmup_share)
@@ -36,7 +36,7 @@ def lr_share(step: int, total_steps: int, schedule: str, warmup_share: float, mi
         "hold": min(1.0, 2 * (1 - progress)),
         "constant": 1.0,
     }
-    return min_lr_share + (1 - min_lr_share) * shapes[schedule]
+    return shapes[schedule]
 
 
 def orthogonalise(batch: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:

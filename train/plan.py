@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,8 @@ from draftsmith.train.strategies import device_kind, model_dtype, process_memory
 FLOAT32 = 4
 # The largest part is looked for in this many steps of the first epoch.
 STEPS_LOOKED_AT = 2000
-# Share of the tokens that the loss counts, of an artifact that does not exist yet.
+# Samples of an artifact that does not exist yet, their tokens without --max-length, and the share that the loss counts.
+ASSUMED_SAMPLES, ASSUMED_TOKENS = 60_000, 512
 ASSUMED_LOSS_SHARE = 0.6
 # FLOPs of an epoch are extrapolated from about this many of its documents, from the shortest to the longest.
 COUNTED_DOCUMENTS = 32
@@ -58,8 +58,6 @@ CHUNK_TENSORS = 4
 FROZEN_WIDTHS = 7
 # Ids, places, masks of a token.
 BATCH_BYTES = 32
-# Share of the speed of large products that a training reaches at least, as benchmarks/gpu_report.py asks of a GPU.
-REACHED = 0.5
 # Layouts that the table compares: strategy -> column title.
 LAYOUTS = {
     "one process": "alone",
@@ -88,10 +86,10 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
 
     missing = [str(part.path) for part in config.parts if not (part.path / MANIFEST).exists()]
     if missing:
-        samples, length = config.plan_samples, config.plan_length
+        samples, length = ASSUMED_SAMPLES, config.max_length or ASSUMED_TOKENS
         count = samples if config.val is not None else samples - max(1, round(config.val_share * samples))
         _, _, lengths = cut_lengths(np.full(count, length), min(config.max_length or context, context), num_lost_rows)
-        source = f"assumed: {samples:,} samples of {length} tokens"
+        source = f"assumed: {samples:,} samples of {lengths.max(initial=0):,} tokens"
         source += "" if missing == [NO_DATA] else f", as {' and '.join(missing)} does not exist"
         return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
 
@@ -185,14 +183,16 @@ def check_space(config: TrainDrafterConfig, target: LlamaConfig) -> None:
     check_disk(config.output, needed, "output", remedy)
 
 
-def plan_of(config: TrainDrafterConfig, opened: Checkpoint | None = None) -> TrainingPlan:
-    """Plan a training. opened: its target, if that is open.
+def plan_of(
+    config: TrainDrafterConfig, opened: Checkpoint | None = None, documents: TrainingDocuments | None = None
+) -> TrainingPlan:
+    """Plan a training. opened: its target, if that is open. documents: in place of those of `config.data`.
 
     Raises:
         InputError: no such model, or one of a family that the head cannot take its layer from; or data that the
             training itself would refuse.
     """
-    drafter, world = config.drafter, config.plan_ranks or world_size(config)
+    drafter, world = config.drafter, world_size(config)
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
     files, served = opened or Checkpoint(config.target), config.features == "vllm"
     shape, width = files.shape, weight_type(model_dtype(config), files).itemsize
@@ -205,7 +205,8 @@ def plan_of(config: TrainDrafterConfig, opened: Checkpoint | None = None) -> Tra
 
     # Steps, as the training's own order makes them. A head to fine-tune may reach less far than its target. With
     # --minutes the number of steps is unknown: plan one epoch.
-    documents = training_documents(config, min(shape.max_position, head_shape.max_position), drafter.num_lost_rows)
+    context = min(shape.max_position, head_shape.max_position)
+    documents = documents or training_documents(config, context, drafter.num_lost_rows)
     order = Order(documents.lengths, config.seed, config.batch_size, config.tokens_per_batch)
     steps = order.steps_per_epoch if config.minutes else config.num_steps(order.steps_per_epoch)
 
@@ -412,45 +413,16 @@ def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
 
 def training_hours(plan: TrainingPlan, config: TrainDrafterConfig) -> tuple[float | None, str]:
     """Return the hours of the steps, validation not counted, and a sentence about them; None if no speed is known."""
-    on_gpu = device_kind(config) == "gpu"
     if config.minutes:
         return config.minutes / 60, f"Takes {config.minutes:g} minutes, as --minutes says."
-    if config.plan_tflops is not None:
-        speed, source = config.plan_tflops * 1e12, "as given"
-    elif plan.world > 1 or (on_gpu and not torch.cuda.is_available()):
+    if config.plan_tflops is None:
         return None, "Pass --plan-tflops, a device's speed in training, to see how long it takes."
-    else:
-        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        speed = REACHED * measured_peak(torch.device("cuda" if on_gpu else "cpu"), dtype)
-        source = "half its peak here"
+    speed = config.plan_tflops * 1e12
     hours = plan.step_flops * plan.steps / plan.world / speed / 3600
     span = f"{max(1, 60 * hours):.0f} min"
     if hours >= 1.5:
         span = f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"
-    return hours, f"Takes about {span} without validation, at {short(speed)}FLOP/s a rank ({source})."
-
-
-def measured_peak(
-    device: torch.device,
-    dtype: torch.dtype,
-    clock: Callable[[], float] = time.perf_counter,
-    budget_s: float = 0.2,
-) -> float:
-    """Return the FLOP/s of the fastest square product that fits the time budget."""
-    begin, size, best = clock(), 128, 0.0
-    while True:
-        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-        for _ in range(3):
-            start = clock()
-            left @ right
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken = clock() - start
-            best = max(best, flops.linear(size, size, size) / max(taken, 1e-9))
-        # The next size takes eight times as long, three times over.
-        if clock() - begin + 24 * taken > budget_s or size >= 8192:
-            return best
-        size *= 2
+    return hours, f"Takes about {span} without validation, at {short(speed)}FLOP/s a rank."
 
 
 def short(number: float) -> str:

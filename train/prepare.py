@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig
 
+# Steps whose states a server is asked for ahead of time.
+STEPS_AHEAD = 2
 # Larger artifacts are not hashed: at about 1 GB/s this takes half a minute.
 HASHED_BYTES = 32 * 2**30
 
@@ -173,7 +175,7 @@ def feature_source(
     if config.features == "vllm":
         states = tuple(layers) or (final_state(target.info.num_layers),)
         size = token_bytes(target.info.hidden_size * len(states), config.feature_dtype)
-        server = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_directory))
+        server = clients.enter_context(ServedStates(config.feature_server, config.output))
         items = [samples[0].item(i, 0) for i in range(min(ANSWERED_ROWS, len(samples[0])))]
         rows, masks = ([item[name].tolist() for item in items] for name in ("input_ids", "loss_mask"))
         # Spread over devices (--device-map), it is another.
@@ -185,7 +187,7 @@ def feature_source(
             prove_teacher(server, outer, rows)
         target.readout, teacher = outer.readout, server.teacher
         step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
-        window = config.feature_window * 1e9 or 2 * size * step_tokens / world_size(config)
+        window = STEPS_AHEAD * size * step_tokens / world_size(config)
         stream = FeatureStream(server, window, size)
     for part in samples:
         part.stream = stream

@@ -40,6 +40,7 @@ from draftsmith.train.strategies import process_memory
 # Metrics whose best value is kept in a run's summary, beside the last value of every other.
 BEST = {f"val/{name}": "max" for name in ("tau", "chain_length", "top1", "accepted", "auc")}
 BEST |= {"val/loss": "min", "val/kl": "min"}
+PROJECT = "draftsmith"  # unless WANDB_PROJECT names another
 # Only what the run itself logs: no console text, machine load, git state, code, host name, paths or package list.
 SETTINGS: dict[str, Any] = {
     "console": "off",
@@ -171,10 +172,9 @@ def check_loggers(config: TrainConfig) -> None:
         return
     import wandb
 
-    names = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
-    for name, value in {**names, "project": config.project}.items():
+    for name, value in os.environ.items():
         try:
-            wandb.Settings().update_from_env_vars({name if name in names else "WANDB_PROJECT": value})
+            wandb.Settings().update_from_env_vars({name: value} if name.startswith("WANDB_") else {})
         except Exception as error:  # the client has a family of errors, and pydantic's
             found, reason = "a value" if "KEY" in name else repr(value), " ".join(str(error).split())
             raise InputError(name, found, f"one that Weights & Biases takes ({reason})", "Change it.") from error
@@ -201,7 +201,7 @@ def start_run(
     # A directory's or repository's last name; an acceptance head reads the draft's states.
     model = Path(getattr(config, "draft", None) or getattr(config, "target", None) or "").name[:64]
     names = [name for name in (job, model) if name]
-    options: dict[str, Any] = {"project": config.project, "group": config.group, "job_type": job, "tags": names}
+    options: dict[str, Any] = {"job_type": job, "tags": names, "project": os.environ.get("WANDB_PROJECT", PROJECT)}
     options |= {"name": " ".join([*names, config.output.name]), "dir": str(config.output)}
     options["id"] = id_file.read_text().strip()
     start, run = functools.partial(wandb.init, **options, config=about, settings=wandb.Settings(**SETTINGS)), None

@@ -181,15 +181,14 @@ class ServedStates:
     readout: Readout | None = None
     teacher: dict[str, Any] | None = None
 
-    def __init__(self, url: str, owner: Path, directory: Path | None = None, concurrency: int = 256):
+    def __init__(self, url: str, owner: Path, concurrency: int = 256):
         """owner: output directory of the command. With the rank it names the folder of this reader, so that a resumed
-        command deletes the files of the killed one. directory: the server's spool, if this machine sees it under
-        another path."""
+        command deletes the files of the killed one."""
         server = ServerConfig(url=url, concurrency=concurrency, retries=RETRIES)
         self._server = Server(server, "a vLLM server", root=True, max_wait_s=MAX_WAIT_S)
         name = f"{owner.absolute()}/{place().rank}"
         folder = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-        self._folder, self._directory = folder, directory
+        self._folder = folder
         self._reader: SpoolReader | None = None
         self._layers: tuple[int, ...] = ()
         self._error: Exception | None = None
@@ -322,10 +321,10 @@ class ServedStates:
         if self._reader is not None:
             return self._reader
         reply = self._run(self._request(list(row[:1]), only_ask=True))["kv_transfer_params"]
-        directory = self._directory or Path(reply["directory"])
+        directory = Path(reply["directory"])
         if not directory.is_dir():
             found = f"{directory}, the server's spool, which this machine does not have"
-            remedy = "Put it on a shared file system; train takes another path of it with --feature-directory."
+            remedy = "Put it on a file system that both see under this path (launch vllm --states)."
             raise InputError("server", found, "a directory that both see", remedy)
         self._reader, self._layers = SpoolReader(directory, self._folder), tuple(reply["layers"])
         return self._reader

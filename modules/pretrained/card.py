@@ -124,7 +124,7 @@ def model_card(
 
     rows = [] if measured is None else measured["methods"]
     several = len({row["temperature"] for row in rows}) > 1
-    license = manifest.get("license") or config.get("license")
+    license = manifest.get("license")
     # The hub takes `other` with a name for a license that it does not list, and hub ids only as base models.
     base = ((target if drafter else reads) or "").partition("@")[0]
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()

@@ -241,7 +241,7 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
         assert compare(made, own, 2**-7) < 0.01
 
         words = [*base, "--data", str(responses), "--features", "vllm", "--feature-server", server.url]
-        words += ["--feature-window", "0.002", "--output", str(output)]
+        words += ["--output", str(output)]
         training = subprocess.Popen(words)
         try:
             wait_for(output, 10, training)

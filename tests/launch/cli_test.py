@@ -467,7 +467,7 @@ def test_a_head_of_a_small_target_on_a_cpu_follows_the_recipe_where_nothing_else
     (tmp_path / "empty.yaml").write_text("{}")
     defaults = read("gpu")
     # A plan for other devices than this machine's.
-    assert read("auto", "--plan", "--plan-tflops", "300").lr == read("auto", "--plan", "--plan-ranks", "8").lr == 1e-4
+    assert read("auto", "--plan", "--plan-tflops", "300").lr == read("auto", "--plan", "--plan-gb", "80").lr == 1e-4
     assert read("cpu", "--config", str(tmp_path / "empty.yaml")).lr == defaults.lr == 1e-4
     # Who gives a learning rate means the default optimizer's.
     own = read("cpu", "--lr", "2e-4", "--batch-size", "4")

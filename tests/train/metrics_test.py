@@ -100,7 +100,7 @@ def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artifac
 
 
 def test_only_a_loss_that_nothing_given_explains_is_a_bad_step():
-    steps, finite, broken = BadSteps(limit=5, frozen="draft"), torch.ones(4, 3), torch.full((4, 3), math.inf)
+    steps, finite, broken = BadSteps(frozen="draft"), torch.ones(4, 3), torch.full((4, 3), math.inf)
     steps.add(torch.tensor(math.nan), range(2), finite)
     assert steps.agree(None, str)[0] and steps.count == 1 and steps.samples == ["0", "1"]
     # What was not finite and did not reach the loss is no error.

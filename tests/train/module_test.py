@@ -326,14 +326,16 @@ def test_without_a_validation_the_last_head_is_the_best(target, rows, tmp_path):
     trained(module_of(target, tmp_path), rows)
 
 
-def test_what_is_not_finite_is_named_by_its_row(target, rows, tmp_path):
+def test_what_is_not_finite_is_named_by_its_row(target, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr("draftsmith.train.metrics.MOST_BAD_STEPS", 0)
+
     class Broken(LitDrafter):
         def loss(self, batch, step):
             found = super().loss(batch, step)
             return dataclasses.replace(found, loss=found.loss * float("nan"))
 
     with pytest.raises(InputError, match="row 1"):
-        trained(module_of(target, tmp_path, learner=Broken, max_bad_steps=0, batch_size=8), rows)
+        trained(module_of(target, tmp_path, learner=Broken, batch_size=8), rows)
 
 
 # -- train eagle

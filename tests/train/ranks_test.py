@@ -130,8 +130,8 @@ def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
     for how, name in POISONS:
         poison = {"row": POISONED_ROW, "how": how}
         jobs.append(job(f"{how}-{name}", "acceptance", name, poison=poison, accumulate=2, **few))
-    poison = {"row": POISONED_ROW, "how": "gradient"}
-    jobs.append(job("too-many", "eagle", "deepspeed_stage_2", poison=poison, max_bad_steps=1, **few))
+    poison = {"row": POISONED_ROW, "how": "gradient", "most": 1}
+    jobs.append(job("too-many", "eagle", "deepspeed_stage_2", poison=poison, **few))
     jobs.append(job("stopped", "acceptance", "deepspeed_stage_3", signal={"step": 6, "rank": 1}))
     jobs.append(job("stopped", "acceptance", "deepspeed_stage_1"))
     jobs.append(job("left", "acceptance", ZERO[2], signal={"step": 10, "rank": 1, "validating": True}))
@@ -260,7 +260,6 @@ def test_too_many_bad_steps_end_the_run_and_name_the_samples(runs):
     found = named[1].split(", ")
     # The sample came in two steps, each time in a part of at most 2 of its step's 8 samples.
     assert ids[POISONED_ROW] in found and set(found) <= set(ids) and len(found) <= 3
-    assert "--max-bad-steps" in messages[0]
 
 
 def test_a_signal_to_one_rank_saves_that_step_and_ends_all(runs):
