@@ -47,7 +47,7 @@ from draftsmith.train.strategies import device_kind, model_dtype, process_memory
 FLOAT32 = 4
 # The largest part is looked for in this many steps of the first epoch.
 STEPS_LOOKED_AT = 2000
-# Samples of an artifact that does not exist yet, their tokens without --max-length, and the share that the loss counts.
+# Samples of an artifact that does not exist yet, their tokens, and the share that the loss counts.
 ASSUMED_SAMPLES, ASSUMED_TOKENS = 60_000, 512
 ASSUMED_LOSS_SHARE = 0.6
 # FLOPs of an epoch are extrapolated from about this many of its documents, from the shortest to the longest.
@@ -86,10 +86,10 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
 
     missing = [str(part.path) for part in config.parts if not (part.path / MANIFEST).exists()]
     if missing:
-        samples, length = ASSUMED_SAMPLES, config.max_length or ASSUMED_TOKENS
+        samples, length = ASSUMED_SAMPLES, ASSUMED_TOKENS
         count = samples if config.val is not None else samples - max(1, round(config.val_share * samples))
         _, _, lengths = cut_lengths(np.full(count, length), min(config.max_length or context, context), num_lost_rows)
-        source = f"assumed: {samples:,} samples of {lengths.max(initial=0):,} tokens"
+        source = f"assumed: {samples:,} samples of {length} tokens"
         source += "" if missing == [NO_DATA] else f", as {' and '.join(missing)} does not exist"
         return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
 

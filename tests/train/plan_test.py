@@ -121,14 +121,14 @@ def test_without_data_a_plan_states_its_assumption(tmp_path, capsys, monkeypatch
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, **shape}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--target", str(tmp_path), "--batch-size", "10", "--epochs", "1", "--output", str(tmp_path / "head")]
-    words += ["--max-length", "100", "--plan-tflops", "0.0001"]
+    words += ["--plan-tflops", "0.0001"]
     assert main(["train", "eagle3", "--plan", *words, "--data", str(tmp_path / "none")]) == 0
     assert not (tmp_path / "head").exists()
     out = " ".join(capsys.readouterr().out.split())
-    assert f"assumed: 60,000 samples of 100 tokens, as {tmp_path / 'none'} does not exist" in out and "e+" not in out
-    assert "5,700 steps" in out and "5,700,000 tokens" in out
+    assert f"assumed: 60,000 samples of 512 tokens, as {tmp_path / 'none'} does not exist" in out and "e+" not in out
+    assert "5,700 steps" in out and f"{57_000 * 512:,} tokens" in out
     assert main(["train", "eagle3", "--plan", *words]) == 0
-    assert "assumed: 60,000 samples of 100 tokens:" in " ".join(capsys.readouterr().out.split())
+    assert "assumed: 60,000 samples of 512 tokens:" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("strategy", list(LAYOUTS)[2:])
