@@ -450,28 +450,3 @@ def test_the_bench_asks_the_turns_of_a_session_and_knows_their_numbers(targets, 
             (row["turn"], row["prompt_ids"]) for row in rows
         ]
         assert len({prompt.id for prompt in asked}) == 4 and asked[0].template_inputs["tools"] == TOOLS
-
-
-@pytest.mark.parametrize("name", ["arguments", "args", "parameters", "input"])
-@pytest.mark.parametrize("values", [{"path": "src"}, '{"path": "src"}'])
-def test_arguments_are_read_under_any_name(name, values):
-    bare = {"name": "ls", name: values}
-    spoken = [
-        {"role": "assistant", "content": "", "tool_calls": [bare]},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": bare}]},
-        {"role": "assistant", "content": "", "function_call": bare},
-        {"from": "function_call", "value": json.dumps(bare)},
-    ]
-    for turn in spoken:
-        (said,), _ = openai_turns([turn])
-        (call,) = said["tool_calls"]
-        assert call["function"] == {"name": "ls", "arguments": {"path": "src"}}, turn
-
-
-def test_what_a_call_says_beside_its_arguments_is_counted():
-    """`index` and `namespace` as logs of streams have them; null and empty values say nothing."""
-    function = {"name": "ls", "arguments": "{}", "namespace": "fs", "parsed_arguments": None}
-    calls = [{"id": "1", "type": "function", "index": 0, "function": function, "cache": {}}]
-    for turn in ({"role": "assistant", "tool_calls": calls}, {"role": "assistant", "function_call": function}):
-        found = read_chat({"messages": [{"role": "user", "content": "Go?"}, turn]}, {})
-        assert found.ignored == ({"index", "namespace"} if "tool_calls" in turn else {"namespace"})
