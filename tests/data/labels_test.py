@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from chats import rows_of
-from oracles.formulas import warped
-from oracles.tables import PROMPT, TableLM, V, enumerate_branches
+from oracles.acceptance import drawn, token_labels
+from oracles.tables import PROMPT, LogitTable, V, enumerate_branches
 from transformers import AutoModelForCausalLM
 from worlds import padded, tiny_llama_dir, tiny_tokenizer
 
@@ -88,71 +88,25 @@ def drafts_of(row):
         yield number, start, row["input_ids"][:start] + row["draft_ids"][number * DEPTH : (number + 1) * DEPTH]
 
 
-def check_drafts(row, oracles, expected):
-    """expected(p, q, token, number of the draft, depth from 0): a token's labels by name, from the logits [V] of what
-    the target and the draft would say in its place, and under q the draft's distribution."""
-    for number, start, ids in drafts_of(row):
-        distributions, reach = oracles(ids), 1.0
-        for depth in range(DEPTH):
-            at, place = number * DEPTH + depth, start + depth
-            labels = expected(*(logits[place - 1] for logits in distributions), ids[place], number, depth)
-            for name, value in labels.items():
-                assert row[name][at] == pytest.approx(value, **TOLERANCE), (name, number, depth)
-            assert row["reached"][at] == pytest.approx(reach, **TOLERANCE)
-            reach *= labels["accept_prob"]
-
-
-def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(chain, oracles):
-    params = SamplingParams(0.5, 9, 0.95)
+@pytest.mark.parametrize("params", [SamplingParams(0.5, 9, 0.95), SamplingParams()], ids=["sampled", "greedy"])
+def test_labels_of_rounds_are_those_drafted_one_token_at_a_time(chain, oracles, params):
     rows = labeled(chain, params)
     for number, row in enumerate(rows):
         first, length = row["loss_mask"].index(True) + 1, len(row["input_ids"])
         uniforms = row_uniforms("rollouts", 0, number, 99)
         offset = int(uniforms[0] * min(STRIDE, length - first))
         assert row["starts"] == list(range(first + offset, length, STRIDE))
-
-        def expected(p_logits, q_logits, token, draft, depth, uniforms=uniforms):
-            p, q = (np.array(warped(logits, params)) for logits in (p_logits, q_logits))
-            assert token == np.searchsorted(np.cumsum(q), uniforms[1 + draft * DEPTH + depth], side="right")
-            with np.errstate(divide="ignore"):
-                return {
-                    "log_q": np.log(q[token]),
-                    "log_p": np.log(p[token]),
-                    "accept_prob": min(1.0, p[token] / q[token]),
-                    "overlap": np.minimum(p, q).sum(),
-                }
-
-        check_drafts(row, oracles, expected)
+        for draft, start, ids in drafts_of(row):
+            distributions, reach = oracles(ids), 1.0
+            for at in range(draft * DEPTH, (draft + 1) * DEPTH):
+                place = start + at % DEPTH
+                p_logits, q_logits = (logits[place - 1] for logits in distributions)
+                assert ids[place] == drawn(q_logits, params, uniforms[1 + at])
+                labels = token_labels(p_logits, q_logits, ids[place], params)
+                found = {name: row[name][at] for name in (*labels, "reached")}
+                assert found == pytest.approx({**labels, "reached": reach}, **TOLERANCE), (number, at)
+                reach *= labels["accept_prob"]
     assert len({row["starts"][0] - row["loss_mask"].index(True) for row in rows}) == STRIDE
-
-
-def test_greedy_labels_of_drafts_are_agreement(chain, oracles):
-    def expected(p, q, token, draft, depth):
-        best, assured = int(p.argmax()), int(q.argmax())
-        assert token == assured
-        log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-        agrees = float(token == best)
-        return {
-            "log_q": float(log_q[token]),
-            "log_p": float(log_p[token]),
-            "accept_prob": agrees,
-            "overlap": agrees,
-        }
-
-    for row in labeled(chain, SamplingParams()):
-        check_drafts(row, oracles, expected)
-
-
-class LogitTable(TableLM):
-    """A table whose features are its logits: its output embedding, the identity, gives the distribution that it decodes
-    by."""
-
-    def row(self, prefix):
-        logits, _ = super().row(prefix)
-        return logits, logits
-
-    def lm_head(self, hidden):
-        return hidden
 
 
 @pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.7, 2)])
@@ -309,9 +263,20 @@ def test_labels_are_for_the_temperature_of_the_responses(remake):
 CLOSE = 1e-4
 
 
-def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
-    """Return the warped distribution of one position in float64."""
-    return np.array(warped(logits, params)) if params.temperature else np.eye(len(logits))[int(logits.argmax())]
+def check_mixed(directory: Path, p_of, q_of, params: SamplingParams) -> list[float]:
+    """Compare all labels; return P of all tokens. p_of, q_of: give logits [T, V] of some ids."""
+    kept = []
+    for number, row in enumerate(Rows(directory, Manifest.read(directory)).read(0, 99)):
+        ids, start = row["input_ids"], row["loss_mask"].index(True)
+        uniforms, p_logits, q_logits = row_uniforms("acceptance", 0, number, len(ids) - start), p_of(ids), q_of(ids)
+        assert len(row["draft_ids"]) == len(ids) - start
+        for j, token in enumerate(row["draft_ids"]):
+            p, q = p_logits[start + j - 1], q_logits[start + j - 1]
+            assert token == drawn(q, params, uniforms[j])
+            labels = token_labels(p, q, token, params)
+            assert {name: row[name][j] for name in labels} == pytest.approx(labels, abs=CLOSE)
+        kept += row["accept_prob"]
+    return kept
 
 
 @pytest.mark.parametrize(
@@ -321,31 +286,12 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
 def test_labels_are_the_papers_formulas(chain, remake, oracles, settings):
     directory = remake("acceptance", **settings) if settings else chain.directory("acceptance")
     manifest = Manifest.read(directory)
-    temperature = settings.get("temperature", 1.0)
-    top_k, top_p = settings.get("top_k", 40), settings.get("top_p", 0.95)
-    warp = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    warp = {"temperature": 1.0, "top_k": 40, "top_p": 0.95} | {n: v for n, v in settings.items() if n != "chunk"}
     assert manifest.sampling == warp
-    params = SamplingParams(**warp)
-    rows = Rows(directory, manifest).read(0, 99)
     responses = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses")))
+    rows = Rows(directory, manifest).read(0, 99)
     assert [row["input_ids"] for row in rows] == [row["input_ids"] for row in responses.iterate()]
-    for number, row in enumerate(rows):
-        ids, start = row["input_ids"], row["loss_mask"].index(True)
-        uniforms = row_uniforms("acceptance", 0, number, len(ids) - start)
-        p_logits, q_logits = oracles(ids)
-        assert len(row["draft_ids"]) == len(ids) - start
-        for j, drafted in enumerate(row["draft_ids"]):
-            p, q = (distribution(logits[start + j - 1], params) for logits in (p_logits, q_logits))
-            assert drafted == np.searchsorted(np.cumsum(q), uniforms[j], side="right")
-            accept = min(1.0, p[drafted] / q[drafted])
-            assert row["accept_prob"][j] == pytest.approx(accept, abs=CLOSE)
-            assert row["overlap"][j] == pytest.approx(np.minimum(p, q).sum(), abs=CLOSE)
-            # Of greedy labels they are those at temperature 1.
-            shown = params if temperature else SamplingParams(1.0)
-            p, q = (distribution(logits[start + j - 1], shown) for logits in (p_logits, q_logits))
-            with np.errstate(divide="ignore"):
-                assert row["log_p"][j] == pytest.approx(np.log(p[drafted]), abs=CLOSE)
-            assert row["log_q"][j] == pytest.approx(np.log(q[drafted]), abs=CLOSE)
+    check_mixed(directory, lambda ids: oracles(ids)[0], lambda ids: oracles(ids)[1], SamplingParams(**warp))
 
 
 def test_greedy_labels_are_exactly_agreement(chain, remake, oracles, tmp_path):
@@ -357,40 +303,10 @@ def test_greedy_labels_are_exactly_agreement(chain, remake, oracles, tmp_path):
     tiny_tokenizer().save_pretrained(str(tmp_path / "noisy"))
     directory = remake("acceptance", temperature=0.0, draft=str(tmp_path / "noisy"))
     draft = draft.double().eval()
-    kept = []
-    for row in Rows(directory, Manifest.read(directory)).read(0, 99):
-        ids, start = row["input_ids"], row["loss_mask"].index(True)
-        p, q = oracles(ids)[0], draft(torch.tensor([ids])).logits[0]
-        p_best, q_best = (logits.argmax(-1)[start - 1 : -1].tolist() for logits in (p, q))
-        agree = [float(a == b) for a, b in zip(p_best, q_best, strict=True)]
-        assert row["draft_ids"] == q_best
-        assert row["accept_prob"] == agree and row["overlap"] == agree
-        kept += agree
-    assert 0 < sum(kept) < len(kept)  # both cases occurred
-
-
-def test_labels_of_one_position_by_hand():
-    p = torch.tensor([[0.5, 0.3, 0.2, 0.0]] * 3)
-    q = torch.tensor([[0.25, 0.5, 0.0, 0.25]] * 3)
-    uniforms = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    labels = label_tokens(p.log(), q.log(), SamplingParams(1.0), uniforms=uniforms)
-    assert labels["draft_ids"].tolist() == [0, 1, 3]
-    torch.testing.assert_close(labels["accept_prob"], torch.tensor([1.0, 0.6, 0.0]))
-    torch.testing.assert_close(labels["overlap"], torch.full((3,), 0.25 + 0.3))
-    assert labels["log_p"].tolist()[2] == -torch.inf
-    assert labels["accept_prob"].dtype == labels["log_p"].dtype == torch.float32
-
-
-def test_p_averaged_over_drafts_is_the_overlap():
-    """E_q[min(1, p/q)] = sum_v min(p, q), with the uniforms on an even grid instead of at random."""
-    generator = torch.Generator().manual_seed(0)
-    p, q = (torch.rand(50, generator=generator, dtype=torch.float64).pow(4) for _ in range(2))
-    p, q = p / p.sum(), q / q.sum()
-    grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    rows = (prob.log().expand(20_000, -1) for prob in (p, q))
-    labels = label_tokens(*rows, SamplingParams(1.0), uniforms=grid)
-    # The grid is off by at most one point for each of 50 tokens.
-    assert labels["accept_prob"].double().mean() == pytest.approx(float(torch.minimum(p, q).sum()), abs=50 / 20_000)
+    kept = check_mixed(
+        directory, lambda ids: oracles(ids)[0], lambda ids: draft(torch.tensor([ids])).logits[0], SamplingParams()
+    )
+    assert set(kept) == {0, 1}  # both cases occurred
 
 
 def test_only_a_chunk_of_positions_is_ever_scored(pair, monkeypatch):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles.tables import PROMPT, TableLM, emitted_rounds, method
+from oracles.tables import PROMPT, LogitTable, TableLM, emitted_rounds, method
 
 from draftsmith.eval.bets import (
     MAX_GAP,
@@ -98,17 +98,6 @@ def stakes_of(tokens: DecidedTokens) -> torch.Tensor:
     return torch.stack(found)
 
 
-class ScoredTable(TableLM):
-    """The same table where it is read teacher-forced: its features are its logits."""
-
-    def features(self, input_ids, position_ids=None, aux_layers=()):
-        (ids,) = input_ids.tolist()
-        return torch.stack([self.row(tuple(ids[: t + 1]))[0] for t in range(len(ids))])[None]
-
-    def lm_head(self, hidden):
-        return hidden
-
-
 def places_of(done: Round) -> list[DraftedPlace]:
     """The places of the tokens that a round emitted."""
     if done.tree is None or done.verdict is None:  # the prefill
@@ -132,7 +121,7 @@ def test_every_bet_is_fair_on_whole_rounds_of_a_method(name):
         answer = [token for done in rounds for token in done.tokens]
         decided = [place for done in rounds for place in places_of(done)]
         evidence = Evidence()
-        evidence.add(decided_tokens(ScoredTable(1), PROMPT, answer, decided, (), params, MAX_GAP)[0])
+        evidence.add(decided_tokens(LogitTable(1), PROMPT, answer, decided, (), params, MAX_GAP)[0])
         for family, stakes in evidence.stakes.items():
             mean[family] = mean.get(family, 0) + weight * stakes.exp()
     for family, stakes in mean.items():

@@ -131,6 +131,22 @@ class TableLM:
         return captured(torch.stack([torch.stack(row) for row in rows]), aux_layers)
 
 
+class LogitTable(TableLM):
+    """A table whose features are its logits, so that what `features` and `lm_head` give is what decoding draws from."""
+
+    def row(self, prefix: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        logits, _ = super().row(prefix)
+        return logits, logits
+
+    def features(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
+        return super().features(input_ids)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
 def captured(features: Tensor, aux_layers: Sequence[int]) -> Tensor:
     """What layers give: other arrangements of the feature [.., H], side by side."""
     return torch.cat([features.roll(number, -1) for number in aux_layers], -1) if aux_layers else features

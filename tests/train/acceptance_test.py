@@ -174,31 +174,23 @@ def drafts_of(batch):
             number += 1
 
 
-def test_states_equal_those_of_each_draft_read_alone(artifacts, rollouts):
+@pytest.mark.parametrize("depth", [DEPTH, 1])
+def test_states_equal_those_of_each_draft_read_alone(artifacts, rollouts, depth):
     draft, batch = load_lm(str(artifacts.draft)), a_batch(rollouts)
-    found = reader(FrozenDrafter(draft, {}), DEPTH).read(batch)
-    states, owners = [], []
-    lengths, number = [len(starts) for starts in batch.starts], 0
+    names = ("draft_ids", "loss_mask", "accept_prob", "log_q")
+    batch = dataclasses.replace(batch, **{name: getattr(batch, name)[:, :depth] for name in names})
+    found = reader(FrozenDrafter(draft, {}), depth).read(batch)
+    states = []
     for number, text in drafts_of(batch):
         hidden = draft.features(torch.tensor([[*text, *batch.draft_ids[number].tolist()]]))[0]
         states.append(hidden[len(text) :])
-    owners = [row for row, count in enumerate(lengths) for _ in range(count)]
+    owners = [row for row, starts in enumerate(batch.starts) for _ in starts]
     mask = batch.loss_mask
     assert torch.allclose(found.batch.hidden, torch.stack(states)[mask], atol=1e-5)
     assert torch.equal(found.batch.accept_prob, batch.accept_prob[mask]) and found.batch.loss_mask.all()
     assert torch.equal(found.log_q, batch.log_q[mask])
     assert found.row.tolist() == [owners[at] for at in mask.nonzero()[:, 0].tolist()]
     assert not found.batch.hidden.is_inference()
-
-
-def test_a_draft_of_one_token_is_read_too(artifacts, rollouts):
-    draft, batch = load_lm(str(artifacts.draft)), a_batch(rollouts)
-    batch = dataclasses.replace(batch, draft_ids=batch.draft_ids[:, :1])
-    found = reader(FrozenDrafter(draft, {}), 1).states(batch)
-    for number, text in drafts_of(batch):
-        hidden = draft.features(torch.tensor([[*text, int(batch.draft_ids[number, 0])]]))[0]
-        assert found[number].shape == (1, 32)
-        assert torch.allclose(found[number, 0], hidden[-1], atol=1e-5)
 
 
 def test_an_eagle_heads_states_are_those_over_the_targets_features(artifacts, rollouts, eagle):

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from oracles.formulas import warped
-from oracles.tables import PROMPT, TableLM, enumerate_branches
+from oracles.tables import PROMPT, LogitTable, enumerate_branches
 from states_server import StatesServer
 from worlds import run_models, small_models
 
@@ -26,17 +25,6 @@ from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
-
-
-class LogitTable(TableLM):
-    """A table whose features are its logits, so that what `features` and `lm_head` give is what decoding draws from."""
-
-    def features(self, input_ids, position_ids=None, aux_layers=()):
-        rows = [[self.row(tuple(ids[: t + 1]))[0] for t in range(len(ids))] for ids in input_ids.tolist()]
-        return torch.stack([torch.stack(row) for row in rows])
-
-    def lm_head(self, hidden):
-        return hidden
 
 
 def text_of(prompt, tokens, ends=(), room=1000) -> RecordedText:
