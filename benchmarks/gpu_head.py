@@ -155,11 +155,16 @@ def run(config: GpuHeadConfig) -> Path:
     for table in results_tables(results) if results else ():
         print_table(table, bold="fastest")
     rows = [
-        {"method": row["method"], "task": task, "tau": part["tau"], "interval": format_interval(part["tau_ci95"])}
+        {
+            "method": row["method"],
+            "task": part["name"],
+            "tau": part["tau"],
+            "interval": format_interval(part["tau_ci95"]),
+        }
         for row in results.get("methods", ())
-        for task, part in row.get("by_task", {}).items()
+        for part in row["by"].get("task", ())
     ]
-    columns = [Column("method", "method"), Column("task", "task"), Column("tau", "tau", ".2f")]
+    columns = [Column("method", "method"), Column("name", "task"), Column("tau", "tau", ".2f")]
     print_table(Table("tasks", "tau by task, greedy", [*columns, Column("interval", "95 % CI")], rows))
     total = time.monotonic() - stages.began
     shown = [{**own, "seconds": f"{own['seconds']:.1f}"} for own in stages.done]

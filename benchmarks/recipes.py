@@ -374,7 +374,7 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
 def bench(own: Domain, output: Path, **options: Any) -> None:
     """Measure methods on the test prompts, greedy and at T=1, on one thread."""
     options |= {"target": own.target, "prompts": own.prompts, "split": "test", "keep-tasks": own.tasks, "turns": "last"}
-    options |= {"temperatures": ",".join(map(str, TEMPERATURES.values())), "repeats": 1, "output": output}
+    options |= {"temperature": ",".join(map(str, TEMPERATURES.values())), "repeats": 1, "output": output}
     named = [(name.replace("_", "-"), value) for name, value in options.items() if value is not None]
     python("-m", "draftsmith", "eval", "bench", *(word for name, value in named for word in (f"--{name}", str(value))))
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from draftsmith.data.text.conversations import (
     up_to_last,
     well_formed,
 )
+from draftsmith.data.text.lengths import cut_to, length_name
 from draftsmith.data.text.masks import answered_ids, check_mask, continued_thought, supervised_ids
 from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
@@ -68,6 +69,7 @@ FIELDS = (
     Field("template_inputs", "string"),
     Field("turn", "int32"),
 )
+TOO_SHORT = "too_short"  # why a row is dropped that has fewer tokens than every length of --length
 SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
 
 
@@ -106,6 +108,9 @@ def run(config: PromptsConfig) -> Path:
         check_mask(tokenizer, dated)
     # Tokenize the selected rows, a shard at a time.
     context, vocab_size = config.max_length or target.shape.max_position, target.shape.vocab_size
+    if context is not None and config.lengths and config.lengths[-1] >= context:
+        expected = f"fewer tokens than {context:,}, with room for an answer"
+        raise InputError("length", f"{config.lengths[-1]:,}", expected, "Leave it out, or raise --max-length.")
     plan = StagePlan(
         kind="prompts",
         stage="data prompts",
@@ -131,6 +136,7 @@ def run(config: PromptsConfig) -> Path:
                 counts[f"{encoded.reason}_dropped"] += 1
             else:
                 counts.update({**encoded[1], "repeated_chats": int(place.repeated)})
+                counts.update(f"of_{row['task']}" for row in encoded[0] if config.lengths)
                 for row in encoded[0]:
                     check_ids(row["input_ids" if config.supervised else "prompt_ids"], vocab_size)
                     rows.append(row)
@@ -139,9 +145,7 @@ def run(config: PromptsConfig) -> Path:
             advance(1)
         return ShardContent(rows, dict(counts))
 
-    ends = target.end_tokens if config.supervised else ()
-    between, media = part_separator(tokenizer), target.media_tokens
-    encoder = RowEncoder(sources, mapping, tokenizer, config, context, dated, ends, between, media)
+    encoder = RowEncoder.of(config, target, tokenizer, sources=sources, mapping=mapping, context=context, dated=dated)
     with in_processes(encoder, config.num_proc) as encode:
         run_stage(plan, make_shard)
     return config.output
@@ -240,23 +244,33 @@ def check_dropped(where: str, error: RowError, config: PromptsConfig) -> None:
 
 def may_drop(error: RowError, config: PromptsConfig) -> bool:
     """Return whether the options allow to drop a row for this reason."""
-    return (config.overlong if error.reason == "overlong" else config.invalid) == "drop"
+    # Of a file some rows are long enough, and the others are no fault.
+    return error.reason == TOO_SHORT or (config.overlong if error.reason == "overlong" else config.invalid) == "drop"
 
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Makes rows of the artifact. dated: the date, for a template that shows it. ends: the target's end tokens.
-    between: see `part_separator`. media: `Checkpoint.media_tokens` of the target."""
+    """Reader of chats: makes rows of the artifact `prompts`, which `eval bench` asks and replays too.
 
-    sources: Sequence[RowSource]
-    mapping: Mapping[str, str]
+    ends: the target's end tokens. between: see `part_separator`. media: `Checkpoint.media_tokens` of the target.
+    context: most tokens of a prompt with an answer. dated: the date, for a template that shows it.
+    """
+
     tokenizer: Any
     config: PromptsConfig
-    context: int | None
-    dated: TemplateInputs
     ends: Collection[int]
     between: str
     media: Sequence[str]
+    sources: Sequence[RowSource] = ()
+    mapping: Mapping[str, str] = field(default_factory=dict)
+    context: int | None = None
+    dated: TemplateInputs = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: PromptsConfig, target: Checkpoint, tokenizer: Any, **more: Any) -> RowEncoder:
+        """Make the encoder of a target's prompts. tokenizer: with their chat template. more: further fields."""
+        ends = target.end_tokens if config.supervised else ()
+        return cls(tokenizer, config, ends, part_separator(tokenizer), target.media_tokens, **more)
 
     def __call__(self, place: Place) -> Encoded:
         try:
@@ -280,16 +294,22 @@ class RowEncoder:
         if shown := next((token for token in self.media if token in said), None):
             raise RowError(f"text with {shown}, in whose place the target reads an image or sound", TEXT_ONLY, "media")
         task, inputs = row_label(row, self.mapping, "task"), {**chat.inputs, **self.dated}
-        asked = open_turns(chat, config.turns)
-        if config.supervised and config.turns == "all":
-            # One row holds all recorded answers.
-            asked = asked[:1]
-        elif config.supervised:
+        if config.lengths:
+            rows = self.of_lengths(row_id, chat, inputs)
+            counts[SPLIT] += len(rows) - 1
+            return rows, counts
+        alone = config.supervised and config.turns in ("each", "last")
+        asked = open_turns(chat, "each" if alone else config.turns)
+        if alone:
             learned = set(range(len(chat.messages))).difference(chat.not_learned)
             asked = [turn for turn in asked if len(turn.opening) in learned]
             if not asked:
                 raise RowError("no answer to learn from")
-        rows: list[dict[str, Any]] = []
+            asked = asked[-1:] if config.turns == "last" else asked
+        elif config.supervised:
+            # One row holds all recorded answers.
+            asked = asked[:1]
+        rows = list[dict[str, Any]]()
         for number, turn in enumerate(asked):
             turn_id = f"{row_id}/turn-{turn.turn}" if number else row_id
             try:
@@ -303,7 +323,7 @@ class RowEncoder:
                 break
             rows.append({"id": turn_id, "task": task, **encoded})
             prompt = encoded["prompt_ids"]
-            if config.supervised and config.turns == "each" and encoded["input_ids"][: len(prompt)] != prompt:
+            if alone and encoded["input_ids"][: len(prompt)] != prompt:
                 counts["prompt_not_shown"] += 1
             counts["later_turns"] += len(turn.later)
             counts["turns_not_asked"] += turn.not_asked
@@ -311,6 +331,22 @@ class RowEncoder:
         counts.update(f"{name}_ignored" for name in chat.ignored)
         counts.update(f"{name}_not_shown" for name in not_shown(self.tokenizer, used, inputs))
         return rows, counts
+
+    def of_lengths(self, row_id: str, chat: Chat, inputs: TemplateInputs) -> list[dict[str, Any]]:
+        """Return a prompt of each length of --length that the row has, with the length as its task.
+
+        Raises:
+            RowError: the row has none of them.
+        """
+        opening, rows = open_turns(chat, "last")[0].opening, list[dict[str, Any]]()
+        for length in self.config.lengths:
+            name = length_name(length)
+            if (made := cut_to(self.tokenizer, opening, inputs, length)) is not None:
+                turn = OpenTurns(made[0], turn=1 + sum(message["role"] == "assistant" for message in made[0]))
+                rows.append({"id": f"{row_id}/{name}", "task": name, **prompt_fields(turn, made[1], inputs)})
+        if not rows:
+            raise RowError(f"fewer tokens than {self.config.lengths[0]:,}, or no message to shorten", reason=TOO_SHORT)
+        return rows
 
     def encode_turn(self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs) -> tuple[dict[str, Any], Messages]:
         """Tokenize what is asked in one turn; return the prompt's fields and the messages that they were made from.
@@ -321,18 +357,12 @@ class RowEncoder:
         tokenizer, used = self.tokenizer, turn.opening
         prompt = render(tokenizer, turn.opening, inputs, add_generation_prompt=True)
         check_length(tokenizer, prompt, self.context)
-        encoded: dict[str, Any] = {
-            "prompt_ids": tokenize(tokenizer, prompt),
-            "messages": to_json(turn.opening, "a message"),
-            "later": to_json(turn.later, "a later turn"),
-            "template_inputs": to_json(inputs, "tools or chat_template_kwargs"),
-            "turn": turn.turn,
-        }
+        encoded = prompt_fields(turn, tokenize(tokenizer, prompt), inputs)
         # Leave room for one token of an answer.
         length = len(encoded["prompt_ids"]) + 1
         if self.config.supervised:
             # What follows the last answer has nothing to learn from.
-            alone = self.config.turns == "each"
+            alone = self.config.turns != "all"
             used = up_to_last("assistant", chat.messages[: len(turn.opening) + 1] if alone else chat.messages)
             check_answers(used)
             check_length(tokenizer, render(tokenizer, used, inputs), self.context)
@@ -384,6 +414,17 @@ def encode_row(place: Place) -> Encoded:
 
 
 _encoder: RowEncoder
+
+
+def prompt_fields(turn: OpenTurns, prompt: list[int], inputs: TemplateInputs) -> dict[str, Any]:
+    """Return the fields of a prompt's row, but its id and task. prompt: its tokens."""
+    return {
+        "prompt_ids": prompt,
+        "messages": to_json(turn.opening, "a message"),
+        "later": to_json(turn.later, "a later turn"),
+        "template_inputs": to_json(inputs, "tools or chat_template_kwargs"),
+        "turn": turn.turn,
+    }
 
 
 def to_json(value: Any, what: str) -> str:

@@ -212,6 +212,11 @@ def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any
     return values
 
 
+def number_of_tokens(text: str) -> int:
+    """Parse a number of tokens, in which k stands for 1,024."""
+    return 1024 * int(text[:-1]) if text[-1:].lower() == "k" else int(text)
+
+
 def check_positive(config: Any, *names: str) -> None:
     """Raise InputError for fields that are not 1 or more."""
     for name in names:
@@ -258,8 +263,12 @@ class PromptsConfig(RemoteCode):
         turns: Turns that the target answers: all of the user's, each after its own answers to those before; the first;
             the last, or each by itself, after the source's answers and results of tools. A chat with results of tools
             has no all: each of its turns is answered by itself.
+        length: Lengths of prompts, such as 1k,4k,16k (1k is 1,024 tokens), each the task of its prompts. They are cut
+            from rows that are as long: conversations end at an earlier question, long messages are shortened in the
+            middle. Shorter rows are dropped and counted.
         supervised: Keep the source's answers: input_ids of whole conversations, and a loss mask on the assistant's
-            tokens of all turns, except answers of weight 0. With --turns each every answer has a row by itself.
+            tokens of all turns, except answers of weight 0. With --turns each every answer has a row by itself, with
+            last only the last one has.
         chat_template: File with a Jinja chat template to use instead of the tokenizer's own; none for a model that
             continues plain text.
         max_length: Longest prompt (supervised: conversation) in tokens, for later turns with the answers before them;
@@ -281,6 +290,7 @@ class PromptsConfig(RemoteCode):
     subset: str | None = None
     revision: str | None = None
     turns: Turns = "all"
+    length: str | None = None
     supervised: bool = False
     chat_template: Path | None = volatile(None)
     max_length: int = 0
@@ -294,11 +304,21 @@ class PromptsConfig(RemoteCode):
         check_not_negative(self, "limit", "max_length")
         if self.streaming and not self.limit:
             raise InputError("limit", "0 with --streaming", "a number of rows", "Pass --limit, for example 20000.")
-        if self.supervised and self.turns not in ("all", "each"):
-            expected = "all or each with --supervised: the mask is on every answer"
+        if self.supervised and self.turns == "first":
+            expected = "all, each or last with --supervised, which keeps recorded answers"
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
+        if self.length is not None:
+            check_left_out(self, ("turns", "supervised"), "with --length", "none: a prompt ends where its row does")
+            if self.source == SELF:
+                raise InputError("length", f"{self.length} with --source {SELF}", "rows that are long", "Leave it out.")
+            check_range("length", self.lengths[0], 1)
         if self.supervised and self.source == SELF:
             raise InputError("source", f"{SELF} with --supervised", "prompts with answers", "Leave --supervised out.")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of prompts, ascending; empty if prompts are taken as they are."""
+        return [] if self.length is None else sorted(comma_numbers("length", self.length, number_of_tokens))
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from draftsmith.modules.types import InputError
 Row = Mapping[str, Any]
 SHAPE: dict[str, Any] = {
     "meta": {f"{name}?": (dict, None) for name in ("settings", "hardware", "prompts", "versions", "models")},
-    "methods?": [{"method": str, "temperature": float, "by_task?": {"*": dict}}],
+    "methods?": [{"method": str, "temperature": float, "by?": {"*": [dict]}}],
     "tables?": [{"name": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}],
 }
 METRICS, SETTINGS, FINISHED = "metrics.csv", "config.yaml", "training.json"  # of a training

@@ -29,6 +29,7 @@ AnyFormat = Literal["auto", WrittenFormat, "deepspec", "specforge", "modelopt", 
 SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
 MOST_REQUESTS = 4096
+DIVISIONS = ("context", "turn", "kind", "task")  # of a bench's numbers, beside those by a column of its rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +110,6 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
     max_new_tokens: int = field(default=256, kw_only=True)
 
 
-def number_of_tokens(text: str) -> int:
-    """Parse a number of tokens, in which k stands for 1,024."""
-    return 1024 * int(text[:-1]) if text[-1:].lower() == "k" else int(text)
-
-
 @dataclass(frozen=True)
 class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, ServedLoading):
     """Measures decoding methods against this engine's own autoregressive decoding.
@@ -140,12 +136,12 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
         replay: answers of this target, in place of prompts: acceptance of chains of a fixed length and of pld on them,
             by the length of drafts, without decoding. Output of `data responses`, which records its sampling, or of
             `data prompts --supervised`, or a file of chats whose last turn is the answer, sampled by --temperature.
-        limit: measure the first so many prompts, of each file where --tasks names several, of each length of
-            --contexts; 0 takes all.
-        contexts: lengths of prompts, such as 1k,4k,16k (1k is 1,024 tokens). They are built from the rows of --prompts
-            that are as long: conversations end at an earlier turn, and long messages are shortened in the middle.
-        temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
-            one. Equality with ar is checked in float32 only.
+        limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
+        by: what the numbers are divided by, separated by commas: context (tokens before a round), turn, kind (what a
+            round's first token is part of: thinking, call, code or prose), task, and columns of the rows, such as
+            language.
+        temperature: 0 is greedy; several are separated by commas (0,1). Speed-ups are over ar at the same one. Equality
+            with ar is checked in float32 only.
         repeats: runs of every method on every prompt; the median counts.
         traces: answer the first so many prompts of each task once more with every method of this engine, off the clock,
             and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
@@ -166,8 +162,9 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
     turns: Turns = "all"
     replay: str | None = None
     limit: int = 0
-    contexts: str | None = None
-    temperatures: str | None = None
+    by: str = "context,turn,kind,task"
+    # Overrides the one of `Sampling`: a bench takes several. mypy allows only narrower types.
+    temperature: str = field(default="0", kw_only=True)  # type: ignore[assignment]
     repeats: int = 3
     traces: int = 0
     card: bool = False
@@ -176,22 +173,19 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
     several: ClassVar[bool] = True
 
     @property
-    def lengths(self) -> list[int]:
-        """Lengths of prompts, ascending; empty if prompts are taken as they are."""
-        if self.contexts is None:
-            return []
-        if self.prompts is None:
-            raise InputError("contexts", "no --prompts", "--prompts with long rows", "Pass them in place of --tasks.")
-        lengths = sorted(comma_numbers("contexts", self.contexts, number_of_tokens))
-        check_range("contexts", lengths[0], 1)
-        return lengths
+    def divisions(self) -> list[str]:
+        """Names that `by` lists."""
+        return list(dict.fromkeys(part.strip() for part in self.by.split(",") if part.strip()))
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the rows among them."""
+        return [name for name in self.divisions if name not in DIVISIONS]
 
     @property
     def modes(self) -> list[SamplingParams]:
         """Sampling at each temperature."""
-        temperatures = [self.temperature]
-        if self.temperatures is not None:
-            temperatures = comma_numbers("temperatures", self.temperatures, float)
+        temperatures = comma_numbers("temperature", str(self.temperature), float)
         return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in temperatures]
 
 

@@ -98,9 +98,10 @@ def _row(method: str, temperature: float) -> dict[str, Any]:
     if method != "ar":
         ends = ((0, 256, "below 256", 2.5), (256, 512, "256+", 2.0), (512, 1024, "512+", 1.5))
         whole["accepted_by_place"] = [0.5, 0.25]
-        whole["by_context"] = [
+        whole["by"] = {"context": [
             {"name": name, "from": low, "to": high, "rounds": 40 if low < 512 else 9, "tau": tau, "tau_ci95": None,
              "acceptance_rate": 0.5}
             for low, high, name, tau in ends
-        ]  # fmt: skip
-    return {"method": method, "temperature": temperature, **whole, "by_task": {task: part for task in TASKS}}
+        ]}  # fmt: skip
+    whole["by"] = {**whole.get("by", {}), "task": [{"name": task, **part} for task in TASKS]}
+    return {"method": method, "temperature": temperature, **whole}

@@ -81,6 +81,6 @@ def length_warning(rounds: np.ndarray, longest: int, context: int, window: int |
     if context >= MANY_TIMES * longest and not window:
         return (
             f"note: the longest row has {longest:,} tokens and the target reads {context:,}: drafts in longer contexts "
-            f"are untested (eval bench --contexts measures them). {longer}"
+            f"are untested (a bench of data prompts --length measures them). {longer}"
         )
     return ""

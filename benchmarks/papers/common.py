@@ -195,7 +195,7 @@ def measure(
         **settings,
         methods=",".join(methods),
         turns="last",  # as `read_prompts` reads them
-        temperature=params.temperature,
+        temperature=str(params.temperature),
         output=bench_directory(config, params, name),
     )
     path, results = bench_config.output / RESULTS, None

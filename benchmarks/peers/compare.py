@@ -352,7 +352,7 @@ def measure(config: CompareConfig, heads: Sequence[Path]) -> None:
     for number, text in enumerate(texts):
         replay_text(target, number, text, params, drafters, walks)
     for head, own in zip(heads, walks.values(), strict=True):
-        counts = [(one.task, one.walk.num_tokens, float(one.walk.calls[-1])) for one in own]
+        counts = [(one.answer.labels["task"], one.walk.num_tokens, float(one.walk.calls[-1])) for one in own]
         write_json(head.parent / "tau.json", [dict(zip(COUNTS, row, strict=True)) for row in counts])
 
 

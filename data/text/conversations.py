@@ -132,18 +132,21 @@ def named_column(row: Mapping[str, Any], mapping: Mapping[str, str], name: str) 
 
 
 def row_label(row: Mapping[str, Any], mapping: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return a row's `id`, `task` or `split` as a string.
+    """Return a row's `id`, `task` or `split` as a string; RowError as `column_text`."""
+    column = named_column(row, mapping, name)
+    return default if column is None else column_text(row, column)
+
+
+def column_text(row: Mapping[str, Any], column: str) -> str:
+    """Return a row's value of a column as a string, empty if it has none.
 
     Raises:
         RowError: it is a list or an object.
     """
-    column = named_column(row, mapping, name)
-    if column is None:
-        return default
-    value = row[column]
+    value = row.get(column)
     if isinstance(value, list | tuple | Mapping):
         raise RowError(f"{column} is {value!r:.60}, expected text or a number")
-    return well_formed(str(value), column)
+    return "" if value is None else well_formed(str(value), column)
 
 
 def chat_digest(row: Mapping[str, Any], mapping: Mapping[str, str]) -> bytes:

@@ -30,6 +30,8 @@ PLAIN_TEXT = (
 )
 # What templates write around messages and their parts.
 MARKUP = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
+# A warning of transformers, once for each tokenizer.
+LONG_TEXT = "sequence-length-is-longer-than-the-specified-maximum"
 TOO_LONG_REMEDY = "Raise --max-length within the target's context, or pass --overlong drop."
 # Stands for an answer where the text around it is looked for.
 PLACEHOLDER = "draftsmith-answer"
@@ -69,6 +71,8 @@ def load_chat_tokenizer(target: str | Checkpoint, chat_template: Path | None = N
         if not Path(chat_template).is_file():
             raise InputError("chat_template", chat_template, "a file with a Jinja template", "Check the path.")
         tokenizer.chat_template = read_text(chat_template, "a Jinja template", "Check the path.")
+    # Stages and benches report prompts that are too long, by their ids.
+    tokenizer.deprecation_warnings[LONG_TEXT] = True
     if not tokenizer.chat_template:
         remedy = "Pass --chat-template FILE, or --chat-template none to let it continue plain text."
         raise InputError("chat_template", f"none in {checkpoint.path}", "a chat template", remedy)

@@ -187,6 +187,4 @@ def turns_tokenizer(target: Checkpoint, manifest: Manifest, chat_template: Path 
         found = f"{found} of {path or target.path}"
         expected = f"the prompts' template, {expected}, of {recorded or target.path}"
         raise InputError("chat_template", found, expected, remedy)
-    # Later turns that are too long are left out and counted.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

@@ -19,16 +19,12 @@ from draftsmith.data.settings import (
     check_positive,
 )
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.template import NO_TEMPLATE, load_chat_tokenizer
-from draftsmith.eval.bench.contexts import check_contexts, context_prompts
 from draftsmith.eval.bench.kinds import add_kinds
 from draftsmith.eval.bench.measuring import REMEDY, Journal, PromptRunner
-from draftsmith.eval.bench.prompts import LONG_TEXT, BenchPrompt, kept_prompts, read_questions, task_sources
+from draftsmith.eval.bench.prompts import read_questions, task_sources
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.bench.results import (
     BASELINE,
-    CLASSES,
-    CONTEXTS,
     NUMBERS,
     PER_PROMPT,
     failures_of,
@@ -43,7 +39,6 @@ from draftsmith.eval.bench.tables import results_tables
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.eval.tables import from_json
-from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
@@ -93,13 +88,11 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 
     # Load.
     checkpoint = Checkpoint(config.target, config.trust_remote_code)
-    files = read_files(config, checkpoint)
+    sources, choice = task_sources(config.prompts, config.tasks), (config.split, config.keep_tasks, config.limit)
+    files = read_questions(sources, checkpoint, *choice, config.turns, config.columns)
     prompts = [prompt for file in files for prompt in file]
     models = load_run(config, checkpoint, named, prompts, config.modes, later_turns=True)
     target, tokenizer = models.target, checkpoint_of(models.target).tokenizer
-    for kind, head in {**models.heads, **models.others}.items():
-        if config.lengths and isinstance(head, DraftHead):
-            check_contexts(config.lengths, config.max_new_tokens, f"the {kind} head", head.config.max_position)
     drafts = {key: model for key, model in models.others.items() if key.startswith(f"{MODEL}@")}
     smaller = {MODEL: models.draft, "mid": models.mid, **drafts}
     meta = describe(
@@ -140,7 +133,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
         measured = of_methods(rows, params.temperature)
-        how = config.clock, config.seed, compare, params.temperature, config.lengths or CONTEXTS
+        how = config.clock, config.seed, compare, params.temperature, config.divisions
         methods += summarize(measured, *how)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
@@ -188,26 +181,6 @@ def finished(config: BenchConfig, meta: Mapping[str, Any], journal: Journal) -> 
     return there if traced else None
 
 
-def read_files(config: BenchConfig, target: Checkpoint) -> list[list[BenchPrompt]]:
-    """Read the prompts of each file, or build those of each length of --contexts.
-
-    Raises:
-        InputError: as `read_questions`, `check_contexts` and `context_prompts`.
-    """
-    sources = task_sources(config.prompts, config.tasks)
-    if not config.lengths:
-        return read_questions(sources, target, config.split, config.keep_tasks, config.limit, config.turns)
-    most = target.shape.max_position
-    check_contexts(config.lengths, config.max_new_tokens, f"the target, {config.target}", most)
-    # Recorded answers are history.
-    rows = kept_prompts(sources[0][1], target, config.split, config.keep_tasks, "last")
-    # Models without a template read prompts that `data prompts --chat-template none` made.
-    template = None if target.tokenizer.chat_template else Path(NO_TEMPLATE)
-    tokenizer = load_chat_tokenizer(target, template)
-    tokenizer.deprecation_warnings[LONG_TEXT] = True
-    return context_prompts(rows, tokenizer, config.lengths, config.limit)
-
-
 def check(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, str]:
     """Check the options before anything is loaded. Return the heads that some method uses: kind -> directory.
 
@@ -222,7 +195,7 @@ def check(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, str]
     if config.card and not heads:
         remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
         raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
-    _ = config.chosen_device, config.modes, config.lengths  # checks the device, temperatures and lengths
+    _ = config.chosen_device, config.modes  # checks the device and the temperatures
     return heads
 
 
@@ -245,10 +218,18 @@ def write_cards(
     meta = {name: results["meta"][name] for name in about}
     for kind, directory in heads.items():
         labels = {item.label for item in named if kind in item.keys(paths)}
-        rows = []
-        for row in (row for row in results["methods"] if row["method"] in labels):
-            by_task = {task: {key: part[key] for key in names} for task, part in row.get("by_task", {}).items()}
-            classes = {name: shown_classes(row, name) for name in CLASSES}
-            rows.append({**{key: row[key] for key in ("method", "temperature", *names)}, "by_task": by_task, **classes})
-        write_measured(directory, {"schema_version": 1, **meta, "methods": rows})
+        rows = [
+            {
+                **{key: row[key] for key in ("method", "temperature", *names)},
+                "by": {name: [short(part, names) for part in shown_classes(row, name)] for name in row["by"]},
+            }
+            for row in results["methods"]
+            if row["method"] in labels
+        ]
+        write_measured(directory, {"schema_version": 2, **meta, "methods": rows})
         log_note(f"Model card: {Path(directory) / CARD}")
+
+
+def short(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return what a card keeps of a class: all of one of rounds, these numbers of one of answers."""
+    return dict(part) if "rounds" in part else {name: part[name] for name in ("name", *names)}

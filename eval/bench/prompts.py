@@ -5,38 +5,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.settings import Turns
+from draftsmith.data.prompts import RowEncoder
+from draftsmith.data.settings import PromptsConfig, Turns
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.text.conversations import open_turns, read_chat, row_label
+from draftsmith.data.text.conversations import column_text, row_label
 from draftsmith.data.text.sources import BENCHMARKS, SUFFIXES, named_split, open_source
-from draftsmith.data.text.template import (
-    Messages,
-    RowError,
-    TemplateInputs,
-    follow_answer,
-    load_chat_tokenizer,
-    part_separator,
-    prompt_ids,
-)
+from draftsmith.data.text.template import RowError, TemplateInputs, follow_answer, load_chat_tokenizer
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task
-# A warning of transformers, once for each tokenizer. The bench reports prompts that are too long by their ids.
-LONG_TEXT = "sequence-length-is-longer-than-the-specified-maximum"
 TEMPLATE_TOKENS = 16  # estimate of what a template puts around a turn
-
-
-Keep = Callable[[str, str], bool]  # whether rows of a task and split are wanted
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,26 +33,19 @@ class BenchPrompt:
     """Prompt as the target reads it, with its chat template.
 
     messages: the conversation that `prompt_ids` hold. later: the user's later turns. turn: turn of the conversation,
-    from 1: one more than it has answers. number: number of the question in its run, from 0, the same in all its
-    turns. template_inputs: what the template reads beside the messages.
+    from 1. number: number of the question in its run, from 0, the same in all its turns. template_inputs: what the
+    template reads beside the messages. labels: values of the row's columns that `--by` names.
     """
 
     id: str
     prompt_ids: list[int]
     task: str = ""
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
     later: tuple[str, ...] = ()
     turn: int = 1
     number: int = 0
     template_inputs: TemplateInputs = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, row_id: str, ids: list[int], task: str, opening: Messages, later: tuple[str, ...], inputs: TemplateInputs
-    ) -> BenchPrompt:
-        """Make a prompt of an opening, whose tokens these are, and the user's turns behind it."""
-        turn = 1 + sum(message["role"] == "assistant" for message in opening)
-        return cls(row_id, ids, task, tuple(opening), later, turn, template_inputs=inputs)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_prompts(
@@ -93,95 +75,130 @@ def read_questions(
     keep_tasks: str | None,
     limit: int,
     turns: Turns,
+    columns: Sequence[str] = (),
 ) -> list[list[BenchPrompt]]:
     """Read the first `limit` prompts (0: all) of each (name, source), numbered through all of them.
 
-    A name becomes the task of its prompts; an empty one leaves them their own.
+    A name becomes the task of its prompts; an empty one leaves them their own. columns: of the rows, to be labels.
 
     Raises:
-        InputError: as `read_prompts`.
+        InputError: as `read_prompts`; a column that no row has.
     """
     number = itertools.count()
     questions: list[list[BenchPrompt]] = []
     for name, source in sources:
-        kept = itertools.islice(kept_prompts(source, target, split, keep_tasks, turns), limit or None)
-        questions.append(
-            [dataclasses.replace(prompt, task=name or prompt.task, number=next(number)) for prompt in kept]
-        )
+        rows = itertools.islice(kept_rows(source, target, split, keep_tasks, turns, columns), limit or None)
+        questions.append([prompt_of(row, name, next(number), turns) for row in rows])
+    check_labels([prompt.labels for file in questions for prompt in file], columns)
     return questions
 
 
-def kept_prompts(
-    source: str, target: Checkpoint, split: str | None, keep_tasks: str | None, turns: Turns
-) -> Iterator[BenchPrompt]:
-    """Yield the prompts of a split and of some tasks, at least one, as `read_prompts` does."""
-    split = named_split(split)
-    wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
+def prompt_of(row: Row, task: str, number: int, turns: Turns) -> BenchPrompt:
+    """Make the prompt of a row of `prompts`; a task that is given takes the place of its own."""
+    # Up to a turn that is more than a user's text, such as one with a system message.
+    later = json.loads(row["later"]) if turns == "all" else ()
+    texts = itertools.takewhile(lambda messages: [message["role"] for message in messages] == ["user"], later)
+    return BenchPrompt(
+        str(row["id"]),
+        list(row["prompt_ids"]),
+        task or row["task"] or "",
+        json.loads(row["messages"]),
+        tuple(messages[0]["content"] for messages in texts),
+        row["turn"],
+        number,
+        json.loads(row["template_inputs"]),
+        row["labels"],
+    )
 
-    def keep(task: str, row_split: str) -> bool:
-        return (not split or row_split == split) and (wanted is None or task in wanted)
 
+def kept_rows(
+    source: str, target: Checkpoint, split: str | None, keep_tasks: str | None, turns: Turns, columns: Sequence[str]
+) -> Iterator[Row]:
+    """Yield rows of `prompts` of a split and of some tasks, at least one, with their `labels`."""
     # A directory that `data prompts` wrote or began, or a file or data set of chats.
-    path = Path(resolve_model(source))
+    path, split = Path(resolve_model(source)), named_split(split)
     if (path / MANIFEST).exists() or (path / STARTED).exists():
-        prompts = artifact_prompts(path, target, turns, keep)
+        rows = artifact_rows(path, target, turns, columns)
     else:
-        prompts = chat_prompts(source, target, split, turns, keep)
+        rows = chat_rows(source, target, turns, columns, split=split, keep_tasks=keep_tasks)
     empty = True
-    for prompt in prompts:
-        empty = False
-        yield prompt
+    for row in rows:
+        if kept(row, split, keep_tasks):
+            empty = False
+            yield row
     if empty:
         found = f"no row of split {split or 'any'} and tasks {keep_tasks or 'any'} in {source}"
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
         raise InputError("prompts", found, "at least one", remedy)
 
 
-def artifact_prompts(directory: Path, target: Checkpoint, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
-    """Yield prompts of an artifact of the target's tokenizer; later turns need its chat template as well."""
+def kept(row: Row, split: str | None, keep_tasks: str | None) -> bool:
+    """Return whether a row is of a split and of one of some tasks, as far as these are named."""
+    wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
+    return (not split or row["split"] == split) and (wanted is None or row["task"] in wanted)
+
+
+def artifact_rows(directory: Path, target: Checkpoint, turns: Turns, columns: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of an artifact of the target's tokenizer; later turns need its chat template as well."""
     manifest = open_artifact(directory, "prompts", target.text_identity())
     if turns == "all" and manifest.counts.get("later_turns"):
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
         if ours != theirs:
             found = f"{directory} made with chat template {theirs}"
             raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
-    for row in Rows(manifest.directory, manifest).iterate():
-        task = row.get("task") or ""
-        if keep(task, row.get("split") or ""):
-            later = user_texts(json.loads(row["later"])) if turns == "all" else ()
-            opening, inputs = json.loads(row["messages"]), json.loads(row.get("template_inputs") or "{}")
-            yield BenchPrompt.of(str(row["id"]), list(row["prompt_ids"]), task, opening, later, inputs)
+    rows = Rows(manifest.directory, manifest).iterate()
+    yield from with_labels(({"split": "", **row} for row in rows), directory, columns)
 
 
-def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:
-    """Return the user's texts of later turns, up to a turn that is more, such as one with a system message."""
-    only_user = itertools.takewhile(lambda messages: [message["role"] for message in messages] == ["user"], later)
-    return tuple(messages[0]["content"] for messages in only_user)
+def with_labels(rows: Iterable[Row], directory: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Yield rows of an artifact with their `labels`, the values of these columns."""
+    for row in rows:
+        with row_errors(str(directory), "a column of text or numbers"):
+            labels = {name: column_text(row, name) for name in columns}
+        yield {**row, "labels": labels}
 
 
-def chat_prompts(source: str, target: Checkpoint, split: str | None, turns: Turns, keep: Keep) -> Iterator[BenchPrompt]:
-    """Yield prompts of a file or data set of chats."""
+def chat_rows(
+    source: str,
+    target: Checkpoint,
+    turns: Turns,
+    columns: Sequence[str] = (),
+    *,
+    split: str | None = None,
+    keep_tasks: str | None = None,
+    supervised: bool = False,
+) -> Iterator[Row]:
+    """Yield rows of `prompts` of a file or data set of chats, with their `split` and `labels`.
+
+    split, keep_tasks: only rows of these are encoded. supervised: with recorded answers.
+    """
     opened, tokenizer = open_source(source, split), load_chat_tokenizer(target)
-    tokenizer.deprecation_warnings[LONG_TEXT] = True
-    between = part_separator(tokenizer)
+    config = PromptsConfig(source=source, target=target.path, output=Path(), turns=turns, supervised=supervised)
+    encoder = RowEncoder.of(config, target, tokenizer)
+    expected = "a conversation with " + ("the target's answer" if supervised else "a user turn")
     for number in range(len(opened)):
-        with row_errors(opened.where(number)):
+        with row_errors(opened.where(number), expected):
             raw = opened.row(number)
-            row_id, task, row_split = (row_label(raw, {}, name) for name in ("id", "task", "split"))
-            # Only the rows that are kept apply the template, which takes most of the time.
-            if not keep(task, (split or "") if opened.split_taken else row_split):
+            own: dict[str, Any] = {name: row_label(raw, {}, name) for name in ("task", "split")}
+            own["split"] = (split or "") if opened.split_taken else own["split"]
+            # Only rows that are kept apply the template, which takes most of the time.
+            if not kept(own, split, keep_tasks):
                 continue
-            chat = read_chat(raw, {}, between)
-            asked = open_turns(chat, turns)
-        for turn in asked:
-            with row_errors(opened.where(number)):
-                ids = prompt_ids(tokenizer, turn.opening, chat.inputs)
-            name = f"{row_id or number}/turn-{turn.turn}" if turn is not asked[0] else row_id or str(number)
-            yield BenchPrompt.of(name, ids, task, turn.opening, user_texts(turn.later), chat.inputs)
+            own["labels"] = {name: column_text(raw, name) for name in columns}
+            rows, _ = encoder.encode(row_label(raw, {}, "id", str(number)), raw)
+        yield from ({**row, **own} for row in rows)
+
+
+def check_labels(labels: Sequence[Mapping[str, str]], columns: Sequence[str]) -> None:
+    """Raise InputError for a column that none of the rows has."""
+    for name in columns:
+        if not any(own[name] for own in labels):
+            remedy = "Correct it. Of an artifact, data prompts --columns task=NAME keeps a column as the task."
+            raise InputError("by", name, "context, turn, kind, task, or a column of the rows", remedy)
 
 
 @contextmanager
-def row_errors(where: str, expected: str = "a conversation with a user turn") -> Iterator[None]:
+def row_errors(where: str, expected: str) -> Iterator[None]:
     """Raise InputError, with the row's file and line, for a RowError."""
     try:
         yield
@@ -240,8 +257,8 @@ def next_turn(tokenizer: Any, prompt: BenchPrompt, answer: Sequence[int]) -> Ben
     """
     asked, following = list(map(dict, prompt.messages)), [{"role": "user", "content": prompt.later[0]}]
     messages, ids = follow_answer(tokenizer, prompt.prompt_ids, asked, prompt.template_inputs, answer, following)
-    now, later = tuple(messages), prompt.later[1:]
-    return dataclasses.replace(prompt, prompt_ids=ids, messages=now, later=later, turn=prompt.turn + 1)
+    later, turn = prompt.later[1:], prompt.turn + 1
+    return dataclasses.replace(prompt, prompt_ids=ids, messages=messages, later=later, turn=turn)
 
 
 def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int, tokenizer: Any = None) -> int:

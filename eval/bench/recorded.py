@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,8 @@ from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
-from draftsmith.data.text.conversations import check_answers, read_chat, row_label, up_to_last
-from draftsmith.data.text.masks import answered_ids
-from draftsmith.data.text.sources import open_source
-from draftsmith.data.text.template import load_chat_tokenizer, part_separator
 from draftsmith.eval.bench.kinds import PROMPT_TOKENS, Kind, kinds_of
-from draftsmith.eval.bench.prompts import row_errors
+from draftsmith.eval.bench.prompts import Row, chat_rows, check_labels, with_labels
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.along import Answer, TargetText
 from draftsmith.modules.llama_config import MOST_POSITIONS
@@ -32,9 +29,9 @@ MOST_EXCESS = 0.1  # of the entropy, by which answers may surprise the target mo
 
 @dataclass(frozen=True)
 class RecordedAnswer(Answer):
-    """An answer of a chat. turn: of the chat. kinds: of its tokens."""
+    """An answer of a text. labels: its turn, its text's task and columns. kinds: of its tokens."""
 
-    turn: int
+    labels: Mapping[str, Any]
     kinds: Sequence[Kind]
 
 
@@ -43,14 +40,11 @@ class RecordedText:
     """Text with answers of the target, each behind a prompt."""
 
     id: str
-    task: str
     ids: list[int]
     answers: list[RecordedAnswer]
 
     @classmethod
-    def of(
-        cls, row: Mapping[str, Any], ends: Collection[int], text_of: Callable[[Sequence[int]], str], room: int
-    ) -> RecordedText:
+    def of(cls, row: Row, ends: Collection[int], text_of: Callable[[Sequence[int]], str], room: int) -> RecordedText:
         """Read a row with the fields of responses; its turn is that of the first answer. text_of: decodes tokens. room:
         most tokens of an answer."""
         ids, answers = row["input_ids"], []
@@ -58,8 +52,9 @@ class RecordedText:
             prompt = text_of(ids[max(0, begin - PROMPT_TOKENS) : begin])
             kinds = kinds_of([text_of([token]) for token in ids[begin:end]], prompt)
             limit = begin + room if ids[end - 1] in ends else end
-            answers += [RecordedAnswer(begin, end, limit, turn, kinds)] if begin else []
-        return cls(row["id"], row["task"] or "", ids, answers)
+            labels = {"turn": turn, "task": row["task"] or "", **row["labels"]}
+            answers += [RecordedAnswer(begin, end, limit, labels, kinds)] if begin else []
+        return cls(row["id"], ids, answers)
 
 
 def read_recorded(config: BenchConfig, target: Checkpoint) -> tuple[list[RecordedText], SamplingParams]:
@@ -69,9 +64,10 @@ def read_recorded(config: BenchConfig, target: Checkpoint) -> tuple[list[Recorde
         InputError: no such source, another tokenizer, a text without an answer behind a prompt, or options of sampling
             where the answers record it.
     """
-    path, params, rows = Path(resolve_model(str(config.replay))), config.sampling, list[Mapping[str, Any]]()
+    path, params, columns = Path(resolve_model(str(config.replay))), config.modes[0], config.columns
     room = MOST_POSITIONS  # of chats it is not known
-    ends, tokenizer = target.end_tokens, target.tokenizer
+    ends = target.end_tokens
+    rows: Iterable[Row]
     if (path / MANIFEST).exists() or (path / STARTED).exists():
         manifest = open_artifact(path, ("responses", "prompts"), target.text_identity())
         if "loss_mask" not in manifest.field_names:
@@ -81,24 +77,14 @@ def read_recorded(config: BenchConfig, target: Checkpoint) -> tuple[list[Recorde
             check_left_out(config, named, "with --replay", "none: responses record how they were sampled")
             params, ends = SamplingParams(**(manifest.sampling or {})), () if manifest.config["ignore_eos"] else ends
             room = manifest.config["max_new_tokens"]
-        columns = ["id", "task", "turn", "input_ids", "loss_mask"]
-        rows = list(Rows(manifest.directory, manifest, columns, config.limit, target.shape.vocab_size).iterate())
+        stored = Rows(manifest.directory, manifest, None, config.limit, target.shape.vocab_size).iterate()
+        rows = with_labels(stored, path, columns)
     else:
-        opened, chat_tokenizer = open_source(str(path)), load_chat_tokenizer(target)
-        between = part_separator(chat_tokenizer)
-        for number in range(min(len(opened), config.limit or len(opened))):
-            with row_errors(opened.where(number), "a conversation that ends with the target's answer"):
-                raw = opened.row(number)
-                chat = read_chat(raw, {}, between)
-                messages = up_to_last("assistant", chat.messages)
-                check_answers(messages)
-                ids, mask = answered_ids(chat_tokenizer, messages, chat.inputs, ends)
-            row = {"id": row_label(raw, {}, "id") or str(number), "task": row_label(raw, {}, "task")}
-            turn = sum(message["role"] == "assistant" for message in messages)
-            rows.append({**row, "turn": turn, "input_ids": ids, "loss_mask": mask})
-    texts = [RecordedText.of(row, ends, tokenizer.decode, room) for row in rows]
+        rows = itertools.islice(chat_rows(str(path), target, "last", columns, supervised=True), config.limit or None)
+    texts = [RecordedText.of(row, ends, target.tokenizer.decode, room) for row in rows]
     if empty := next((text.id for text in texts if not text.answers), None):
         raise InputError("replay", f"text {empty} without an answer behind a prompt", "one in each", "Leave it out.")
+    check_labels([answer.labels for text in texts for answer in text.answers], columns)
     return texts, params
 
 

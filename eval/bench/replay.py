@@ -15,9 +15,10 @@ from draftsmith.data.console import progress_bar
 from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.settings import MODEL, ROLES, check_left_out, check_not_negative, check_positive
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.kinds import KINDS
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.recorded import RecordedAnswer, RecordedText, check_followed, read_recorded
-from draftsmith.eval.bench.results import CONTEXTS, NUMBERS, Rounds, acceptance, classes_of, write_numbers
+from draftsmith.eval.bench.results import NUMBERS, OF_ROUNDS, Rounds, classes_of_rounds, write_numbers
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bench.tables import replay_tables
 from draftsmith.eval.bootstrap import Floats, Resamples
@@ -48,8 +49,8 @@ from draftsmith.modules.types import InputError, SamplingParams
 
 # Options of decoding, which nothing reads here.
 OF_DECODING = (
-    *("prompts", "tasks", "mid", "acceptance", "turns", "contexts", "temperatures", "repeats", "traces"),
-    *("card", "split", "keep_tasks", "max_new_tokens", "ignore_eos"),
+    *("prompts", "tasks", "mid", "acceptance", "turns", "repeats", "traces", "card", "split", "keep_tasks"),
+    *("max_new_tokens", "ignore_eos"),
 )
 
 
@@ -91,7 +92,6 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
             progress(1)
 
     # Summarize and write.
-    tasks = sorted({text.task for text in texts} - {""})
     heads = {key: path for key, path in config.paths.items() if key.partition("@")[0] not in (*ROLES, MODEL)}
     meta = describe(
         "bench",
@@ -109,8 +109,7 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
         {
             "method": label,
             "temperature": params.temperature,
-            **summarize(own, config.seed),
-            "by_task": {task: summarize([one for one in own if one.task == task], config.seed) for task in tasks},
+            **summarize(own, config.seed, config.divisions),
         }
         for label, own in walks.items()
     ]
@@ -125,7 +124,6 @@ class Replayed:
     """Walk of one method over an answer of the text of this number."""
 
     text: int
-    task: str
     answer: RecordedAnswer
     walk: Walk
 
@@ -172,7 +170,7 @@ def replay_text(
     for along, lengths in drafters:
         for answer, own in zip(text.answers, along.walk(seen, [*lengths.values()]), strict=True):
             for label, walk in zip(lengths, own, strict=True):
-                walks[label].append(Replayed(number, text.task, answer, walk))
+                walks[label].append(Replayed(number, answer, walk))
     # The states are large, and nothing reads them again.
     return dataclasses.replace(seen, states={})
 
@@ -180,30 +178,47 @@ def replay_text(
 # -- numbers
 
 
-def summarize(replayed: Sequence[Replayed], seed: int) -> dict[str, Any]:
+def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str]) -> dict[str, Any]:
     """Summarize one method over answers; names as of `results.summarize`, numbers of rounds are means.
 
-    by_length: of shorter drafts of the same drafter.
+    `by` also has drafts of each `length`, of the same drafter.
     """
-    rounds, resamples = rounds_of(replayed), Resamples([one.text for one in replayed], seed)
-    tokens = np.array([one.walk.num_tokens for one in replayed])
+    numbers = summary_row(replayed, seed)
+    resamples, calls = resamples_of(replayed, seed), torch.stack([one.walk.calls for one in replayed]).T.numpy()
+    classes = classes_of_rounds(rounds_of(replayed), resamples, by)
+    for name in (name for name in by if name not in OF_ROUNDS):
+        values = sorted({one.answer.labels[name] for one in replayed})
+        parts = {value: [one for one in replayed if one.answer.labels[name] == value] for value in values}
+        if any(values):
+            classes[name] = [{"name": value or "none", **summary_row(own, seed)} for value, own in parts.items()]
+    lengths = [{"name": str(n), **tau_of(replayed, resamples, own)} for n, own in enumerate(calls, 1)]
+    return {**numbers, "by": {"length": lengths, **{name: classes[name] for name in by if classes.get(name)}}}
 
-    def numbers(calls: Floats) -> dict[str, Any]:
-        taus = resamples.interval(resamples.sums(tokens) / resamples.sums(calls))
-        return {"tau": float(tokens.sum() / calls.sum()), "tau_ci95": taus, "num_target_calls": float(calls.sum())}
 
-    lengths = [numbers(calls) for calls in torch.stack([one.walk.calls for one in replayed]).T.numpy()]
+def summary_row(replayed: Sequence[Replayed], seed: int) -> dict[str, Any]:
+    """Summarize one method over some answers."""
+    rounds, calls = rounds_of(replayed), np.array([float(one.walk.calls[-1]) for one in replayed])
     drafted, kept = (float(rounds.weight @ own) for own in (rounds.drafted, rounds.accepted))
     return {
         "prompts": len(replayed),
-        "tokens": int(tokens.sum()),
-        **lengths[-1],
+        "tokens": sum(one.walk.num_tokens for one in replayed),
+        **tau_of(replayed, resamples_of(replayed, seed), calls),
         "num_draft_tokens": drafted,
         "num_accepted": kept,
         "acceptance_rate": kept / drafted if drafted else None,
-        **acceptance(rounds, resamples),
-        "by_length": [{"name": str(length), **own} for length, own in enumerate(lengths, 1)],
+        "accepted_by_place": rounds.by_place(),
     }
+
+
+def resamples_of(replayed: Sequence[Replayed], seed: int) -> Resamples:
+    return Resamples([one.text for one in replayed], seed)
+
+
+def tau_of(replayed: Sequence[Replayed], resamples: Resamples, calls: Floats) -> dict[str, Any]:
+    """Return tau, its interval, and the sum of the target calls [N] of the answers."""
+    tokens = np.array([one.walk.num_tokens for one in replayed])
+    taus = resamples.interval(resamples.sums(tokens) / resamples.sums(calls))
+    return {"tau": float(tokens.sum() / calls.sum()), "tau_ci95": taus, "num_target_calls": float(calls.sum())}
 
 
 def rounds_of(replayed: Sequence[Replayed]) -> Rounds:
@@ -216,9 +231,9 @@ def rounds_of(replayed: Sequence[Replayed]) -> Rounds:
     kept = reached.sum(-1)
     # Behind an accepted end token the target has no token of its own.
     emitted = kept + 1 - whole(reached, left)
-    turns = [one.answer.turn for one, own in zip(replayed, places, strict=True) for _ in own]
-    kinds = [kind for one in replayed for kind in one.answer.kinds[1:]]
     answer = np.repeat(np.arange(len(replayed)), list(map(len, places)))
-    classes = classes_of(torch.cat(places).tolist(), turns, kinds, CONTEXTS)
-    numbers = (part.numpy() for part in (weight, drafted, kept, emitted, reached))
-    return Rounds(answer, *numbers, classes)
+    turns = np.array([one.answer.labels["turn"] for one in replayed])[answer]
+    kinds = np.array([KINDS.index(kind) for one in replayed for kind in one.answer.kinds[1:]])
+    context, accepted = torch.cat(places).numpy(), kept.numpy()
+    counts = {"weight": weight.numpy(), "drafted": drafted.numpy(), "accepted": accepted, "emitted": emitted.numpy()}
+    return Rounds(answer, **counts, reached=reached.numpy(), context=context, turn=turns, kind=kinds)

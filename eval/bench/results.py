@@ -7,6 +7,7 @@ each method, temperature, prompt and turn:
     method, temperature   what answered, and how it sampled
     prompt, turn          number of the question in the run, from 0; turn of its conversation, from 1
     id, task              as in the prompts' file
+    labels                values of the columns that `--by` names
     prompt_tokens         length of the prompt, chat template and earlier turns included
     prompt_ids            its tokens, in the rows of `ar`: all methods read the same
     tokens, token_ids     what was emitted; ended: the last one is an end token
@@ -37,6 +38,7 @@ from draftsmith.eval.bench.kinds import KINDS, Kind
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
+from draftsmith.eval.settings import DIVISIONS
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
 from draftsmith.modules.pretrained.files import write_table, write_text
@@ -56,6 +58,7 @@ SCHEMA = pa.schema(
         "temperature": FLOAT,
         **dict.fromkeys(("prompt", "turn"), INT),
         **dict.fromkeys(("id", "task"), TEXT),
+        "labels": pa.map_(TEXT, TEXT),
         "prompt_tokens": INT,
         "prompt_ids": INTS,
         "tokens": INT,
@@ -70,12 +73,11 @@ SCHEMA = pa.schema(
     }
 )
 PLACES = 16  # of a draft that are counted
-# Where classes of rounds begin: tokens before the round, and the turn of its conversation.
-CONTEXTS = tuple(2**power for power in range(8, 24))
-TURNS = (1, 2, 3, 5, 9, 17, 33, 65)
+# Where classes of numbers begin: tokens before a round, and the turn of its conversation.
+EDGES = {"context": tuple(2**power for power in range(8, 24)), "turn": (1, 2, 3, 5, 9, 17, 33, 65)}
+OF_ROUNDS = ("context", "turn", "kind")  # divisions of rounds; others are of whole answers
 FEWEST_PROMPTS = 5  # of a class with an interval
 FEWEST_ROUNDS = 30  # of a class that is shown
-CLASSES = ("by_context", "by_turn", "by_kind")
 STEP_COUNTS = ("num_drafted", "num_accepted", "num_emitted")
 NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
 
@@ -102,6 +104,7 @@ def row_of(
         "turn": prompt.turn,
         "id": prompt.id,
         "task": prompt.task,
+        "labels": list(prompt.labels.items()),
         "prompt_tokens": len(prompt.prompt_ids),
         "prompt_ids": prompt.prompt_ids if method == BASELINE else None,
         "tokens": totals.num_tokens,
@@ -199,42 +202,51 @@ def summarize(
     seed: int,
     compare: bool,
     temperature: float = 0.0,
-    contexts: Sequence[int] = CONTEXTS,
+    by: Sequence[str] = DIVISIONS,
 ) -> list[dict[str, Any]]:
     """Summarize each method at one temperature, in the order measured (`of_methods`).
 
-    A method's own numbers are pooled: ratios of sums over all prompts. `macro_speedup` and `macro_tau` beside `by_task`
-    are means over tasks, each of which counts alike, as papers print them. Rows have `by_task` where prompts carry
-    tasks.
+    A method's own numbers are pooled: ratios of sums over all prompts. `by` holds a list of classes for each division:
+    rounds of a context length, turn or kind of token (`acceptance`), or answers of a task or of a column's value, with
+    all numbers of a method. `macro_speedup` and `macro_tau` are means over tasks, each of which counts alike, as papers
+    print them.
 
-    compare: greedy in float32, where equality with ar is a fair test. contexts: where classes of context lengths begin.
+    compare: greedy in float32, where equality with ar is a fair test.
     """
     baseline = measured[BASELINE]
-    tasks = list(dict.fromkeys(row["task"] for row in baseline if row["task"]))
     summaries = []
     for label, rows in measured.items():
-        summary: dict[str, Any] = {"method": label, "temperature": temperature}
-        summary |= summary_row(rows, baseline, clock, seed, compare, contexts)
-        if tasks:
-            summary["by_task"] = by_task = {}
-            for task in tasks:
-                own, base = ([row for row in part if row["task"] == task] for part in (rows, baseline))
-                by_task[task] = summary_row(own, base, clock, seed, compare, contexts)
-            for name in ("speedup", "tau"):
-                summary[f"macro_{name}"] = statistics.fmean(part[name] for part in by_task.values())
-        summaries.append(summary)
+        numbers = summary_row(rows, baseline, clock, seed, compare)
+        resamples = MeasuredResamples(rows, seed)
+        classes = classes_of_rounds(Rounds.of(rows), resamples, by)
+        for name in (name for name in by if name not in OF_ROUNDS):
+            classes[name] = []
+            for value in values_of(baseline, name):
+                own, base = ([row for row in part if label_of(row, name) == value] for part in (rows, baseline))
+                part = {"name": value or "none", **summary_row(own, base, clock, seed, compare)}
+                classes[name].append(part)
+        numbers["by"] = {name: classes[name] for name in by if classes.get(name)}
+        if tasks := numbers["by"].get("task"):
+            numbers |= {f"macro_{name}": statistics.fmean(part[name] for part in tasks) for name in ("speedup", "tau")}
+        summaries.append({"method": label, "temperature": temperature, **numbers})
     return summaries
 
 
+def label_of(row: Mapping[str, Any], name: str) -> str:
+    """Return an answer's task, or its value of a column."""
+    return row["task"] if name == "task" else dict(row["labels"]).get(name, "")
+
+
+def values_of(rows: Sequence[Row], name: str) -> list[str]:
+    """Return the values of a division of answers, as they come; none where no answer has one."""
+    values = list(dict.fromkeys(label_of(row, name) for row in rows))
+    return values if any(values) else []
+
+
 def summary_row(
-    rows: Sequence[Row],
-    baseline: Sequence[Row],
-    clock: ClockName,
-    seed: int,
-    compare: bool,
-    contexts: Sequence[int] = CONTEXTS,
+    rows: Sequence[Row], baseline: Sequence[Row], clock: ClockName, seed: int, compare: bool
 ) -> dict[str, Any]:
-    """Summarize one method over some prompts. compare, contexts: as of `summarize`."""
+    """Summarize one method over some prompts. compare: as of `summarize`."""
     totals, resamples = totals_of(rows), MeasuredResamples(rows, seed)
     pairs = list(zip(rows, baseline, strict=True))
     differing = sum(row["token_ids"] != other["token_ids"] for row, other in pairs)
@@ -258,7 +270,7 @@ def summary_row(
         **{name: getattr(totals, name) for name in COUNTS},
         "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
         "discard_rate": totals.discard_rate,
-        **acceptance(Rounds.of(rows, contexts), resamples, contexts),
+        "accepted_by_place": Rounds.of(rows).by_place(),
         "verification_rate": totals.verification_rate,
         "matches_ar": differing == 0 if compare else None,
         "num_differing": differing if compare else None,
@@ -276,7 +288,8 @@ class Rounds:
 
     answer: [R] number of each one's answer. weight: [R] how often it counts; 1 where rounds were decoded. drafted,
     accepted, emitted: [R] numbers of tokens, or their means. reached: [R, P] whether, or how probably, 1, 2, .. P
-    drafted tokens were accepted or more. classes: [R] of each of CLASSES.
+    drafted tokens were accepted or more. context: [R] tokens before it. turn: [R] of its conversation. kind: [R] of its
+    first token, its number in KINDS.
     """
 
     answer: NDArray[np.int64]
@@ -285,100 +298,102 @@ class Rounds:
     accepted: Floats
     emitted: Floats
     reached: Floats
-    classes: Mapping[str, NDArray[np.int64]]
+    context: NDArray[np.int64]
+    turn: NDArray[np.int64]
+    kind: NDArray[np.int64]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], contexts: Sequence[int] = CONTEXTS) -> Rounds:
+    def of(cls, rows: Sequence[Row]) -> Rounds:
         """Collect the rounds that rows hold, without the prefill."""
         steps = [step for row in rows for step in row["rounds"]]
         counts = np.array([[step[name] for name in STEP_COUNTS] for step in steps], float).reshape(-1, 3)
         drafted, accepted, emitted = counts.T
-        places, kinds, turns = list[int](), list[Kind](), list[int]()
+        context, kinds = list[int](), list[Kind]()
         for row in rows:
             emitted_by_round = (step["num_emitted"] for step in row["rounds"])
             first = row["prompt_tokens"] + row["prefill_emitted"]
-            places += list(itertools.accumulate(emitted_by_round, initial=first))[:-1]
+            context += list(itertools.accumulate(emitted_by_round, initial=first))[:-1]
             kinds += row["kinds"] or ["prose"] * len(row["rounds"])
-            turns += [row["turn"]] * len(row["rounds"])
         answer = np.repeat(np.arange(len(rows)), [len(row["rounds"]) for row in rows])
-        reached = (accepted[:, None] > np.arange(PLACES)).astype(float)
-        kept = np.minimum(accepted, emitted)
         return cls(
-            answer, np.ones(len(steps)), drafted, kept, emitted, reached, classes_of(places, turns, kinds, contexts)
+            answer,
+            np.ones(len(steps)),
+            drafted,
+            np.minimum(accepted, emitted),
+            emitted,
+            (accepted[:, None] > np.arange(PLACES)).astype(float),
+            np.array(context, np.int64),
+            np.array([row["turn"] for row in rows], np.int64)[answer],
+            np.array([KINDS.index(kind) for kind in kinds], np.int64),
         )
 
-
-def classes_of(
-    places: Sequence[int], turns: Sequence[int], kinds: Sequence[Kind], contexts: Sequence[int]
-) -> dict[str, NDArray[np.int64]]:
-    """Return the class of each round in each of CLASSES: numbers of edges up to it, and of its kind.
-
-    places: tokens before each round.
-    """
-    numbers = [KINDS.index(kind) for kind in kinds]
-    found = (np.searchsorted(contexts, places, "right"), np.searchsorted(TURNS, turns, "right"), numbers)
-    return {name: np.asarray(own, np.int64) for name, own in zip(CLASSES, found, strict=True)}
-
-
-def acceptance(rounds: Rounds, resamples: Resamples, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
-    """Return what results.json holds of one method's drafts; empty for a method without any.
-
-    accepted_by_place: of the rounds that drafted n tokens or more, the share in which n or more were accepted (servers'
-    acceptance rate per position). by_context, by_turn, by_kind: acceptance of the rounds of each class, which has a
-    `name`, and all numbers `from` one up to before the next (`to`) where classes are of numbers.
-
-    resamples: of the answers.
-    """
-    if not rounds.drafted.any():
-        return {}
-
-    def by_place(weight: Floats) -> list[float]:
+    def by_place(self, mask: NDArray[np.bool_] | None = None) -> list[float]:
+        """Return for n = 1, 2, ... the share of the rounds that drafted n tokens or more in which n or more were
+        accepted: servers' acceptance rate per position. mask: [R] of the rounds that count."""
+        weight = self.weight if mask is None else self.weight * mask
         shares = []
-        for n, reached in enumerate(rounds.reached.T, 1):
-            long = weight * (rounds.drafted >= n)
+        for n, reached in enumerate(self.reached.T, 1):
+            long = weight * (self.drafted >= n)
             if not long.any():
                 break
             shares.append(float(long @ reached / long.sum()))
         return shares
 
-    def part(weight: Floats) -> dict[str, Any]:
-        calls, emitted = (
-            np.bincount(rounds.answer, own, resamples.num_values) for own in (weight, weight * rounds.emitted)
-        )
-        drafted = weight @ rounds.drafted
-        # Of fewer prompts, some resamples would hold none.
-        enough = np.count_nonzero(calls) >= FEWEST_PROMPTS
-        taus = resamples.sums(emitted) / resamples.sums(calls).clip(min=1)
-        return {
-            "rounds": round(calls.sum()),
-            "tau": float(emitted.sum() / max(calls.sum(), 1)),
-            "tau_ci95": resamples.interval(taus) if enough else None,
-            "acceptance_rate": float(weight @ rounds.accepted / drafted) if drafted else None,
-            "accepted_by_place": by_place(weight),
-        }
+    def classes(self, name: str) -> Iterator[tuple[dict[str, Any], NDArray[np.bool_]]]:
+        """Yield the classes of one of OF_ROUNDS: each one's `name`, and all numbers `from` one up to before the next
+        (`to`) where it is of numbers; and which rounds [R] are of it."""
+        values = getattr(self, name)
+        edges = EDGES.get(name)
+        numbers = values if edges is None else np.searchsorted(edges, values, "right")
+        for number in np.unique(numbers).tolist():
+            low = 0 if edges is None or not number else edges[number - 1]
+            high = None if edges is None or number == len(edges) else edges[number]
+            if edges is None:
+                about: dict[str, Any] = {"name": KINDS[number]}
+            elif name == "turn":
+                span = f"{low}" if high == low + 1 else f"{low}+" if high is None else f"{low}-{high - 1}"
+                about = {"name": span, "from": low, "to": high}
+            else:
+                about = {"name": f"{low:,}+" if low else f"below {high:,}", "from": low, "to": high}
+            yield about, numbers == number
 
-    found: dict[str, Any] = {"accepted_by_place": by_place(rounds.weight)}
-    for (name, classes), edges in zip(rounds.classes.items(), (contexts, TURNS, None), strict=True):
-        own = [(owner, rounds.weight * (classes == owner)) for owner in np.unique(classes).tolist()]
-        found[name] = [{**named(owner, edges), **part(weight)} for owner, weight in own if weight.any()]
+    def sums(self, mask: NDArray[np.bool_], num_answers: int) -> tuple[Floats, Floats]:
+        """Return the emitted tokens and target calls [N] of some rounds by their answers."""
+        weight = self.weight * mask
+        parts = (np.bincount(self.answer, own, num_answers) for own in (weight * self.emitted, weight))
+        emitted, calls = (np.asarray(part, np.float64) for part in parts)
+        return emitted, calls
+
+
+def classes_of_rounds(rounds: Rounds, resamples: Resamples, by: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the classes of rounds of one method's drafts; none of a method without any. resamples: of the answers."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in (name for name in by if name in OF_ROUNDS and rounds.drafted.any()):
+        found[name] = []
+        for about, mask in rounds.classes(name):
+            emitted, calls = rounds.sums(mask, resamples.num_values)
+            if not calls.any():
+                continue
+            weight = rounds.weight * mask
+            drafted = weight @ rounds.drafted
+            # Of fewer prompts, some resamples would hold none.
+            enough = np.count_nonzero(calls) >= FEWEST_PROMPTS
+            taus = resamples.sums(emitted) / resamples.sums(calls).clip(min=1)
+            found[name].append({
+                **about,
+                "rounds": round(calls.sum()),
+                "tau": float(emitted.sum() / max(calls.sum(), 1)),
+                "tau_ci95": resamples.interval(taus) if enough else None,
+                "acceptance_rate": float(weight @ rounds.accepted / drafted) if drafted else None,
+                "accepted_by_place": rounds.by_place(mask),
+            })  # fmt: skip
     return found
 
 
-def named(owner: int, edges: Sequence[int] | None) -> dict[str, Any]:
-    """Return the name of a class of rounds: of a kind (edges: None), or of the numbers between two edges."""
-    if edges is None:
-        return {"name": KINDS[owner]}
-    low, high = edges[owner - 1] if owner else 0, edges[owner] if owner < len(edges) else None
-    if edges is TURNS:
-        name = f"{low}" if high == low + 1 else f"{low}+" if high is None else f"{low}-{high - 1}"
-    else:
-        name = f"{low:,}+" if low else f"below {high:,}"
-    return {"name": name, "from": low, "to": high}
-
-
 def shown_classes(row: Mapping[str, Any], name: str) -> list[Row]:
-    """Return the classes of one of CLASSES that have enough rounds to be shown."""
-    return [part for part in row.get(name) or () if part["rounds"] >= FEWEST_ROUNDS]
+    """Return the classes of a division that are shown: those of rounds have enough of them."""
+    parts = (row.get("by") or {}).get(name) or ()
+    return [part for part in parts if part.get("rounds", FEWEST_ROUNDS) >= FEWEST_ROUNDS]
 
 
 def with_ends(row: Row, names: Sequence[str]) -> dict[str, Any]:
@@ -390,24 +405,14 @@ def with_ends(row: Row, names: Sequence[str]) -> dict[str, Any]:
 
 
 def numbers_of(row: Row) -> Iterator[dict[str, Any]]:
-    """Yield the lines of results.csv for one method: all prompts, each task, each class of rounds.
+    """Yield the lines of results.csv for one method: all prompts, then each class of each division.
 
     Intervals are two numbers. Speeds belong to whole answers, and classes of rounds have none.
     """
     names = ("rounds", "prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar")
-    parts = [("all", row), *((f"task {task}", own) for task, own in (row.get("by_task") or {}).items())]
-    parts += [
-        (f"{name.removeprefix('by_')} {own['name']}", own)
-        for name in (*CLASSES, "by_length")
-        for own in row.get(name) or ()
-    ]
-    for part, own in parts:
+    divisions = (row.get("by") or {}).items()
+    for part, own in [("all", row), *((f"{name} {part['name']}", part) for name, parts in divisions for part in parts)]:
         shares = dict(enumerate(own.get("accepted_by_place") or (), start=1))
         places = {f"accepted_{n}": shares.get(n) for n in range(1, PLACES + 1)}
-        yield {
-            "method": row["method"],
-            "temperature": row["temperature"],
-            "part": part,
-            **with_ends(own, names),
-            **places,
-        }
+        labels = {"method": row["method"], "temperature": row["temperature"], "part": part}
+        yield {**labels, **with_ends(own, names), **places}

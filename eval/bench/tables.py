@@ -12,8 +12,9 @@ from draftsmith.eval.bench.results import BASELINE, shown_classes
 
 Row = Mapping[str, Any]
 SHOWN_PLACES = 8
-# Classes of rounds and what their table is named by.
-CLASS_TITLES = {"by_context": "tokens before the round", "by_turn": "turn", "by_kind": "kind of token"}
+PLACES_NOTE = "Of the drafts of n tokens or more, the share whose first n were accepted."
+# What divisions are called in titles, where their names say too little.
+TITLES = {"context": "tokens before the round", "kind": "kind of token", "length": "drafted tokens"}
 METHOD_COLUMNS = (
     Column("method", "method"),
     Column("tokens_per_s", "tokens/s", ",.1f"),
@@ -24,20 +25,20 @@ METHOD_COLUMNS = (
     Column("accepted", "accepted", ".0%"),
     Column("equal", "= ar"),
 )
-POOLED, MACRO = "all, pooled", "mean of tasks"
+MACRO = "mean of tasks"
 
 
 def results_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Build the tables of a run: methods at each temperature; by task, where there are several; where drafts hold."""
+    """Build the tables of a run: methods at each temperature; then their drafts by place, and what they are divided
+    by."""
     rows = results["methods"]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-    methods, tasks, drafts = list[Table](), list[Table](), list[Table]()
+    methods, parts = list[Table](), list[Table]()
     for temperature in temperatures:
         shown = [row for row in rows if row["temperature"] == temperature]
         methods.append(methods_table(shown, caption(results) if temperature == temperatures[-1] else ""))
-        tasks += task_table(shown)
-        drafts += acceptance_tables(shown, f"-t{temperature:g}", mode(temperature))
-    return [*methods, *tasks, *drafts]
+        parts += part_tables([row for row in shown if row["method"] != BASELINE], temperature)
+    return [*methods, *parts]
 
 
 def methods_table(rows: Sequence[Row], note: str) -> Table:
@@ -87,7 +88,7 @@ def caption(results: Mapping[str, Any]) -> str:
 
 
 def replay_tables(rows: Sequence[Row], meta: Mapping[str, Any]) -> list[Table]:
-    """Build the tables of replayed answers: methods, then acceptance lengths by drafted tokens and task."""
+    """Build the tables of replayed answers: methods, then their drafts by place, and what they are divided by."""
     first, about, settings = rows[0], meta["answers"], meta["settings"]
     note = (
         f"Replayed: {first['prompts']} recorded answers, {first['tokens']:,} tokens, {settings['dtype']} on "
@@ -99,80 +100,29 @@ def replay_tables(rows: Sequence[Row], meta: Mapping[str, Any]) -> list[Table]:
         note += f"{about['entropy']:.3f}."
     else:
         note += f"Tokens that are not the target's first choice here: {about['foreign']:.2%}."
-    shown, at = mode(first["temperature"]), f"-t{first['temperature']:g}"
     columns = [column for column in METHOD_COLUMNS if column.key in ("method", "tau", "tau_ci", "accepted")]
     cells = [{**row, "tau_ci": format_interval(row["tau_ci95"]), "accepted": row["acceptance_rate"]} for row in rows]
-    tables = [Table(f"methods{at}", shown.capitalize(), columns, cells, note)]
-    lengths = [{part["name"]: part for part in row["by_length"]} for row in rows]
-    order = [str(length) for length in range(1, max(map(len, lengths)) + 1)]
-    of_texts = {"note": "", "over": "texts"}
-    if len(order) > 1:
-        title = f"Acceptance length by drafted tokens, {shown}"
-        tables.append(classes_table(rows, lengths, order, f"by_length{at}", title, **of_texts))
-    if len(tasks := list(first.get("by_task", ()))) > 1:
-        parts = [row["by_task"] for row in rows]
-        title = f"Acceptance length by task, {shown}"
-        tables.append(classes_table(rows, parts, tasks, f"by_task{at}", title, **of_texts))
-    return tables + acceptance_tables(rows, at, shown)
+    temperature = first["temperature"]
+    whole = Table(f"methods-t{temperature:g}", mode(temperature).capitalize(), columns, cells, note)
+    return [whole, *part_tables(rows, temperature)]
 
 
-def task_table(rows: Sequence[Row]) -> list[Table]:
-    """Build the table of speed-up and tau by task and over tasks, as table 1 of EAGLE-2, if there are several.
-
-    Columns are what there is less of, methods or tasks, so that the table fits.
-    """
-    baseline, others = rows[0], [row for row in rows if row["method"] != BASELINE]
-    if not others or len(baseline.get("by_task", ())) < 2:
-        return []
-    numbers: dict[str, dict[str, Row]] = {}
-    for row in others:
-        macro = {"speedup": row["macro_speedup"], "tau": row["macro_tau"]}
-        parts = {task.replace("_", " "): part for task, part in row["by_task"].items()} | {POOLED: row, MACRO: macro}
-        for task, part in parts.items():
-            numbers.setdefault(task, {})[row["method"]] = part
-    first = "task"
-    if len(numbers) < len(others):
-        names = [row["method"] for row in others]
-        numbers = {name: {task: parts[name] for task, parts in numbers.items()} for name in names}
-        first = "method"
-    columns = [Column("of", first)]
-    for group in next(iter(numbers.values())):
-        columns.append(Column(f"{group}.speedup", group, ".2fx"))
-        columns.append(Column(f"{group}.tau", f"{group}: tau", ".2f", below=True))
-    cells = [
-        {"of": name, **{f"{group}.{key}": part[key] for group, part in parts.items() for key in ("speedup", "tau")}}
-        for name, parts in numbers.items()
-    ]
-    counts = ", ".join(f"{task} {part['prompts']}" for task, part in baseline["by_task"].items())
-    note = (
-        f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
-        f"Prompts of the tasks: {counts}."
-    )
-    temperature = baseline["temperature"]
-    return [Table(f"tasks-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, cells, note)]
-
-
-def acceptance_tables(rows: Sequence[Row], about: str, mode: str) -> list[Table]:
-    """Return the tables of the methods at one temperature: by place, and by context, turn and kind where they vary.
-
-    about, mode: ends of the tables' names and titles.
-    """
-    rows = [row for row in rows if row.get("accepted_by_place")]
-    if not rows:
-        return []
-    note = "Of the drafts of n tokens or more, the share whose first n were accepted (acceptance rate per position)."
-    tables = [places_table(rows, f"places{about}", f"Accepted by place in the draft, {mode}", note)]
-    for key, title in CLASS_TITLES.items():
-        parts = [{part["name"]: part for part in shown_classes(row, key)} for row in rows]
-        begins = {name: part.get("from", 0) for own in parts for name, part in own.items()}
-        order = sorted(begins, key=lambda name: (begins[name], KINDS.index(name) if name in KINDS else 0))
-        if len(order) > 1:
-            title = f"Acceptance length by {title}, {mode}"
-            tables.append(classes_table(rows, parts, order, f"{key}{about}", title))
+def part_tables(rows: Sequence[Row], temperature: float) -> list[Table]:
+    """Return the tables of the methods at one temperature: accepted by place, then one for each division with several
+    classes."""
+    about, said = f"-t{temperature:g}", mode(temperature)
+    drafting = [row for row in rows if row.get("accepted_by_place")]
+    tables = [places_table(drafting, f"places{about}", f"Accepted by place, {said}")] if drafting else []
+    for name in dict.fromkeys(name for row in rows for name in row.get("by") or ()):
+        parts = {row["method"]: {part["name"]: part for part in shown_classes(row, name)} for row in rows}
+        begins = {key: part.get("from", 0) for own in parts.values() for key, part in own.items()}
+        classes = sorted(begins, key=lambda key: (begins[key], KINDS.index(key) if name == "kind" else 0))
+        if len(classes) > 1:
+            tables.append(division_table(name, parts, classes, rows, f"by_{name}{about}", said))
     return tables
 
 
-def places_table(rows: Sequence[Row], name: str, title: str, note: str, first: str = "method") -> Table:
+def places_table(rows: Sequence[Row], name: str, title: str, note: str = PLACES_NOTE, first: str = "method") -> Table:
     """Build the table of acceptance by place. first: key and heading of what drafted."""
     places = min(SHOWN_PLACES, max(len(row["accepted_by_place"]) for row in rows))
     columns = [Column(first, first), *(Column(str(n), str(n), ".2f") for n in range(1, places + 1))]
@@ -182,31 +132,48 @@ def places_table(rows: Sequence[Row], name: str, title: str, note: str, first: s
     return Table(name, title, columns, cells, note)
 
 
-def classes_table(
-    rows: Sequence[Row],
-    parts: Sequence[Mapping[str, Row]],
+def division_table(
+    by: str,
+    parts: Mapping[str, Mapping[str, Row]],
     classes: Sequence[str],
+    rows: Sequence[Row],
     name: str,
-    title: str,
-    note: str = "Of rounds, without the prefill.",
-    over: str = "prompts",
+    mode: str,
 ) -> Table:
-    """Return a table of acceptance lengths. parts: classes of rounds of each method, by their names."""
-    # Classes of few prompts have no intervals.
-    if any(part["tau_ci95"] for own in parts for part in own.values()):
-        note = f"{note} 95 % bootstrap intervals over {over}.".lstrip()
-    by_kind = name.startswith("by_kind")
-    columns = [Column("method", "method")]
-    for heading in classes:
-        columns += [Column(heading, heading, ".2f"), Column(f"{heading}_ci", "", below=True)]
-        columns += [Column(f"{heading}_accepted", "", ".0%", below=True)] if by_kind else []
-    cells = []
-    for row, own in zip(rows, parts, strict=True):
-        line = {"method": row["method"]}
-        for heading, part in own.items():
-            line |= {heading: part["tau"], f"{heading}_ci": format_interval(part["tau_ci95"])}
-            line[f"{heading}_accepted"] = part.get("acceptance_rate")
-        cells.append(line)
-    if by_kind:
-        note += " Then the accepted share of the drafted tokens. A round counts by its first token."
-    return Table(name, title, columns, cells, note)
+    """Build the table of one division: tau of its classes with their intervals, behind the speed-up where they have
+    one. Columns are what there is less of, methods or classes, so that it fits.
+
+    parts: method -> class -> its numbers. classes: in their order.
+    """
+    timed = any("speedup" in part for own in parts.values() for part in own.values())
+    of_rounds = any("rounds" in part for own in parts.values() for part in own.values())
+    notes = ["Of rounds, without the prefill."] if of_rounds else []
+    if by == "kind":
+        notes.append("A round counts by its first token.")
+    if by == "task" and timed:
+        # As table 1 of EAGLE-2.
+        counts = ", ".join(f"{key} {parts[rows[0]['method']][key]['prompts']}" for key in classes)
+        notes.append(f"{MACRO}: each task counts alike. Prompts of the tasks: {counts}.")
+        macro = {row["method"]: {"speedup": row["macro_speedup"], "tau": row["macro_tau"]} for row in rows}
+        parts = {method: {**own, MACRO: macro[method]} for method, own in parts.items()}
+        classes = [*classes, MACRO]
+    if any(part.get("tau_ci95") for own in parts.values() for part in own.values()) and not timed:
+        notes.append("95 % bootstrap intervals.")
+    across = len(classes) > len(parts)
+    lines, headings = (classes, list(parts)) if across else (list(parts), classes)
+    first = by if across else "method"
+    columns, cells = [Column("of", first)], list[dict[str, Any]]()
+    for heading in headings:
+        columns += [Column(f"{heading}.speedup", heading, ".2fx")] if timed else []
+        columns += [Column(f"{heading}.tau", f"{heading}: tau" if timed else heading, ".2f", below=timed)]
+        columns += [] if timed else [Column(f"{heading}.ci", "", below=True)]
+    for line in lines:
+        cell: dict[str, Any] = {"of": line}
+        for heading in headings:
+            method, own = (heading, line) if across else (line, heading)
+            if (part := parts[method].get(own)) is not None:
+                cell |= {f"{heading}.{key}": part.get(key) for key in ("speedup", "tau")}
+                cell[f"{heading}.ci"] = format_interval(part.get("tau_ci95"))
+        cells.append(cell)
+    title = f"{'Speed-up and tau' if timed else 'Tau'} by {TITLES.get(by, by)}, {mode}"
+    return Table(name, title, columns, cells, " ".join(notes))

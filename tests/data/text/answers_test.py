@@ -134,8 +134,13 @@ def test_supervised_rows_keep_the_sources_answers_of_all_turns(talks, tmp_path, 
     for number, row in enumerate(rows_of(directory)):
         said = [tokenizer.decode(row["input_ids"][a:b], skip_special_tokens=True) for a, b in spans(row["loss_mask"])]
         assert said == [m["content"] for m in conversation(number) if m["role"] == ASSISTANT]
-    with pytest.raises(InputError, match="turns: found last, expected all or each with --supervised"):
-        make_prompts(talks, tmp_path / "other", supervised=True, turns="last")
+    last = make_prompts(talks, tmp_path / "last", supervised=True, turns="last")
+    for number, row in enumerate(rows_of(last)):
+        (span,) = spans(row["loss_mask"])
+        *_, wanted = (m["content"] for m in conversation(number) if m["role"] == ASSISTANT)
+        assert tokenizer.decode(row["input_ids"][slice(*span)], skip_special_tokens=True) == wanted
+    with pytest.raises(InputError, match="turns: found first, expected all, each or last with --supervised"):
+        make_prompts(talks, tmp_path / "other", supervised=True, turns="first")
 
 
 def test_what_will_be_learned_is_counted_by_answers():

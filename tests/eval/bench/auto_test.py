@@ -22,7 +22,7 @@ def config_of(models, output, **changes) -> BenchConfig:
     return BenchConfig(
         **{
             **draft_options({flag: models[flag] for flag in ("target", "draft", "eagle", "prompts")}),
-            **{"methods": AUTO, "repeats": 1, "max_new_tokens": 12, "temperatures": "0,1", "output": output},
+            **{"methods": AUTO, "repeats": 1, "max_new_tokens": 12, "temperature": "0,1", "output": output},
             **changes,
         }
     )

@@ -97,14 +97,14 @@ def test_prompts_and_tasks_add_up_to_the_whole(results, per_prompt):
         own = [item for item in per_prompt if item["method"] == row["method"]]
         for count in counts:
             assert row[count] == sum(item[count] for item in own)
-            assert row[count] == sum(part[count] for part in row["by_task"].values())
+            assert row[count] == sum(part[count] for part in row["by"]["task"])
         assert row["cpu_s"] == pytest.approx(sum(item["cpu_s"] for item in own))
-        assert {task: part["prompts"] for task, part in row["by_task"].items()} == {"a": 3, "b": 2}
+        assert {part["name"]: part["prompts"] for part in row["by"]["task"]} == {"a": 3, "b": 2}
 
 
 def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
     sampling = dataclasses.replace(
-        config, methods="spec:k=3,eagle:k=2", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
+        config, methods="spec:k=3,eagle:k=2", temperature="0.8", top_k=10, repeats=1, limit=2, output=tmp_path
     )
     tokens = []
     for seed in (0, 0, 1):
@@ -155,11 +155,11 @@ def test_classes_of_rounds_are_a_recount_of_every_round(results, per_prompt):
                 before = row["prefill_emitted"] + sum(earlier["num_emitted"] for earlier in row["rounds"][:number])
                 rounds.append({**step, "context": row["prompt_tokens"] + before, "turn": row["turn"], "kind": kind})
         if not any(item["num_drafted"] for item in rounds):
-            assert "by_context" not in summary
+            assert "context" not in summary["by"]
             continue
         for name in ("context", "turn", "kind"):
-            assert sum(part["rounds"] for part in summary[f"by_{name}"]) == len(rounds)
-            for part in summary[f"by_{name}"]:
+            assert sum(part["rounds"] for part in summary["by"][name]) == len(rounds)
+            for part in summary["by"][name]:
                 if name == "kind":
                     own = [item for item in rounds if item["kind"] == part["name"]]
                 else:
@@ -232,17 +232,17 @@ def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, mo
     wanted = {row["method"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]}
     for flag, label in (("eagle", "eagle:k=2"), ("acceptance", "specdec++:h=0.7:max=6")):
         card, measured = (heads[flag] / "README.md").read_text(), measured_of(heads[flag])
-        parts = {"all": wanted[label], **wanted[label]["by_task"]}
+        parts = {"all": wanted[label], **{part["name"]: part for part in wanted[label]["by"]["task"]}}
         assert set(parts) == {"all", "a", "b"}
         for task, part in parts.items():
             numbers = f"{part['prompts']} | {part['tokens']:,} | {part['tau']:.3f} | {part['speedup']:.2f}x"
             assert f"| {task} | {label} | {numbers} |" in card
         assert "emitted tokens per target call under greedy decoding" in card and "spec:k=3" not in card
-        classes = [part for part in wanted[label]["by_context"] if part["rounds"] >= 30]
+        classes = [part for part in wanted[label]["by"]["context"] if part["rounds"] >= 30]
         for part in classes if len(classes) > 1 else ():
             assert f"| context | {part['name']} | {label} | {part['rounds']:,} | {part['tau']:.3f} |" in card
         assert [row["method"] for row in measured["methods"]] == [label]
-        assert measured["methods"][0]["by_task"]["b"]["tau"] == wanted[label]["by_task"]["b"]["tau"]
+        assert measured["methods"][0]["by"]["task"][1]["tau"] == wanted[label]["by"]["task"][1]["tau"]
         assert measured["prompts"] == found["meta"]["prompts"] and measured["settings"]["max_new_tokens"] == NEW_TOKENS
         assert load_head(heads[flag]).config == load_head(models[flag]).config
 

@@ -19,6 +19,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts, read_questi
 from draftsmith.eval.bench.results import BASELINE, failures_of, read_rows
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeTrace
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.types import InputError
 
 NEW_TOKENS = 6
@@ -52,7 +53,7 @@ def tasks(tmp_path_factory) -> Path:
 def config(models, tasks, tmp_path_factory) -> BenchConfig:
     return BenchConfig(
         target=models["target"], draft=models["draft"], tasks=str(tasks), methods="spec:k=3", limit=2, repeats=2,
-        max_new_tokens=NEW_TOKENS, ignore_eos=True, temperatures="0,1",
+        max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature="0,1",
         output=tmp_path_factory.mktemp("tasks-bench"),
     )  # fmt: skip
 
@@ -107,8 +108,9 @@ def test_temperatures_have_rows_of_their_own_against_their_own_baseline(found):
         base = [r for r in rows if (r["method"], r["temperature"]) == ("ar", row["temperature"])]
         rate, base_rate = (sum(r["tokens"] for r in part) / sum(r["cpu_s"] for r in part) for part in (own, base))
         assert row["speedup"] == pytest.approx(rate / base_rate)
-        assert set(row["by_task"]) == {"talk", "share", "plain"} and row["by_task"]["share"]["prompts"] == 2
-        assert row["macro_tau"] == pytest.approx(sum(part["tau"] for part in row["by_task"].values()) / 3)
+        by_task = {part["name"]: part for part in row["by"]["task"]}
+        assert set(by_task) == {"talk", "share", "plain"} and by_task["share"]["prompts"] == 2
+        assert row["macro_tau"] == pytest.approx(sum(part["tau"] for part in by_task.values()) / 3)
 
 
 def test_a_prompt_that_is_too_long_is_reported_and_the_others_are_measured(found):
@@ -124,7 +126,7 @@ def test_a_prompt_that_is_too_long_is_reported_and_the_others_are_measured(found
 @pytest.mark.parametrize(("turns", "expected"), [("first", "Say hello"), ("last", "A RECORDED ANSWER")])
 def test_only_the_first_or_only_the_last_turn(config, tasks, tmp_path, turns, expected):
     one = dataclasses.replace(
-        config, tasks=str(tasks / "share.json"), turns=turns, temperatures=None, repeats=1, output=tmp_path
+        config, tasks=str(tasks / "share.json"), turns=turns, temperature="0", repeats=1, output=tmp_path
     )
     assert bench.run(one) == 0
     rows = [row for row in read_rows(tmp_path) if row["method"] == BASELINE]
@@ -217,13 +219,14 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_both_layouts_are_the_same_questions_with_their_categories(models, files):
-    (found,), again = (read_questions([("", str(file))], models["target"], None, None, 4, "all") for file in files)
+    target = Checkpoint(models["target"])
+    (found,), again = (read_questions([("", str(file))], target, None, None, 4, "all") for file in files)
     assert again == [found]
     assert [(prompt.id, prompt.task, prompt.number) for prompt in found] == [
         ("q0", "coding", 0), ("q1", "writing", 1), ("q2", "coding", 2), ("q3", "writing", 3)
     ]  # fmt: skip
     assert found[3].later == ("And one more", "And the last")
-    (named,) = read_questions([("speed", str(files[0]))], models["target"], None, "coding", 2, "all")
+    (named,) = read_questions([("speed", str(files[0]))], target, None, "coding", 2, "all")
     assert [(prompt.id, prompt.task) for prompt in named] == [("q0", "speed"), ("q2", "speed")]
     for turns in ("first", "last"):
         parquet, lines = (read_prompts(str(file), models["target"], turns=turns) for file in files)

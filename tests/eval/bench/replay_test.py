@@ -29,8 +29,9 @@ from draftsmith.modules.types import InputError, SamplingParams
 
 def text_of(prompt, tokens, ends=(), room=1000) -> RecordedText:
     begin, end = len(prompt), len(prompt) + len(tokens)
-    answer = RecordedAnswer(begin, end, begin + room if tokens[-1] in ends else end, 1, ["prose"] * len(tokens))
-    return RecordedText("id", "", [*prompt, *tokens], [answer])
+    limit = begin + room if tokens[-1] in ends else end
+    answer = RecordedAnswer(begin, end, limit, {"turn": 1, "task": ""}, ["prose"] * len(tokens))
+    return RecordedText("id", [*prompt, *tokens], [answer])
 
 
 def walks_of(methods: str, models, text: RecordedText, params: SamplingParams) -> dict:
@@ -72,6 +73,7 @@ def test_drafts_go_on_behind_an_answers_end_but_not_to_the_last_token_allowed():
     """By hand: of ten tokens the answer takes three, and its end token, the first one's successor, is drafted by a
     copy of the target or never."""
     row = {"id": "x", "task": "", "turn": 1, "input_ids": [3, 4, 5, 6, 1], "loss_mask": [0, 0, 1, 1, 1]}
+    row["labels"] = {}
     ends, cut = (RecordedText.of(row, ends, str, 10).answers[0].limit for ends in ((1,), ()))
     assert (ends, cut) == (12, 5)
     target = LogitTable(1)
@@ -123,9 +125,10 @@ def test_every_head_drafts_as_in_decoding(name):
 
 def test_a_later_answer_is_replayed_behind_the_earlier_ones():
     models, params = small_models(), SamplingParams(1.0)
-    first, ids = RecordedAnswer(3, 8, 8, 1, ["prose"] * 5), [1, 2, 3, 4, 1, 2, 3, 1, 5, 6, 1, 2, 3, 4, 1, 2, 3]
+    labels = {"turn": 1, "task": ""}
+    first, ids = RecordedAnswer(3, 8, 8, labels, ["prose"] * 5), [1, 2, 3, 4, 1, 2, 3, 1, 5, 6, 1, 2, 3, 4, 1, 2, 3]
     alone = text_of(ids[:11], ids[11:])
-    both = RecordedText("id", "", ids, [first, *alone.answers])
+    both = RecordedText("id", ids, [first, *alone.answers])
     methods = "spec:k=3,eagle3:k=3,dspark:k=3,hydra:k=3,pld:k=3"
     walks = [walks_of(methods, models, text, params) for text in (alone, both)]
     for label, walk in walks[0].items():
@@ -178,13 +181,13 @@ def test_greedy_replay_is_the_decoders_walk(runs):
         own = rows[row["method"]]
         names = ("prompts", "tokens", "num_target_calls", "num_draft_tokens", "num_accepted", "tau", "acceptance_rate")
         assert {name: row[name] for name in names} == {name: own[name] for name in names}
-        for name in ("by_context", "by_turn", "by_kind", "accepted_by_place"):
-            assert row[name] == pytest.approx(own[name]) if name == "accepted_by_place" else row[name] == own[name]
-        assert {task: part["tau"] for task, part in row["by_task"].items()} == {
-            task: part["tau"] for task, part in own["by_task"].items()
-        }
+        assert row["accepted_by_place"] == pytest.approx(own["accepted_by_place"])
+        for name in ("context", "turn", "kind"):
+            assert row["by"][name] == own["by"][name]
+        for mine, theirs in zip(row["by"]["task"], own["by"]["task"], strict=True):
+            assert (mine["name"], mine["tau"]) == (theirs["name"], theirs["tau"])
     assert rows["spec:k=3"]["tau"] > 1.2 and all(row["tau"] > 1 for row in replayed["methods"]), "nothing is compared"
-    by_length = next(row["by_length"] for row in replayed["methods"] if row["method"] == "spec:k=3")
+    by_length = next(row["by"]["length"] for row in replayed["methods"] if row["method"] == "spec:k=3")
     assert by_length[0]["tau"] == rows["spec:k=1"]["tau"]
     assert replayed["meta"]["kind"] == "replay" and not any("speedup" in row for row in replayed["methods"])
 
@@ -200,13 +203,20 @@ def test_a_server_may_run_the_target(runs, models, tmp_path):
 
 def test_a_file_of_chats_has_the_last_turns_answers(models, tmp_path, capsys):
     said = [("user", "What?"), ("assistant", "first"), ("user", "Rename a to b:"), ("assistant", "def add(b):")]
-    chat = {"id": "x", "task": "t", "messages": [{"role": role, "content": text} for role, text in said]}
+    chat = {
+        "id": "x",
+        "task": "t",
+        "language": "en",
+        "messages": [{"role": role, "content": text} for role, text in said],
+    }
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps(chat) + "\n")
-    config = BenchConfig(target=models["target"], replay=str(file), temperature=1.0, output=tmp_path / "out")
+    config = BenchConfig(
+        target=models["target"], replay=str(file), temperature="1", by="language", output=tmp_path / "out"
+    )
     (text,), params = read_recorded(config, Checkpoint(config.target))
     (answer,), tokenizer = text.answers, load_tokenizer(models["target"])
-    assert (text.id, text.task, answer.turn, params.temperature) == ("x", "t", 2, 1.0)
+    assert (text.id, answer.labels, params.temperature) == ("x", {"turn": 2, "task": "t", "language": "en"}, 1.0)
     assert text.ids[: answer.begin] == prompt_ids(load_chat_tokenizer(models["target"]), chat["messages"][:3])
     assert tokenizer.decode(text.ids[answer.begin : answer.end]).startswith("def add(b):")
     # No random model says this.

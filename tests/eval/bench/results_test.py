@@ -13,7 +13,7 @@ from draftsmith.eval.bench.results import (
     PER_PROMPT,
     Rounds,
     Row,
-    acceptance,
+    classes_of_rounds,
     failures_of,
     of_methods,
     read_rows,
@@ -22,7 +22,7 @@ from draftsmith.eval.bench.results import (
     write_numbers,
     write_rows,
 )
-from draftsmith.eval.bench.tables import acceptance_tables, results_tables
+from draftsmith.eval.bench.tables import part_tables, results_tables
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
@@ -58,9 +58,10 @@ def test_a_row_holds_sums_and_ratios_of_sums():
     assert row["num_discarded"] == 6 + 4 - 7
     assert row["tau"] == 7 / 4 and row["discard_rate"] == 3 / 7 and row["verification_rate"] == 4 / 7
     assert row["matches_ar"] is True and row["num_differing"] == 0
-    assert set(row["by_task"]) == {"a", "b"} and row["by_task"]["b"]["speedup"] == pytest.approx((4 / 3) / (4 / 5))
+    a, b = row["by"]["task"]
+    assert (a["name"], b["name"]) == ("a", "b") and b["speedup"] == pytest.approx((4 / 3) / (4 / 5))
     # A task's tau is its own ratio: 3 tokens in 2 calls, 4 in 2.
-    assert (row["by_task"]["a"]["tau"], row["by_task"]["b"]["tau"]) == (1.5, 2.0)
+    assert (a["tau"], b["tau"]) == (1.5, 2.0)
 
 
 def test_the_clock_chooses_which_time_counts():
@@ -114,18 +115,16 @@ def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     row = summarize({"ar": [AR[0], AR[1], {**AR[1], "prompt": 2}], "spec": twice}, "cpu", 0, True)[1]
     assert (row["speedup"], row["tau"]) == (pytest.approx(13 / 7), 11 / 6)
     assert (row["macro_speedup"], row["macro_tau"]) == (pytest.approx((3 + 5 / 3) / 2), (1.5 + 2.0) / 2)
-    table = results_tables(results_of({"ar": AR, "spec": SPEC}))[1]
+    table = results_tables(results_of({"ar": AR, "spec": SPEC}))[2]
     assert [column.title for column in table.columns] == ["task", "spec", "spec: tau"]
-    cells = [row.split(" | ")[:3] for row in markdown(table).splitlines()[4:8]]
-    assert cells == [
-        ["| a", "3.00x", "1.50 |"], ["| b", "1.67x", "2.00 |"], ["| all, pooled", "2.00x", "1.75 |"],
-        ["| mean of tasks", "2.33x", "1.75 |"],
-    ]  # fmt: skip
-    several = results_tables(results_of({"ar": AR, **{f"spec:k={k}": SPEC for k in range(1, 6)}}))[1]
+    cells = [row.split(" | ")[:3] for row in markdown(table).splitlines()[4:7]]
+    assert cells == [["| a", "3.00x", "1.50 |"], ["| b", "1.67x", "2.00 |"], ["| mean of tasks", "2.33x", "1.75 |"]]
+    assert table.note.endswith("Prompts of the tasks: a 1, b 1.")
+    several = results_tables(results_of({"ar": AR, **{f"spec:k={k}": SPEC for k in range(1, 6)}}))[2]
     assert [column.title for column in several.columns] == [
-        "method", "a", "a: tau", "b", "b: tau", "all, pooled", "all, pooled: tau", "mean of tasks", "mean of tasks: tau"
+        "method", "a", "a: tau", "b", "b: tau", "mean of tasks", "mean of tasks: tau"
     ]  # fmt: skip
-    assert "| spec:k=2 | 3.00x | 1.50 | 1.67x | 2.00 | 2.00x | 1.75 | 2.33x | 1.75 |" in markdown(several)
+    assert "| spec:k=2 | 3.00x | 1.50 | 1.67x | 2.00 | 2.33x | 1.75 |" in markdown(several)
 
 
 def test_turns_of_one_question_are_resampled_together():
@@ -180,17 +179,17 @@ def row(prompt_tokens: int, turn: int, steps: list[tuple[int, int]], number: int
 def test_places_contexts_and_turns_are_counted_by_round():
     # Contexts before the rounds: 250, 253 and 256; then 600 and 601.
     rows = [row(249, 1, [(3, 2), (2, 2), (2, 0)]), row(599, 2, [(3, 0), (1, 1)], 1)]
-    found = acceptance(Rounds.of(rows), Resamples([0, 1], 0))
+    found = classes_of_rounds(Rounds.of(rows), Resamples([0, 1], 0), ["context", "turn"])
     # Five drafts hold a first token, four a second, two a third.
-    assert found["accepted_by_place"] == [3 / 5, 2 / 4, 0 / 2]
-    assert [(part["from"], part["rounds"], part["tau"]) for part in found["by_context"]] == [
+    assert Rounds.of(rows).by_place() == [3 / 5, 2 / 4, 0 / 2] and list(found) == ["context", "turn"]
+    assert [(part["from"], part["rounds"], part["tau"]) for part in found["context"]] == [
         (0, 2, (3 + 3) / 2),
         (256, 1, 1.0),
         (512, 2, (1 + 2) / 2),
     ]
-    assert [(part["from"], part["rounds"], part["tau"]) for part in found["by_turn"]] == [(1, 3, 7 / 3), (2, 2, 1.5)]
-    assert all(part["tau_ci95"] is None for part in found["by_context"])
-    assert acceptance(Rounds.of([row(10, 1, [(0, 0)])]), Resamples([0], 0)) == {}
+    assert [(part["from"], part["rounds"], part["tau"]) for part in found["turn"]] == [(1, 3, 7 / 3), (2, 2, 1.5)]
+    assert all(part["tau_ci95"] is None for part in found["context"])
+    assert classes_of_rounds(Rounds.of([row(10, 1, [(0, 0)])]), Resamples([0], 0), ["context"]) == {}
 
 
 def test_tables_show_classes_with_enough_rounds_and_csv_has_all(tmp_path):
@@ -198,13 +197,13 @@ def test_tables_show_classes_with_enough_rounds_and_csv_has_all(tmp_path):
     rows.append(row(3000, 1, [(2, 2)], 20))
     baseline = [row(10, 1, [(0, 0)], number, "ar") for number in range(21)]
     methods = summarize({"ar": baseline, "spec": rows}, "cpu", 0, False)
-    places, lengths = acceptance_tables(methods, "", "greedy")
+    places, lengths = part_tables(methods, 0.0)
     assert [column.title for column in places.columns] == ["method", "1", "2"]
     assert [column.title for column in lengths.columns if column.title] == ["method", "below 256", "256+"]
-    assert lengths.note == "Of rounds, without the prefill. 95 % bootstrap intervals over prompts."
+    assert lengths.note == "Of rounds, without the prefill. 95 % bootstrap intervals."
     of_few = [row(100 + 300 * (number % 2), 1, [(2, 1)] * 8, number) for number in range(8)]
     few = summarize({"ar": baseline[:8], "spec": of_few}, "cpu", 0, False)
-    assert acceptance_tables(few, "", "greedy")[1].note == "Of rounds, without the prefill."
+    assert part_tables(few, 0.0)[1].note == "Of rounds, without the prefill."
     write_numbers(tmp_path / "results.csv", methods)
     with (tmp_path / "results.csv").open() as file:
         lines = {(line["method"], line["part"]): line for line in csv.DictReader(file)}

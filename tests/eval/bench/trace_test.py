@@ -48,7 +48,7 @@ def traced(models, tmp_path_factory):
     given = {**draft_options(models), "draft": (models["draft"], *heads)}
     config = BenchConfig(
         **given, mid=models["target"], methods=METHODS, split="test", limit=2, max_new_tokens=16, ignore_eos=True,
-        repeats=1, temperature=1.0, output=output, traces=2,
+        repeats=1, temperature="1", output=output, traces=2,
     )  # fmt: skip
     bench.run(config)
     lines = [json.loads(line) for line in (output / "trace.jsonl").read_text().splitlines()]

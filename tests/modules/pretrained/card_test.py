@@ -38,7 +38,7 @@ TRAINED: dict[str, Any] = {
 MEASURED = {
     "settings": {"target": "t", "top_k": 0, "top_p": 1.0, "max_new_tokens": 64, "dtype": "float32"},
     "methods": [{"method": "eagle:k=5", "temperature": 0.0, "tau": 2.5, "prompts": 4, "tokens": 100, "speedup": 1.5,
-                 "by_task": {"edit": {"tau": 3.25, "prompts": 4, "tokens": 100, "speedup": 1.5}}}],
+                 "by": {"task": [{"name": "edit", "tau": 3.25, "prompts": 4, "tokens": 100, "speedup": 1.5}]}}],
     "prompts": {"source": "FILE", "count": 4, "sha256": "9999"},
     "clock": "cpu", "hardware": {"cpu": "a CPU"}, "date": "today", "git_commit": "1234",
 }  # fmt: skip
@@ -135,7 +135,7 @@ def test_a_card_is_written_anew_with_what_was_measured(tmp_path):
     head = save_head(tmp_path / "head", EagleHead(EagleConfig(LLAMA)), manifest, "an old card")
     rows: list[dict[str, Any]] = [MEASURED["methods"][0], {**MEASURED["methods"][0], "temperature": 0.7}]
     part = {"name": "256+", "rounds": 1234, "tau": 2.5, "tau_ci95": [2.25, 2.75], "acceptance_rate": 0.4}
-    rows[1] |= {"by_context": [{**part, "name": "below 256", "tau_ci95": None}, part], "by_turn": [part]}
+    rows[1] = {**rows[1], "by": {"context": [{**part, "name": "below 256", "tau_ci95": None}, part], "turn": [part]}}
     write_measured(head, {**MEASURED, "methods": rows})
     assert measured_of(head)["methods"] == rows
     text = parts((head / "README.md").read_text())[1]["tau by task"]
