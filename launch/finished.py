@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -123,13 +122,14 @@ def parts_of(value: Any) -> list[str]:
 
 def content_of(text: str, output: Path) -> str | None:
     """Return a digest of the model or the data that a text names, with its share (`runs/a*2`); None if it is none."""
+    from draftsmith.data.store.parts import part_of
     from draftsmith.modules.pretrained.hub import resolve_model
 
-    name, share = match.groups() if (match := re.fullmatch(r"(.+)\*([\d.]+)", text)) else (text, "1")
     with suppress(InputError, OSError, ValueError):  # a name that begins like a model's, or no name of a file
-        path = Path(resolve_model(name))
-        if name and path.exists() and path != output:
-            return f"{digest(path)} * {share}"
+        part = part_of(text) if "*" in text else None
+        path, share = Path(resolve_model(str(part.path) if part else text)), part.weight if part else 1
+        if text and path.exists() and path != output:
+            return f"{digest(path)} * {share:g}"
     return None
 
 

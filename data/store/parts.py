@@ -38,7 +38,7 @@ def parts_of(data: Data) -> tuple[Part, ...]:
     words = words_of(data)
     if not words:
         raise InputError("data", "none", "an artifact's directory", "Pass --data DIR.")
-    return tuple(map(_part, words))
+    return tuple(map(part_of, words))
 
 
 def words_of(data: Data) -> tuple[str, ...]:
@@ -46,7 +46,8 @@ def words_of(data: Data) -> tuple[str, ...]:
     return (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
 
 
-def _part(word: str) -> Part:
+def part_of(word: str) -> Part:
+    """Parse one of `parts_of`."""
     path, star, weight = word.rpartition("*")
     if not star:
         return Part(Path(word))
