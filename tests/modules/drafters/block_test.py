@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import drafts
 from oracles.heads import PlainBlock
 from oracles.tables import H, TableLM, V, decoded_distribution, target_distribution, total_variation
 from torch import Tensor, nn
@@ -109,14 +110,9 @@ def plain(head: Any, target: Any) -> PlainBlock:
 def batch_of(head: Any, target: Any, packed: bool = False) -> FeatureBatch:
     """Two texts of 11 and 8 tokens, the ends of which are answers with a gap."""
     torch.manual_seed(5)
-    lengths, width = (11, 8), 11
-    ids, real = torch.randint(300, (2, width)), torch.arange(width) < torch.tensor([[11], [8]])
+    ids, places = torch.randint(300, (2, 11)), torch.arange(11)
     features = target.features(ids, aux_layers=head.loss_layers(head.config, LAYERS))
-    mask = real & (torch.arange(width) > 2) & (torch.arange(width) != 9)
-    fields = (ids, features, mask, torch.arange(width).expand(2, width))
-    if packed:
-        return FeatureBatch(*(field[real][None] for field in fields), lengths=lengths)
-    return FeatureBatch(*fields, attention_mask=real)
+    return drafts.batch_of(ids, features, (places > 2) & (places != 9), (11, 8), packed)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles.drafts import Given, Spy
 from oracles.tables import V
 from worlds import tiny_llama_dir
 
-from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.drafters import branches
 from draftsmith.modules.drafters.branches import BranchDrafter, BranchedText, target_states
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.sampling import Sampler, pick
+from draftsmith.modules.sampling import Sampler
 from draftsmith.modules.types import SamplingParams
 
 DEPTH = 4
 # Two ways through the same float64 arithmetic: sums in another order.
 TOLERANCE = 1e-9
-
-
-class Given:
-    """A `Source` of given uniforms."""
-
-    def __init__(self, uniforms):
-        self.uniforms = list(uniforms)
-
-    def draw(self, probs):
-        return pick(probs, self.uniforms.pop(0))
-
-
-class Spy(FixedLengthStop):
-    """Keeps the state that predicted every drafted token."""
-
-    def start_round(self):
-        self.hidden = []
-
-    def should_stop(self, view):
-        self.hidden.append(view.hidden.clone())
-        return super().should_stop(view)
 
 
 def one_by_one(make_drafter, text, features, starts, params, uniforms):
@@ -53,7 +32,7 @@ def one_by_one(make_drafter, text, features, starts, params, uniforms):
         drafter.start(text[: start - 1], read, text[start - 1])
         tree = drafter.propose(DEPTH + 1, Sampler(params, Given(own)))
         tokens.append(tree.tokens[:DEPTH])
-        states.append(torch.stack(spy.hidden))
+        states.append(torch.stack([hidden for _, hidden, _ in spy.rounds[0]]))
     return torch.tensor(tokens), torch.stack(states)
 
 

@@ -14,12 +14,14 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from oracles import drafts
+from oracles.drafts import Given, Linear, Spy
 from oracles.tables import H, TableLM, V, captured, decoded_distribution, target_distribution, total_variation
 from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
-from draftsmith.modules.decoding.stop import DraftView, FixedLengthStop
+from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
@@ -38,9 +40,7 @@ from draftsmith.modules.drafters.vocabulary import VocabularyHead
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
-from draftsmith.modules.sampling import Sampler, TorchSource, pick
-from draftsmith.modules.targets.base import ModelInfo
-from draftsmith.modules.targets.readout import Readout
+from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets.shape import plain_shape
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
@@ -88,25 +88,6 @@ SHAPES: dict[str, Any] = {
 SAMPLING = SamplingParams(temperature=0.9, top_k=2)
 
 
-class Linear:
-    """A target whose embedding and lm_head are all that is asked for."""
-
-    dtype, device, packed = torch.float32, torch.device("cpu"), False
-    info, readout = ModelInfo(H, V, LAYERS, CAPACITY, (), {}), Readout()
-
-    def __init__(self) -> None:
-        self._embedding, self._output = torch.randn(2, V, H, generator=torch.Generator().manual_seed(7))
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self._embedding[input_ids]
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return hidden @ self._output.T
-
-    def lm_head_weight(self) -> Tensor:
-        return self._output
-
-
 def shape_of(kind: str) -> Any:
     drafter = head_class(kind)
     return SHAPES.get(kind) or drafter.new_config(drafter.Settings(), LLAMA)
@@ -117,27 +98,20 @@ def make(kind: str) -> Any:
 
 
 def batch_of(head: DraftHead, seed: int, packed: bool = False) -> FeatureBatch:
-    """Two texts of LENGTHS, padded or laid end to end, as the data sets collate them."""
+    """Two texts of LENGTHS."""
     rng = torch.Generator().manual_seed(seed)
     count, width = len(LENGTHS), max(LENGTHS)
     states = H * max(1, len(head.loss_layers(head.config, LAYERS)))
-    real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
-    fields = {
-        "input_ids": torch.randint(V, (count, width), generator=rng),
-        "features": torch.randn(count, width, states, generator=rng),
-        "loss_mask": real & ((torch.rand(count, width, generator=rng) < 0.7) | (torch.arange(width) == 4)),
-        "position_ids": torch.arange(width).expand(count, width),
-        "attention_mask": real,
-    }
-    if packed:
-        return FeatureBatch(**{name: value[real][None] for name, value in fields.items()}, lengths=LENGTHS)
-    return FeatureBatch(**fields)
+    ids = torch.randint(V, (count, width), generator=rng)
+    features = torch.randn(count, width, states, generator=rng)
+    mask = (torch.rand(count, width, generator=rng) < 0.7) | (torch.arange(width) == 4)
+    return drafts.batch_of(ids, features, mask, LENGTHS, packed)
 
 
 def loss_of(head: Any, seed: int = 0) -> LossOutput:
     if isinstance(head, DraftHead):
         step = TrainStep(0, 10, LENGTHS, seeds=(1, 2))
-        return head.loss(batch_of(head, seed), Linear(), head.Settings(), step)
+        return head.loss(batch_of(head, seed), Linear(V, H, torch.float32), head.Settings(), step)
     rng = torch.Generator().manual_seed(seed)
     hidden, prob = torch.randn(2, 7, H, generator=rng), torch.rand(2, 7, generator=rng)
     return acceptance_loss(head(hidden), AcceptanceBatch(hidden, prob, torch.rand(2, 7, generator=rng) < 0.7))
@@ -225,7 +199,7 @@ def test_its_static_tree_is_drawn_where_it_is_asked_for(drafter, drawn):
 
 def test_the_loss_is_a_mean_over_the_tokens_that_count_however_they_are_laid(drafter):
     padded, packed = (batch_of(drafter, 3, packed) for packed in (False, True))
-    settings, target = drafter.Settings(), Linear()
+    settings, target = drafter.Settings(), Linear(V, H, torch.float32)
     output, flat = (drafter.loss(batch, target, settings, None) for batch in (padded, packed))
     counted = drafter.loss_count(padded, settings)
     assert counted == drafter.loss_count(packed, settings) == int(output.counts["loss"]) > 0
@@ -251,7 +225,7 @@ def test_a_loss_of_the_users_own_is_what_it_learns(drafter):
     settings, batch = drafter.Settings(), batch_of(drafter, 3)
     for own in (settings, dataclasses.replace(settings, loss=squares)):
         drafter.zero_grad()
-        output = drafter.loss(batch, Linear(), own, None)
+        output = drafter.loss(batch, Linear(V, H, torch.float32), own, None)
         output.loss.backward()
         seen.append((output.loss, next(weight.grad for weight in drafter.parameters() if weight.grad is not None)))
     (loss, grad), *called, (other, own_grad) = seen
@@ -260,7 +234,7 @@ def test_a_loss_of_the_users_own_is_what_it_learns(drafter):
 
 
 def test_what_is_behind_a_text_or_in_the_other_one_does_not_change_its_loss(drafter):
-    batch, settings, target = batch_of(drafter, 3), drafter.Settings(), Linear()
+    batch, settings, target = batch_of(drafter, 3), drafter.Settings(), Linear(V, H, torch.float32)
     features = batch.features.clone()
     features[1, LENGTHS[1] :] = 9.0
     ids = batch.input_ids.clone()
@@ -271,7 +245,7 @@ def test_what_is_behind_a_text_or_in_the_other_one_does_not_change_its_loss(draf
 
 
 def test_validation_reports_the_loss_and_what_picks_the_best_head(drafter):
-    batch, settings, target = batch_of(drafter, 3), drafter.Settings(), Linear()
+    batch, settings, target = batch_of(drafter, 3), drafter.Settings(), Linear(V, H, torch.float32)
     with torch.no_grad():
         found, again = (drafter.loss(batch, target, settings, None) for _ in range(2))
     assert {"loss", drafter.monitor} <= found.sums.keys() == found.counts.keys()
@@ -284,31 +258,6 @@ def test_its_cost_grows_with_what_it_reads(drafter):
 
     # A drafter that looks at the tokens that count alone costs the same whatever else is there.
     assert 0 < cost(LENGTHS, 4) < cost(LENGTHS, 5) <= cost((*LENGTHS, 6), 5)
-
-
-class Given:
-    """A `Source` of given uniforms."""
-
-    def __init__(self, uniforms: Tensor):
-        self.uniforms = uniforms.tolist()
-
-    def draw(self, probs: Tensor) -> int:
-        return pick(probs, self.uniforms.pop(0))
-
-
-class Spy(FixedLengthStop):
-    """Keeps the logits that every drafted token was chosen by, and the results of rounds."""
-
-    def __init__(self, k: int):
-        super().__init__(k)
-        self.logits, self.results = list[Tensor](), list[tuple[int, int]]()
-
-    def should_stop(self, view: DraftView) -> bool:
-        self.logits.append(view.logits.clone())
-        return super().should_stop(view)
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.results.append((num_drafted, num_accepted))
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0), SamplingParams(0.5, 3)], ids=str)
@@ -327,11 +276,11 @@ def test_its_branches_draft_what_its_chains_draft(drafter, params):
         spy = Spy(3)
         chain = ChainDrafter(drafter.net(target), spy, CAPACITY)
         chain.start(text[: start - 1], features[: start - 1], text[start - 1])
-        tree = chain.propose(3, Sampler(params, Given(uniforms[number])))
+        tree = chain.propose(3, Sampler(params, Given(uniforms[number].tolist())))
         assert drafted.tokens[number].tolist() == list(tree.tokens)
         logits = branches.lm_head(drafted.hidden[number])
         # Rotations are in float32.
-        torch.testing.assert_close(logits, torch.stack(spy.logits), rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits, torch.stack([logits for _, _, logits in spy.rounds[0]]), rtol=0, atol=1e-5)
     assert torch.allclose(branches.states(starts, drafted.tokens)[:, :3], drafted.hidden)
 
 

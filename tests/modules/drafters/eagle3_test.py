@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import drafts
+from oracles.drafts import Linear
 from torch import Tensor
 
 from draftsmith.modules.drafters.base import TrainStep
@@ -34,24 +36,7 @@ D2T = torch.tensor([0, 1, 4, 5, 7, 9, 10, 13, 16])
 LENGTHS = (9, 5, 7)
 
 
-class Target:
-    dtype = torch.float64
-
-    def __init__(self) -> None:
-        rng = torch.Generator().manual_seed(5)
-        self.embedding, self.output = torch.randn(2, V, H, generator=rng, dtype=torch.float64)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.embedding[ids]
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.output.T
-
-    def lm_head_of(self, tokens: Tensor) -> Any:
-        return lambda hidden: hidden @ self.output[tokens].T
-
-
-TARGET: Any = Target()
+TARGET: Any = Linear(V, H)
 
 
 def head_of(reduced: bool = True, window: int | None = None, num_layers: int = 1, **shape: bool) -> Eagle3Head:
@@ -69,20 +54,12 @@ def head_of(reduced: bool = True, window: int | None = None, num_layers: int = 1
 def batch_of(packed: bool = False, num_states: int = 3) -> FeatureBatch:
     rng = torch.Generator().manual_seed(8)
     width = max(LENGTHS)
-    real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    ids = torch.randint(V, (3, width), generator=rng)
+    features = torch.randn(3, width, (num_states + 1) * H, generator=rng, dtype=torch.float64)
     # The second sequence is all answer: packed, the last token of the first stands before it and must not draft it.
-    mask = real & (torch.arange(width) >= torch.tensor([3, 0, 2])[:, None])
+    mask = torch.arange(width) >= torch.tensor([3, 0, 2])[:, None]
     mask[0, 5] = False  # a second turn
-    fields = {
-        "input_ids": torch.randint(V, (3, width), generator=rng),
-        "features": torch.randn(3, width, (num_states + 1) * H, generator=rng, dtype=torch.float64),
-        "loss_mask": mask,
-        "position_ids": torch.arange(width).expand(3, width),
-        "attention_mask": real,
-    }
-    if packed:
-        return FeatureBatch(**{name: value[real][None] for name, value in fields.items()}, lengths=LENGTHS)
-    return FeatureBatch(**fields)
+    return drafts.batch_of(ids, features, mask, LENGTHS, packed)
 
 
 def by_hand(head: Eagle3Head, batch: FeatureBatch, settings: Eagle3Settings) -> float:
@@ -133,21 +110,6 @@ def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any], own: boo
     wanted = pytest.approx(by_hand(head, batch_of(), settings), rel=1e-9)
     for step in (None, TrainStep(0, 1, LENGTHS, (0, 0, 0), logged=False)):
         assert head.loss(batch_of(), TARGET, settings, step).loss.item() == wanted
-
-
-@pytest.mark.parametrize("dialect", [DIALECTS["ours"], DIALECTS["speculators"]], ids=str)
-def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, Any]) -> None:
-    settings = Eagle3Settings(ttt_steps=PASSES, **dialect)
-    losses = []
-    for packed in (False, True):
-        head, batch = head_of(), batch_of(packed)
-        output = head.loss(batch, TARGET, settings, None)
-        count = head.loss_count(batch, settings)
-        assert output.counts["loss"] == count
-        (output.loss * count).backward()
-        losses.append([output.loss.detach() * count, head.fc.weight.grad])
-    for apart, packed in zip(*losses, strict=True):
-        assert (apart - packed).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize(("num_layers", "window"), [(1, None), (1, 4), (2, 4), (3, None)])
@@ -267,12 +229,6 @@ def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
     assert config.aux_layers == (2, 4, 5)
 
 
-class Linear(Target):
-    """A target whose embedding and lm_head are all that a drafter asks for."""
-
-    device, packed = torch.device("cpu"), False
-
-
 @pytest.mark.parametrize(
     ("late", "reduced"),
     [
@@ -289,7 +245,7 @@ class Linear(Target):
 def test_decoding_computes_what_training_computed(late: dict[str, Any], reduced: bool) -> None:
     """States and logits of drafts from a text, token by token."""
     head = head_of(reduced, **late).requires_grad_(False)
-    text, drafted, target = [3, 1, 4, 1, 5, 9], [2, 6, 5], Linear()
+    text, drafted, target = [3, 1, 4, 1, 5, 9], [2, 6, 5], TARGET
     features = torch.randn(len(text), 3 * H, dtype=torch.float64)
     branches: Any = BranchDrafter(head.net(target), len(drafted))
     branches.open(text, features)

@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import drafts
+from oracles.drafts import Linear, Spy
 from oracles.tables import PROMPT, H, TableLM, V
 
 from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.stop import FixedLengthStop, RecentRatio
+from draftsmith.modules.decoding.stop import RecentRatio
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.drafters.settings import EagleSettings
-from draftsmith.modules.drafters.unrolled import paired
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
@@ -45,55 +46,14 @@ LENGTHS = (7, 3, 2, 12, 1, 9)
 
 
 def batch_of(packed: bool = False) -> FeatureBatch:
-    """Texts of LENGTHS, padded or end to end, each with an answer behind its first tokens and in it a second prompt."""
+    """Texts of LENGTHS, each with an answer behind its first tokens and in it a second prompt."""
     rng = torch.Generator().manual_seed(1)
     count, width = len(LENGTHS), max(LENGTHS)
-    real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
-    fields = {
-        "input_ids": torch.randint(V, (count, width), generator=rng),
-        "features": 3 * torch.randn(count, width, H, generator=rng, dtype=torch.float64),
-        "loss_mask": real & (torch.arange(width) >= torch.tensor([4, 0, 1, 6, 0, 2])[:, None]),
-        "position_ids": torch.arange(width).expand(count, width),
-        "attention_mask": real,
-    }
-    fields["loss_mask"][3, 8:10] = False
-    if packed:
-        return FeatureBatch(**{name: value[real][None] for name, value in fields.items()}, lengths=LENGTHS)
-    return FeatureBatch(**fields)
-
-
-def test_the_alignment_on_a_sequence_by_hand():
-    #        t     0   1   2   3   4   5        prompt: x0 x1 x2, response: x3 x4 x5
-    ids, places = torch.tensor([[70, 71, 72, 73, 74, 75]]), torch.arange(6)[None]
-    features = places[..., None].expand(1, 6, H).double()
-    found = paired(FeatureBatch(ids, features, places >= 3, places), "next", make_head().config, 1)
-    assert found.next_ids[0, :5].tolist() == [71, 72, 73, 74, 75]  # row t reads x_{t+1} ...
-    assert found.states[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]  # ... and f_t.
-    # x3 is the first token of the response: row 1 predicts it, by f_2.
-    assert found.rows(0)[0].tolist() == [1, 2, 3] and found.wanted[:, 0].tolist() == [2, 3, 4]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_tokens_are_counted_that_something_predicts(packed):
-    """No row predicts the first two of a text."""
-    batch, settings = batch_of(packed), EagleSettings()
-    wanted = int((batch.loss_mask & (batch.position_ids >= 2)).sum())
-    assert EagleHead.loss_count(batch, settings) == EagleHead.logit_rows(batch, settings) == wanted
-
-
-class Linear:
-    """A target's embedding and lm_head."""
-
-    dtype = torch.float64
-
-    def __init__(self) -> None:
-        self.embedding, self.output = torch.randn(2, V, H, generator=torch.Generator().manual_seed(5)).double()
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding[ids]
-
-    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden @ self.output.T
+    ids = torch.randint(V, (count, width), generator=rng)
+    features = 3 * torch.randn(count, width, H, generator=rng, dtype=torch.float64)
+    mask = torch.arange(width) >= torch.tensor([4, 0, 1, 6, 0, 2])[:, None]
+    mask[3, 8:10] = False
+    return drafts.batch_of(ids, features, mask, LENGTHS, packed)
 
 
 @pytest.mark.parametrize(("passes", "weights"), [(1, {}), (3, {"feature_weight": 0.5, "token_weight": 2.0})])
@@ -101,7 +61,7 @@ def test_the_loss_is_the_papers_over_every_draft(passes, weights):
     """Every text and every token alone, the mean of the passes by their weights; and gradients as autograd has them."""
     head, target, settings = (
         make_head(num_layers=2),
-        Linear(),
+        Linear(V, H),
         EagleSettings(ttt_steps=passes, ttt_step_decay=0.7, **weights),
     )
     sums = {"feature_loss": 0.0, "token_loss": 0.0}
@@ -130,24 +90,13 @@ def test_the_loss_is_the_papers_over_every_draft(passes, weights):
 
 
 def test_a_step_reads_noisy_states_and_learns_true_ones():
-    head, target, settings, read = make_head(), Linear(), EagleSettings(noise=0.1), []
+    head, target, settings, read = make_head(), Linear(V, H), EagleSettings(noise=0.1), []
     unroll, batch = head.unroll, batch_of()
     head.unroll = lambda embeds, states, *rest: read.append(states) or unroll(embeds, states, *rest)
     losses = [head.loss(batch, target, settings, step).loss for step in (None, TrainStep(0, 1, LENGTHS, range(6), 2.0))]
     assert torch.equal(read[0], batch.features) and losses[0] != losses[1]
     real = batch.attention_mask[..., None]
     assert 0.15 < ((read[1] - batch.features) * real).abs().max() <= 0.2  # of their standard deviation, 2
-
-
-class Spy(FixedLengthStop):
-    """Keeps the hidden state behind every drafted token."""
-
-    def start_round(self):
-        self.rounds = [*getattr(self, "rounds", []), []]
-
-    def should_stop(self, view):
-        self.rounds[-1].append((view.token, view.hidden))
-        return super().should_stop(view)
 
 
 @pytest.mark.parametrize(("prompt", "num_layers"), [(PROMPT, 1), ((1,), 2), ((3, 1, 0, 0, 2), 2)])
@@ -162,7 +111,7 @@ def test_the_drafter_computes_what_training_computed(prompt, num_layers):
         ids = [*prompt, *done.tokens[:emitted]]
         features = lm.features(torch.tensor([ids[:-1]]))
         next_ids = torch.tensor([ids[1:]])
-        for token, hidden in drafted:
+        for token, hidden, _ in drafted:
             (rows,) = head.unroll(lm.embed(next_ids), features, 1)
             # float64 apart from the norms, which are float32: their rounding depends on nothing but the row.
             torch.testing.assert_close(hidden, rows[0, -1].detach(), atol=1e-6, rtol=0)

@@ -9,40 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from oracles.drafts import Linear
 from oracles.native import EXPERTS, MTP_FAMILIES, mtp_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.mtp import LAYERS, MtpHead
 from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.targets.native import native_layer
-from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.shape import plain_shape
-from draftsmith.modules.types import FeatureBatch, InputError
+from draftsmith.modules.types import InputError
 
 H, V, T, STEPS, CONTEXT = 64, 31, 9, 3, 48
 
 
-class Target:
-    dtype, device, packed, readout = torch.float32, torch.device("cpu"), False, Readout()
-
-    def __init__(self) -> None:
-        self.embedding, self.output = torch.randn(2, V, H, generator=torch.Generator().manual_seed(5))
-
-    def embed(self, ids: Any) -> Tensor:
-        return self.embedding[torch.as_tensor(ids)]
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.output.T
-
-    def lm_head_weight(self) -> Tensor:
-        return self.output
-
-
-TARGET = Target()
+TARGET = Linear(V, H, torch.float32)
 
 
 def head_of(family: str) -> MtpHead:
@@ -124,22 +107,6 @@ def test_decoding_reads_what_training_reads(family: str) -> None:
         wanted = head.unroll(embeds[None, : last + STEPS - 1], states[None, :last], STEPS)
         for ours, one in zip(found, wanted, strict=True):
             assert (ours - one[0, -1]).abs().max() < 1e-5 * one.abs().max()
-
-
-def test_spans_of_a_batch_add_up_to_it() -> None:
-    """Loss and gradients, of a family with a window."""
-    lengths, rng = (9, 5, 7), torch.Generator().manual_seed(2)
-    ids = torch.randint(V, (1, 21), generator=rng)
-    features, places = torch.randn(1, 21, H, generator=rng), torch.cat([torch.arange(n) for n in lengths])[None]
-    batch = FeatureBatch(ids, features, torch.ones(1, 21, dtype=torch.bool), places, None, lengths)
-    found = []
-    for spans in ([None], [(0, 4), (4, 9), (9, 21)]):
-        head = head_of("mimo_v2_flash")
-        losses = [head.loss(batch, TARGET, MtpSettings(), TrainStep(0, 1, lengths, (), span=own)).loss for own in spans]
-        torch.stack(losses).sum().backward()
-        found.append([torch.stack(losses).sum().detach(), *(weight.grad for weight in head.parameters())])
-    for whole, parts in zip(*found, strict=True):
-        assert (whole - parts).abs().max() < 1e-5 * whole.abs().max()
 
 
 def test_a_head_begins_as_the_module_that_the_target_ships() -> None:
