@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from draftsmith.benchmarks.papers.rollouts import (
-    ChainRecorder,
-    ChainRollouts,
-    Floats,
-    Recording,
-    TargetAnswers,
-    join,
-)
 from draftsmith.data.console import Table, format_interval, log_note, print_table, progress_bar
 from draftsmith.data.settings import DraftSettings, comma_numbers
 from draftsmith.data.store.manifest import resolved
@@ -44,6 +37,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 Row = Mapping[str, Any]
+Floats = NDArray[np.float64]
 # Completions loop at the size of the shipped models and would flatter every drafter: they are left out.
 EMBEDDED_TASKS = (
     "rename,add_docstring,remove_docstring,add_type_hints,remove_type_hints,wrap_in_try,sort_imports,explain"
@@ -125,34 +119,14 @@ def head_directories(root: Path) -> dict[str, Path]:
     return directories
 
 
-def load_heads(
-    directories: Mapping[str, Path], draft: CausalLM, identity: Mapping[str, str] | None = None
-) -> dict[str, AcceptanceHead]:
-    """Load acceptance heads, each of which must have been trained for this draft model (or drafter's identity)."""
+def load_heads(directories: Mapping[str, Path], draft: CausalLM) -> dict[str, AcceptanceHead]:
+    """Load acceptance heads, each of which must have been trained for this draft model."""
     heads = {}
     for name, directory in directories.items():
-        head = load_head(directory, draft, kind="acceptance", identity=identity)
+        head = load_head(directory, draft, kind="acceptance")
         assert isinstance(head, AcceptanceHead)
         heads[name] = head
     return heads
-
-
-def record_chains(
-    models: Models,
-    drafter: str,
-    prompts: Sequence[BenchPrompt],
-    how: Recording,
-    heads: Mapping[str, AcceptanceHead],
-    answers: TargetAnswers | None = None,
-    along: bool = True,
-) -> ChainRollouts:
-    """Record chains of every prompt with the logits of all heads. answers: reuse the target's responses."""
-    recorder, parts = ChainRecorder(models, drafter, how, heads, answers, along), []
-    with progress_bar(f"rollouts, {drafter}, T={how.params.temperature:g}", len(prompts), "prompts") as advance:
-        for number, prompt in enumerate(prompts):
-            parts.append(recorder(prompt, number))
-            advance(1)
-    return join(parts)
 
 
 def decode_prompts(

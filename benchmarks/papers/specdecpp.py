@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from draftsmith.benchmarks.papers import common
-from draftsmith.benchmarks.papers.common import Row
-from draftsmith.benchmarks.papers.replay import RAW, TRUE_PROBS, Policy, PolicyReplay
-from draftsmith.benchmarks.papers.rollouts import Floats, Recording
-from draftsmith.data.console import Column, Table, format_interval, json_values, log_note
+from draftsmith.benchmarks.papers.common import Floats, Row
+from draftsmith.benchmarks.papers.rollouts import RAW, TRUE_PROBS, Policy, Recorder, Rollouts, decoded
+from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, progress_bar
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
@@ -32,7 +31,7 @@ from draftsmith.eval.tables import drawn_data
 from draftsmith.launch.cli import dispatch, main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
-from draftsmith.modules.decoding.trace import Totals, pool
+from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 from draftsmith.modules.types import InputError, check_range
 
 # The head and threshold of the paper's headline numbers (section 4).
@@ -209,14 +208,21 @@ class Study:
         self.places = common.head_directories(config.heads or config.output / "heads")
         self.heads = common.load_heads(self.places, self.draft)
         depth = max(config.max_drafted, *config.ks)
-        how = Recording(self.params, depth, config.max_new_tokens, config.seed, models.ends)
-        self.replays = {}
+        self.rollouts = dict[str, list[Rollouts]]()
         for split, prompts in ((config.dev_split, dev), (config.split, self.loaded.prompts)):
-            rollouts = common.record_chains(models, "draft", prompts, how, self.heads)
-            along = rollouts.accept_along
-            # Greedy p/q is 1 or 0, and 0 after the first rejection, where it does not matter.
-            true_probs = np.nan_to_num(rollouts.accept_prob) if along is None else along
-            self.replays[split] = PolicyReplay(rollouts, self.heads, {TRUE_PROBS: true_probs})
+            recorder = Recorder(models, "draft", self.params, depth, config.max_new_tokens, config.seed, self.heads)
+            with progress_bar(f"rollouts, {split}", len(prompts), "prompts") as advance:
+                self.rollouts[split] = list[Rollouts]()
+                for number, prompt in enumerate(prompts):
+                    self.rollouts[split].append(recorder(prompt, number))
+                    advance(1)
+        self._traces: dict[tuple[str, Policy], list[DecodeTrace]] = {}
+
+    def traces(self, split: str, policy: Policy) -> list[DecodeTrace]:
+        """Return one trace for each answer."""
+        if (split, policy) not in self._traces:
+            self._traces[split, policy] = [decoded(policy, own, self.heads) for own in self.rollouts[split]]
+        return self._traces[split, policy]
 
     @cached_property
     def published(self) -> str | None:
@@ -239,7 +245,7 @@ class Study:
         return [*policies, Policy("oracle")]
 
     def totals(self, split: str, policy: Policy) -> Totals:
-        return pool(self.replays[split].traces(policy))
+        return pool(self.traces(split, policy))
 
     def bench(self, split: str, limit: int, methods: Sequence[str], head: str) -> tuple[list[Row], str]:
         """Decode with these methods and one head; return the rows per prompt and the clock."""
@@ -342,7 +348,7 @@ class Study:
 
     def pairs(self, split: str, policy: Policy, times: ForwardTimes) -> Floats:
         """Return tokens and their seconds by the cost model [prompts, 2]."""
-        totals = [pool([trace]) for trace in self.replays[split].traces(policy)]
+        totals = [pool([trace]) for trace in self.traces(split, policy)]
         return np.array([(own.num_tokens, times.seconds(own)) for own in totals])
 
     def rate_table(self, best: Policy, times: ForwardTimes) -> Table:
