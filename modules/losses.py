@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftsmith.modules.sampling import wide
-from draftsmith.modules.transfer import to_device, true_places
-from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
+from draftsmith.modules.transfer import to_device
+from draftsmith.modules.types import InputError, LossOutput
 
 # Logits that exist at once: 128 MiB in float32, which is small beside a model. At a vocabulary of 128k these are 256
 # rows, enough that reading lm_head's weight does not dominate.
@@ -446,14 +446,13 @@ def along_drafts(
 # -- the acceptance head
 
 
-def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w_rej: float = 6.0) -> LossOutput:
+def acceptance_loss(logit: Tensor, accept_prob: Tensor, w_acc: float = 1.0, w_rej: float = 6.0) -> LossOutput:
     """Return the weighted binary cross-entropy with soft labels (SpecDec++ section 3.3).
 
-    -w_acc P log P^ - w_rej (1-P) log(1-P^) over the tokens of `loss_mask`, P^ = sigmoid(logit), logit [B, T].
-    `sums["kl"]` is the binary KL(P || P^), without w_acc and w_rej.
+    -w_acc P log P^ - w_rej (1-P) log(1-P^) over N drafted tokens, P^ = sigmoid(logit), logit, P [N]. `sums["kl"]` is
+    the binary KL(P || P^), without w_acc and w_rej.
     """
-    chosen = true_places(batch.loss_mask)  # [N]
-    prob, z = (values.flatten().index_select(0, chosen).float() for values in (batch.accept_prob, logit))
+    prob, z = accept_prob.float(), logit.float()
     accept, reject = F.logsigmoid(z), F.logsigmoid(-z)
     total = -(w_acc * prob * accept + w_rej * (1 - prob) * reject).sum()
     entropy = torch.special.entr(prob) + torch.special.entr(1 - prob)

@@ -92,15 +92,6 @@ class FeatureBatch:
 
 
 @dataclass(frozen=True)
-class AcceptanceBatch:
-    """Inputs and labels of the acceptance head, aligned: row t describes drafted token y_t."""
-
-    hidden: Tensor  # [B, T, H] the drafter's last hidden state once it has read z_t
-    accept_prob: Tensor  # [B, T] float32 in [0, 1]
-    loss_mask: Tensor  # [B, T] bool, true where z_t is a drafted token y_t
-
-
-@dataclass(frozen=True)
 class LossOutput:
     """A loss to back-propagate, and what is needed to average it over ranks: sums and counts, never means.
 

@@ -40,7 +40,7 @@ from draftsmith.modules.pretrained.heads import (
     starting_weights,
 )
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
+from draftsmith.modules.types import InputError, LossOutput
 from draftsmith.train.config import TrainAcceptanceConfig
 from draftsmith.train.data import HeadDataModule, MicroBatch, train_and_val
 from draftsmith.train.metrics import gather_rows
@@ -150,10 +150,10 @@ def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead
         return AcceptanceHead(settings)
 
 
-def predicted(head: AcceptanceHead, batch: AcceptanceBatch) -> Tensor:
-    """Return raw logits, in float32 also under bf16 autocast."""
-    with torch.autocast(batch.hidden.device.type, enabled=False):
-        return head(batch.hidden)
+def predicted(head: AcceptanceHead, hidden: Tensor) -> Tensor:
+    """Return raw logits [N], in float32 also under bf16 autocast."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return head(hidden)
 
 
 def num_loss_tokens(data: AcceptanceTokens | RolloutTokens) -> int:
@@ -165,13 +165,14 @@ def num_loss_tokens(data: AcceptanceTokens | RolloutTokens) -> int:
 class DraftedTokens:
     """The N tokens of a batch that count.
 
-    batch: their inputs and labels, [N] in place of [B, T]. row: [N] int64, the row of the batch that each belongs to.
-    log_q: [N] log-probability of the token under the draft.
+    hidden: [N, H] the drafter's states once it has read each. accept_prob, log_q: [N] labels. row: [N] int64, the row
+    of the batch that each belongs to.
     """
 
-    batch: AcceptanceBatch
-    row: Tensor
+    hidden: Tensor
+    accept_prob: Tensor
     log_q: Tensor
+    row: Tensor
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Reader:
             counts = torch.tensor([len(starts) for starts in data.starts])
             row = torch.arange(len(counts)).repeat_interleave(counts).to(row.device)[row]
             hidden = self.states(data)
-        return DraftedTokens(AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask]), row, data.log_q[mask])
+        return DraftedTokens(hidden[mask], data.accept_prob[mask], data.log_q[mask], row)
 
     def states(self, data: RolloutTokens) -> Tensor:
         """Return the drafter's states [drafts, K, H] after each token."""
@@ -238,11 +239,11 @@ class LitAcceptance(LitHead):
 
     def read(self, batch: MicroBatch, validating: bool = False) -> tuple[DraftedTokens, Tensor]:
         tokens = self.reader.read(batch.data)
-        return tokens, tokens.batch.hidden
+        return tokens, tokens.hidden
 
     def loss(self, inputs: DraftedTokens, step: TrainStep | None) -> LossOutput:
         config = self.head.config
-        return acceptance_loss(predicted(self.head, inputs.batch), inputs.batch, config.w_acc, config.w_rej)
+        return acceptance_loss(predicted(self.head, inputs.hidden), inputs.accept_prob, config.w_acc, config.w_rej)
 
     def flops(self, batch: MicroBatch) -> float:
         return 0.0
@@ -254,11 +255,9 @@ class LitAcceptance(LitHead):
         """Keep raw logit, accept_prob, log_q and sample of each token, [N, 4]."""
         with self.autocast():
             inputs = self.read_validation(micro_batch)
-            batch = inputs.batch
-            keys = torch.tensor([key.index for key in micro_batch.keys], device=batch.accept_prob.device)
-            columns = [predicted(self.head, batch), batch.accept_prob, inputs.log_q, keys[inputs.row]]
-            # Of a filler none counts.
-            self._rows.append(torch.stack([column.float() for column in columns], dim=1)[batch.loss_mask])
+            keys = torch.tensor([key.index for key in micro_batch.keys], device=inputs.row.device)
+            columns = [predicted(self.head, inputs.hidden), inputs.accept_prob, inputs.log_q, keys[inputs.row]]
+            self._rows.append(torch.stack([column.float() for column in columns], dim=1))
 
     @torch.no_grad()
     def validation_metrics(self) -> dict[str, float]:
@@ -279,9 +278,7 @@ class LitAcceptance(LitHead):
         head.config = plain
         logit = head.corrected(raw)
         metrics = acceptance_metrics(logit, accept_prob, log_q)
-        # Every gathered token counts.
-        everything = AcceptanceBatch(raw, accept_prob, torch.ones_like(raw, dtype=torch.bool))
-        metrics["loss"] = float(acceptance_loss(raw, everything, plain.w_acc, plain.w_rej).loss)
+        metrics["loss"] = float(acceptance_loss(raw, accept_prob, plain.w_acc, plain.w_rej).loss)
         metrics["ece_platt"] = cross_fitted_ece(head, raw, accept_prob, sample)
         self.state.calibration = fit_platt(logit, accept_prob)
         head.config = dataclasses.replace(plain, calibration=self.state.calibration)

@@ -20,55 +20,29 @@ from draftsmith.modules.losses import (
     distances,
     sampled_columns,
 )
-from draftsmith.modules.types import AcceptanceBatch
 
 # The losses are taken in float32 and summed over tens of tokens.
 TOLERANCE = 1e-5
 
 
-def acceptance_case(seed: int = 0):
-    rng = torch.Generator().manual_seed(seed)
-    logit = 2 * torch.randn(3, 9, generator=rng)
-    prob = torch.rand(3, 9, generator=rng)
-    prob[0, 0], prob[1, 1] = 0.0, 1.0
-    mask = torch.rand(3, 9, generator=rng) < 0.6
-    mask[0, 0] = mask[1, 1] = True
-    return logit, AcceptanceBatch(torch.zeros(3, 9, 4), prob, mask)
-
-
 @pytest.mark.parametrize(("w_acc", "w_rej"), [(1.0, 6.0), (2.0, 3.0)])
 def test_acceptance_loss_is_the_papers(w_acc, w_rej):
-    logit, batch = acceptance_case()
-    total = kl = count = 0.0
-    for b in range(3):
-        for t in range(9):
-            if not batch.loss_mask[b, t]:
-                continue
-            prob, predicted = float(batch.accept_prob[b, t]), 1 / (1 + math.exp(-float(logit[b, t])))
-            total -= w_acc * prob * math.log(predicted) + w_rej * (1 - prob) * math.log(1 - predicted)
-            kl += prob * math.log(prob / predicted) if prob else 0.0
-            kl += (1 - prob) * math.log((1 - prob) / (1 - predicted)) if prob < 1 else 0.0
-            count += 1
-    output = acceptance_loss(logit, batch, w_acc, w_rej)
-    assert output.loss.item() == pytest.approx(total / count, rel=TOLERANCE)
+    rng = torch.Generator().manual_seed(0)
+    logit, label = 2 * torch.randn(27, generator=rng), torch.rand(27, generator=rng)
+    label[0], label[10] = 0.0, 1.0
+    total = kl = 0.0
+    for prob, z in zip(label.tolist(), logit.tolist(), strict=True):
+        predicted = 1 / (1 + math.exp(-z))
+        total -= w_acc * prob * math.log(predicted) + w_rej * (1 - prob) * math.log(1 - predicted)
+        kl += prob * math.log(prob / predicted) if prob else 0.0
+        kl += (1 - prob) * math.log((1 - prob) / (1 - predicted)) if prob < 1 else 0.0
+    output = acceptance_loss(logit, label, w_acc, w_rej)
+    assert output.loss.item() == pytest.approx(total / 27, rel=TOLERANCE)
     assert output.sums["loss"].item() == pytest.approx(total, rel=TOLERANCE)
     assert output.sums["kl"].item() == pytest.approx(kl, rel=TOLERANCE)
-    assert output.counts["loss"].item() == output.counts["kl"].item() == pytest.approx(count, rel=TOLERANCE)
-
-
-def test_acceptance_loss_ignores_what_the_mask_hides_and_stays_finite_at_extreme_logits():
-    logit, batch = acceptance_case()
-    expected = acceptance_loss(logit, batch).loss
-    spoiled = torch.where(batch.loss_mask, logit, torch.nan)
-    prob = torch.where(batch.loss_mask, batch.accept_prob, torch.nan)
-    assert acceptance_loss(spoiled, AcceptanceBatch(batch.hidden, prob, batch.loss_mask)).loss == expected
-    assert torch.isfinite(acceptance_loss(logit * 1e4, batch).loss)
-
-
-def test_losses_of_an_empty_mask_are_zero():
-    logit, batch = acceptance_case()
-    nothing = torch.zeros_like(batch.loss_mask)
-    assert acceptance_loss(logit, AcceptanceBatch(batch.hidden, batch.accept_prob, nothing)).loss == 0
+    assert output.counts["loss"].item() == output.counts["kl"].item() == 27
+    assert torch.isfinite(acceptance_loss(logit * 1e4, label).loss)
+    assert acceptance_loss(logit[:0], label[:0]).loss == 0
 
 
 # -- every loss of draft heads

@@ -186,11 +186,11 @@ def test_states_equal_those_of_each_draft_read_alone(artifacts, rollouts, depth)
         states.append(hidden[len(text) :])
     owners = [row for row, starts in enumerate(batch.starts) for _ in starts]
     mask = batch.loss_mask
-    assert torch.allclose(found.batch.hidden, torch.stack(states)[mask], atol=1e-5)
-    assert torch.equal(found.batch.accept_prob, batch.accept_prob[mask]) and found.batch.loss_mask.all()
+    assert torch.allclose(found.hidden, torch.stack(states)[mask], atol=1e-5)
+    assert torch.equal(found.accept_prob, batch.accept_prob[mask])
     assert torch.equal(found.log_q, batch.log_q[mask])
     assert found.row.tolist() == [owners[at] for at in mask.nonzero()[:, 0].tolist()]
-    assert not found.batch.hidden.is_inference()
+    assert not found.hidden.is_inference()
 
 
 def test_an_eagle_heads_states_are_those_over_the_targets_features(artifacts, rollouts, eagle):

@@ -10,7 +10,6 @@ import torch
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.decoding.stop import DraftView
 from draftsmith.modules.losses import acceptance_loss
-from draftsmith.modules.types import AcceptanceBatch
 
 H, V, DEPTH = 8, 30, 4
 CASES = {
@@ -71,14 +70,12 @@ def test_one_token_is_predicted_as_in_training(head, views):
 @pytest.mark.parametrize("w_rej", [1.0, 3.0, 6.0, 12.0])
 def test_calibration_undoes_the_weights_of_the_loss(w_rej):
     # Minimize the loss of a constant logit over soft labels, then calibrate: out comes their mean.
-    prob = torch.tensor([[0.2, 0.9, 0.7, 1.0]])
-    batch = AcceptanceBatch(torch.zeros(1, 4, H), prob, torch.ones(1, 4, dtype=torch.bool))
-    logit = torch.zeros(1, 1, requires_grad=True)
+    prob, logit = torch.tensor([0.2, 0.9, 0.7, 1.0]), torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.LBFGS([logit], max_iter=100, tolerance_grad=1e-9)
 
     def closure():
         optimizer.zero_grad()
-        loss = acceptance_loss(logit.expand(1, 4), batch, 1.0, w_rej).loss
+        loss = acceptance_loss(logit.expand(4), prob, 1.0, w_rej).loss
         loss.backward()
         return loss
 

@@ -42,7 +42,7 @@ from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.pretrained.heads import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.sampling import Sampler, TorchSource
 from draftsmith.modules.targets.shape import plain_shape
-from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams
+from draftsmith.modules.types import FeatureBatch, LossOutput, SamplingParams
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
 
 CAPACITY, LENGTHS, LAYERS = 32, (7, 5), 4
@@ -114,7 +114,7 @@ def loss_of(head: Any, seed: int = 0) -> LossOutput:
         return head.loss(batch_of(head, seed), Linear(V, H, torch.float32), head.Settings(), step)
     rng = torch.Generator().manual_seed(seed)
     hidden, prob = torch.randn(2, 7, H, generator=rng), torch.rand(2, 7, generator=rng)
-    return acceptance_loss(head(hidden), AcceptanceBatch(hidden, prob, torch.rand(2, 7, generator=rng) < 0.7))
+    return acceptance_loss(head(hidden), prob)
 
 
 def random_head(kind: str) -> Any:
