@@ -57,7 +57,7 @@ class GpuHeadConfig:
         output: Directory that receives everything: log.txt, gpu_head.json, the heads.
         minutes: Time in all.
         source: JSONL files of chats, separated by commas, or self: the target writes its own prompts.
-        tasks: Directory of task files to measure on, as of eval bench --tasks; default: prompts that were held out.
+        tasks: Directory of task files to measure on, as of eval bench --data; default: prompts that were held out.
         prompts: Most prompts.
         batch_size: Answers at a time.
         max_new_tokens: Longest answer.
@@ -190,7 +190,7 @@ def answer(config: GpuHeadConfig, stages: Stages) -> Path | None:
         begun, turns = out / "begun", out / "turns"
         if not stages.run("begin", f"data prompts --source self --limit {config.prompts} {how} --output {begun}", 120):
             return None
-        written = f"data responses --prompts {begun} {model} --temperature 0.8 --top-p 0.95 --max-new-tokens 64"
+        written = f"data responses --data {begun} {model} --temperature 0.8 --top-p 0.95 --max-new-tokens 64"
         if not stages.run("write prompts", f"{written} --rows-per-shard 4096 --output {turns}", stages.left / 3):
             return None
         source = str(turns)
@@ -214,7 +214,7 @@ def answer(config: GpuHeadConfig, stages: Stages) -> Path | None:
         if stages.run("prompts again", f"data prompts --source {again} {fits} {how} --output {out / 'again'}", 240):
             prompts, sampling = out / "again", "--temperature 0.7"
     ask = f"data responses {model} --max-new-tokens {config.max_new_tokens} --rows-per-shard 4096"
-    words = f"{ask} --prompts {prompts} --limit {wanted} {sampling} --output {out / 'answers'}"
+    words = f"{ask} --data {prompts} --limit {wanted} {sampling} --output {out / 'answers'}"
     return out / "answers" if stages.run("answers", words, stages.left * 0.7) else None
 
 
@@ -246,10 +246,10 @@ def bench_words(config: GpuHeadConfig, heads: Sequence[str]) -> str:
     """Return the command that measures all heads in one run, one prompt at a time."""
     out = config.output
     if config.tasks is not None:
-        prompts = f"--tasks {config.tasks}"
+        prompts = f"--data {config.tasks}"
     else:
-        prompts = f"--prompts {out / 'prompts'}"
-    drafts = " ".join(f"--draft {out / kind / 'best'}" for kind in heads)
+        prompts = f"--data {out / 'prompts'}"
+    drafts = " ".join(f"--head {out / kind / 'best'}" for kind in heads)
     methods = ",".join(METHODS[kind] for kind in heads)
     return (
         f"eval bench --target {config.target} {drafts} --methods {methods} {prompts} --turns first "

@@ -240,7 +240,7 @@ class RecipesConfig:
         recipe = RECIPES[name]
         data = ["--data", str(self.features(recipe)), "--target", self.source.target]
         # The features are stored already.
-        rest = ["--features", "online", "--val-share", "0.02", "--tau-prompts", "0", "--loggers", "csv"]
+        rest = ["--val-share", "0.02", "--tau-prompts", "0", "--loggers", "csv"]
         rest += ["--num-threads", "1"]
         config = (
             str(FOLDER / f"{self.configs}.yaml") if recipe.kind in PAPERS else CONFIGS[self.configs].format(recipe.kind)
@@ -283,16 +283,16 @@ def make_data(config: RecipesConfig) -> None:
     own, root = config.source, config.data_directory
     learned = [RECIPES[name] for name in (*config.names, *map(costs_like, config.names))]
     most = max(map(config.answers_of, learned))
-    rows = ["--split", "train", "--limit", str(most), *(["--task", own.tasks] if own.tasks else [])]
+    rows = ["--split", "train", "--limit", str(most), *(["--tasks", own.tasks] if own.tasks else [])]
     answering = ["--temperature", str(config.answer_temperature), "--max-new-tokens", str(config.max_new_tokens)]
     prompts, responses = root / "prompts", config.responses or root / "responses"
     stages = {}
     if config.responses is None:
         stages[prompts] = ["prompts", "--source", own.prompts, *rows]
-        stages[responses] = ["responses", "--prompts", str(prompts), "--batch-size", "128", *answering]
+        stages[responses] = ["responses", "--data", str(prompts), "--batch-size", "128", *answering]
     for recipe in learned:
         limit, layers = ["--limit", str(config.answers_of(recipe))], config.layers(recipe)
-        words = ["features", "--responses", str(responses), *limit, "--drafter", recipe.kind, *layers]
+        words = ["features", "--data", str(responses), *limit, "--drafter", recipe.kind, *layers]
         words += ["--dtype", config.dtype, "--num-threads", "1"]
         stages[config.features(recipe)] = words
     for directory, words in stages.items():
@@ -362,7 +362,7 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
         words = ["train", kind, *config.training(name), *rhythm, "--output", str(directory)]
         cpu_s = python("-m", "draftsmith", *words)
         named = {key: getattr(config, key) for key in ("limit", "max_new_tokens", "dtype")}
-        bench(config.source, directory / "bench", draft=directory / "last", methods=CHAINS[kind], **named)
+        bench(config.source, directory / "bench", head=directory / "last", methods=CHAINS[kind], **named)
         for path in directory.iterdir():
             if path.is_dir() and path.name not in ("last", "bench"):
                 shutil.rmtree(path)
@@ -373,7 +373,7 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
 
 def bench(own: Domain, output: Path, **options: Any) -> None:
     """Measure methods on the test prompts, greedy and at T=1, on one thread."""
-    options |= {"target": own.target, "prompts": own.prompts, "split": "test", "keep-tasks": own.tasks, "turns": "last"}
+    options |= {"target": own.target, "data": own.prompts, "split": "test", "tasks": own.tasks, "turns": "last"}
     options |= {"temperature": ",".join(map(str, TEMPERATURES.values())), "repeats": 1, "output": output}
     named = [(name.replace("_", "-"), value) for name, value in options.items() if value is not None]
     python("-m", "draftsmith", "eval", "bench", *(word for name, value in named for word in (f"--{name}", str(value))))

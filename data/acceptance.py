@@ -31,19 +31,19 @@ def run(config: AcceptanceConfig) -> Path:
     """Write the artifact `acceptance` or `rollouts` and return its directory."""
     set_threads(config.num_threads)
 
-    drafts, target_files = kind_at(config.draft) is not None, Checkpoint(config.target, config.trust_remote_code)
+    drafts, target_files = kind_at(config.head) is not None, Checkpoint(config.target, config.trust_remote_code)
 
     def load(model: str | Checkpoint) -> CausalLM:
         # Drafts are read in the way of decoding, for which weights are packed.
         return load_lm(model, **config.loading, packed=drafts)
 
     if not drafts:
-        check_same_tokenizer(target_files, Checkpoint(config.draft))
+        check_same_tokenizer(target_files, Checkpoint(config.head))
     target = load(target_files)
-    drafter = load_drafter(config.draft, lambda: target, load)
-    recorded = Manifest.read(config.responses).identity
+    drafter = load_drafter(config.head, lambda: target, load)
+    recorded = Manifest.read(config.data).identity
     identity = {**target_files.text_identity(recorded), "target": target.info.identity}
-    manifest = open_artifact(config.responses, "responses", identity)
+    manifest = open_artifact(config.data, "responses", identity)
     rows = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
 
     # Label with the settings of the responses, unless others are given.

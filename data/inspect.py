@@ -31,7 +31,7 @@ SHOWN = 24  # labels of a row
 
 def run(config: InspectConfig) -> None:
     """Print the summary and the rows; the hashes of the files that are read for them are checked."""
-    manifest = open_artifact(config.artifact, KINDS, check="size")
+    manifest = open_artifact(config.data, KINDS, check="size")
     name = config.tokenizer or manifest.config.get("target")
     if not name:
         raise InputError("tokenizer", "none recorded", "a model's directory or hub id", "Pass --tokenizer MODEL.")
@@ -48,7 +48,7 @@ def run(config: InspectConfig) -> None:
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
     read = files_read(manifest, config.row, config.row + config.rows)
     check_files(manifest, read.__contains__)
-    print_facts(summary(manifest, rows), f"{manifest.kind} in {config.artifact}")
+    print_facts(summary(manifest, rows), f"{manifest.kind} in {config.data}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         (row,) = rows.read(number, number + 1)
         task = f", task {row['task']}" if row.get("task") else ""

@@ -185,7 +185,7 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
         "" if len(sources) == 1 or source.content_ids else prefix
         for source, prefix in zip(sources, prefixes, strict=True)
     ]
-    filters = {"task": config.task, "split": named_split(config.split)}
+    filters = {"task": config.tasks, "split": named_split(config.split)}
     allowed = {name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value}
     # A data set of one split has no rows to leave out.
     labeled = {"split"} if any(source.split_taken for source in sources) else set()

@@ -66,8 +66,8 @@ def run(config: ResponsesConfig) -> Path:
     """Write the artifact `responses` and return its directory."""
     set_threads(config.num_threads)
     target = Checkpoint(config.target, config.trust_remote_code)
-    made_with = target.text_identity(Manifest.read(config.prompts).identity)
-    manifest = open_artifact(config.prompts, "prompts", made_with)
+    made_with = target.text_identity(Manifest.read(config.data).identity)
+    manifest = open_artifact(config.data, "prompts", made_with)
     prompts = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.shape.vocab_size)
     tokenizer = None
     if manifest.counts.get("later_turns"):
@@ -115,9 +115,9 @@ def open_engine(
     """Open the engine that `config.engine` names. manifest: of the prompts."""
     settings = AnswerSettings(target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
     if config.engine == "openai":
-        if config.server.dialect == "llamacpp":
-            return nullcontext(LlamaCppEngine(config.server, settings))
-        return nullcontext(ServerEngine(config.server, settings, manifest.identity["chat_template"]))
+        if config.dialect == "llamacpp":
+            return nullcontext(LlamaCppEngine(config, settings))
+        return nullcontext(ServerEngine(config, settings, manifest.identity["chat_template"]))
     if config.engine == "llamacpp":
         # Every slot has room for the longest conversation.
         room = max(len(row["prompt_ids"]) for row in prompts.iterate()) + config.max_new_tokens + 1
@@ -129,7 +129,7 @@ def open_engine(
         return VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code)
 
     # The weights are packed, as decoding reads them.
-    how = config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True
+    how = config.dtype, pick_device(config.device), config.loader, config.trust_remote_code, True
     return OwnEngine(settings, load_lm(settings.target, *how), config.batch_size)
 
 

@@ -19,7 +19,7 @@ from draftsmith.modules.drafters import MODEL, learned
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
-Engine = Literal["auto", "lean", "hf"]
+Loader = Literal["auto", "lean", "hf"]
 ROLES = ("target", "mid", "acceptance")  # other models, named by their options
 Turns = Literal["all", "first", "last", "each"]
 FeatureDtype = Literal["bf16", "fp8"]
@@ -27,15 +27,15 @@ ANSWER_S = 600.0  # longest wait for a server's answer
 SELF = "self"  # the source of prompts that the target writes
 
 
-def volatile(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
+def volatile(default: Any = dataclasses.MISSING, presence: bool = False, **kwargs: Any) -> Any:
     """Declare a configuration field that does not change what is written.
 
     Such are paths (their content is compared by hash), devices, threads and time-outs: a stage may be continued with
-    another value.
+    another value. presence: but not with one where there was none.
     """
     if default is not dataclasses.MISSING:
         kwargs["default"] = default
-    return dataclasses.field(metadata={"volatile": True}, **kwargs)
+    return dataclasses.field(metadata={"volatile": True, "presence": presence}, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +58,15 @@ class Loading(RemoteCode):
 
     Attributes:
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
-        engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies.
+        loader: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies.
         device: cpu, cuda, cuda:1, ... ; auto takes this rank's GPU, or the CPU without one.
     """
 
     help_group: ClassVar[str] = "Models"
-    help_rarely: ClassVar[tuple[str, ...]] = ("engine",)
+    help_rarely: ClassVar[tuple[str, ...]] = ("loader",)
 
     dtype: Dtype = "float32"
-    engine: Engine = "auto"
+    loader: Loader = "auto"
     device: str = "auto"
 
     @property
@@ -78,7 +78,7 @@ class Loading(RemoteCode):
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_lm`."""
-        names = ("dtype", "engine", "trust_remote_code")
+        names = ("dtype", "loader", "trust_remote_code")
         return {name: getattr(self, name) for name in names} | {"device": self.chosen_device}
 
 
@@ -87,18 +87,22 @@ class ServedLoading(Loading):
     """Options for loading a target, or for asking a server about it.
 
     Attributes:
-        target_server: Address of a vLLM server that runs the target (`draftsmith launch vllm`). Only the target's
+        server: Address of a vLLM server that runs the target (`draftsmith launch vllm`). Only the target's
             embeddings, final norm and lm_head are then loaded here.
     """
 
-    target_server: str | None = None
+    server: str | None = None
+
+    @property
+    def target_server(self) -> str | None:
+        return self.server
 
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_target`."""
         if self.target_server is None:
             return super().loading
-        check_left_out(self, ["engine"], "with --target-server", "none: the server runs the target")
+        check_left_out(self, ["loader"], "with --server", "none: the server runs the target")
         return super().loading | {"server": self.target_server}
 
 
@@ -141,15 +145,15 @@ class DraftSettings:
     """Options of a command that uses drafters.
 
     Attributes:
-        draft: Draft model, or the directory of a trained head; repeated for several.
+        head: Directory of a trained head, or a draft model; repeated for several.
     """
 
-    draft: tuple[str, ...] | str | None = volatile(())
+    head: tuple[str, ...] | str | None = volatile(())
     several: ClassVar[bool] = False  # whether it takes several drafters of one kind
 
     def __post_init__(self) -> None:
-        value: Any = self.draft
-        object.__setattr__(self, "draft", (value,) if isinstance(value, str) else tuple(value or ()))
+        value: Any = self.head
+        object.__setattr__(self, "head", (value,) if isinstance(value, str) else tuple(value or ()))
 
     @property
     def drafters(self) -> dict[str, str]:
@@ -160,22 +164,22 @@ class DraftSettings:
 
         paths: dict[str, str] = {}
         by_kind: dict[str, list[str]] = {}
-        for path in self.draft or ():
+        for path in self.head or ():
             kind = kind_at(path) or MODEL
             if kind != MODEL:
                 path = resolve_model(path)
             elif not os.path.exists(resolved := resolve_model(path)) and repository(resolved) is None:
-                raise InputError("draft", f"no directory {path}", "a draft model or a trained head", CHECK_PATH)
+                raise InputError("head", f"no directory {path}", "a draft model or a trained head", CHECK_PATH)
             else:
                 check_own(resolved)
             if kind == "acceptance":
                 remedy = "Pass it with --acceptance."
-                raise InputError("draft", f"{path}, an acceptance head", "a model or head that drafts", remedy)
+                raise InputError("head", f"{path}, an acceptance head", "a model or head that drafts", remedy)
             by_kind.setdefault(kind, []).append(path)
             if kind in paths and not self.several:
                 found = f"{paths[kind]} and {path}, two {'draft models' if kind == MODEL else f'{kind} heads'}"
                 remedy = "Pass one of them; `draftsmith eval bench` measures both."
-                raise InputError("draft", found, "one of a kind", remedy)
+                raise InputError("head", found, "one of a kind", remedy)
             paths.setdefault(kind, path)
         for kind, own in by_kind.items():
             if len(own) > 1:
@@ -254,7 +258,7 @@ class PromptsConfig(RemoteCode):
             of messages, task, split, system, history, tools and chat_template_kwargs.
         split: Only this split: of a `datasets` source, or by the rows' column `split`. A slice
             such as train[:1%] or train[100:200] is one of a split, or of a file, which is `train`.
-        task: Only rows whose column `task` (or `category`) has this value, or one of several separated by commas.
+        tasks: Only rows whose column `task` (or `category`) has this value, or one of several separated by commas.
         limit: Only the first so many rows that pass the filters; 0 takes all.
         streaming: Read the source row by row up to --limit, instead of fetching all of it.
         num_proc: Processes that apply the template and tokenize.
@@ -283,7 +287,7 @@ class PromptsConfig(RemoteCode):
     output: Path = volatile()
     columns: str = ""
     split: str | None = None
-    task: str | None = None
+    tasks: str | None = None
     limit: int = 0
     streaming: bool = volatile(False)
     num_proc: int = volatile(1)
@@ -321,13 +325,13 @@ class PromptsConfig(RemoteCode):
         return [] if self.length is None else sorted(comma_numbers("length", self.length, number_of_tokens))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """A running server.
+    """A running server that answers.
 
     Attributes:
-        url: Base address with its version, such as http://127.0.0.1:8000/v1.
-        model: Name of the model at the server; default: the value of `target`.
+        server: Base address with its version, such as http://127.0.0.1:8000/v1.
+        server_model: Name of the model at the server; default: the value of `target`.
         dialect: vllm sends and receives token ids, and so does llamacpp, at llama-server's own endpoint; openai sends
             chat messages, receives text, and has no top_k.
         concurrency: Requests in flight at once.
@@ -339,8 +343,11 @@ class ServerConfig:
         api_key_env: Environment variable that holds the API key.
     """
 
-    url: str = volatile("http://127.0.0.1:8000/v1")
-    model: str | None = volatile(None)
+    help_group: ClassVar[str] = "Server"
+    help_rarely: ClassVar[tuple[str, ...]] = ("timeout_s", "retries", "max_failed", "api_key_env")
+
+    server: str = volatile("http://127.0.0.1:8000/v1")
+    server_model: str | None = volatile(None)
     dialect: Literal["vllm", "llamacpp", "openai"] = "vllm"
     concurrency: int = volatile(32)
     timeout_s: float = volatile(ANSWER_S)
@@ -350,26 +357,26 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, least in {"concurrency": 1, "retries": 0, "max_failed": 0}.items():
-            check_range(f"server.{name}", getattr(self, name), least)
+            check_range(name, getattr(self, name), least)
         if not 0 < self.timeout_s < math.inf:
-            raise InputError("server.timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
+            raise InputError("timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
         # An address with a password or a key is neither shown nor stored in a manifest.
-        if {"@", "?", "#"} & set(self.url):
-            remedy = "Set the environment variable that --server.api-key-env names."
-            raise InputError("server.url", "an address with @, ? or #", "no user, password or query", remedy)
-        if not self.url.startswith(("http://", "https://")):
-            raise InputError("server.url", repr(self.url), "http://HOST:PORT/v1, or https", "Correct it.")
+        if {"@", "?", "#"} & set(self.server):
+            remedy = "Set the environment variable that --api-key-env names."
+            raise InputError("server", "an address with @, ? or #", "no user, password or query", remedy)
+        if not self.server.startswith(("http://", "https://")):
+            raise InputError("server", repr(self.server), "http://HOST:PORT/v1, or https", "Correct it.")
 
 
 @dataclass(frozen=True)
-class ResponsesConfig(Sampling, RemoteCode):
+class ResponsesConfig(ServerConfig, Sampling, RemoteCode):
     """Options of `data responses`: how the target answers.
 
     Attributes:
-        prompts: Directory that `data prompts` wrote.
+        data: Directory that `data prompts` wrote.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        engine: transformers: in process, with our own batching. vllm: in process, with vLLM's. llamacpp: by
+        engine: own: in process, with our own batching. vllm: in process, with vLLM's. llamacpp: by
             llama.cpp's server, which is started with the target's GGUF file and answers `batch_size` prompts at a time.
             openai: through a running server, OpenAI-compatible or llama.cpp's.
         max_new_tokens: Longest answer, in tokens. A cut answer is the last of its conversation.
@@ -380,22 +387,21 @@ class ResponsesConfig(Sampling, RemoteCode):
         batch_size: Prompts answered together. A finished one makes room for the next.
         rows_per_shard: Prompts per shard; what a killed run loses at most.
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
-        lm_engine: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
+        loader: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
         chat_template: File with the template that the prompts were made with, for later turns, if it is neither the
             tokenizer's own nor still at its former path.
         vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8,
             "speculative_config": {...}}.
-        server: Where and how to ask, for engine openai.
         engine_path: llama-server, for engine llamacpp. Default: that of `make engines` in this directory, or one on the
             PATH.
     """
 
-    prompts: Path = volatile()
+    data: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
-    engine: Literal["transformers", "vllm", "llamacpp", "openai"] = "transformers"
+    engine: Literal["own", "vllm", "llamacpp", "openai"] = "own"
     temperature: float = field(default=1.0, kw_only=True)
     max_new_tokens: int = 256
     ignore_eos: bool = False
@@ -404,19 +410,22 @@ class ResponsesConfig(Sampling, RemoteCode):
     batch_size: int = 32
     rows_per_shard: int = 256
     dtype: Dtype = "float32"
-    lm_engine: Literal["auto", "lean", "hf"] = "auto"
+    loader: Loader = "auto"
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False, kw_only=True)
     chat_template: Path | None = volatile(None)
     # Its content is compared.
     vllm_args: Path | None = volatile(None)
-    server: ServerConfig = field(default_factory=ServerConfig)
     engine_path: Path | None = volatile(None)
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
+        ServerConfig.__post_init__(self)
+        if self.engine != "openai":
+            names = [field.name for field in dataclasses.fields(ServerConfig)]
+            check_left_out(self, names, f"with --engine {self.engine}", "--engine openai, which asks a server")
         if self.engine != "vllm" and self.vllm_args is not None:
             raise InputError("vllm_args", f"with --engine {self.engine}", "--engine vllm", "Leave them out.")
         # Check the sampling settings before anything is loaded.
@@ -428,10 +437,10 @@ class AcceptanceConfig(StageLoading):
     """Options of `data acceptance`: the pair to label, and how it decodes.
 
     Attributes:
-        responses: Directory that `data responses` wrote with this target.
+        data: Directory that `data responses` wrote with this target.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        draft: Directory or hub id of the draft model, or embedded:draft: one drafted token is labeled at every position
+        head: Directory or hub id of the draft model, or embedded:draft: one drafted token is labeled at every position
             of the answer (SpecDec++). Or directory of a trained drafter's head: whole drafts, as the decoder makes
             them, from some of the positions.
         temperature: Temperature of target and draft; 0 is greedy, where P is agreement. Default: that of the responses.
@@ -446,10 +455,10 @@ class AcceptanceConfig(StageLoading):
         rows_per_shard: Responses per shard; what a killed run loses at most.
     """
 
-    responses: Path = volatile()
+    data: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
-    draft: str = volatile()
+    head: str = volatile()
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -480,7 +489,7 @@ class FeaturesConfig(StageLoading):
     """Options of `data features`: which text the target reads.
 
     Attributes:
-        responses: Directory that `data responses` wrote with this target, or `data prompts --supervised`.
+        data: Directory that `data responses` wrote with this target, or `data prompts --supervised`.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
         drafter: Kind of the drafter to train, as `train` names it, if it reads other states than those after the final
@@ -490,14 +499,14 @@ class FeaturesConfig(StageLoading):
         tokens_per_batch: Tokens read together, padding included; a longer row is read alone.
         rows_per_shard: Rows per shard; the features of four shards are in memory at once.
         feature_dtype: Stored type: bf16, or fp8 with a scale per token, half the bytes.
-        engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies; vllm for
-            targets of any size: in processes that vLLM starts, or at --server.
+        engine: own reads with our loaders; vllm is for targets of any size: in processes that vLLM starts, or at
+            --server.
         device_map: Spread the layers of a target larger than a GPU over those of this process, by transformers.
         vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8, ...}.
         server: Address of a vLLM server that `draftsmith launch vllm` has started, for engine vllm.
     """
 
-    responses: Path = volatile()
+    data: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
     drafter: str | None = volatile(None)
@@ -506,8 +515,7 @@ class FeaturesConfig(StageLoading):
     tokens_per_batch: int = 8192
     rows_per_shard: int = 128
     feature_dtype: FeatureDtype = "bf16"
-    # Overrides the engines of `Loading`: this stage alone may read states from vLLM. mypy allows only narrower types.
-    engine: Literal["auto", "lean", "hf", "vllm"] = field(default="auto", kw_only=True)  # type: ignore[assignment]
+    engine: Literal["own", "vllm"] = "own"
     device_map: bool = volatile(False)
     vllm_args: Path | None = volatile(None)
     server: str | None = volatile(None)
@@ -519,6 +527,8 @@ class FeaturesConfig(StageLoading):
         for name in ("vllm_args", "server"):
             if self.engine != "vllm" and getattr(self, name) is not None:
                 raise InputError(name, f"with --engine {self.engine}", "--engine vllm", "Leave it out.")
+        if self.engine == "vllm":
+            check_left_out(self, ["loader"], "with --engine vllm", "none: vLLM runs the target")
         if self.engine == "vllm" and self.device_map:
             remedy = 'Pass --vllm-args with {"tensor_parallel_size": 8}.'
             raise InputError("device_map", "on, with --engine vllm", "off", remedy)
@@ -529,13 +539,13 @@ class InspectConfig:
     """Options of `data inspect`: which rows to show.
 
     Attributes:
-        artifact: Directory of prompts, responses, acceptance labels, rollouts or features.
+        data: Directory of prompts, responses, acceptance labels, rollouts or features.
         row: Number of the first row to show.
         rows: How many rows to show; 0 shows the summary only.
         tokenizer: Model whose tokenizer turns ids into text. Default: the target that the artifact was made with.
     """
 
-    artifact: Path = volatile()
+    data: Path = volatile()
     row: int = 0
     rows: int = 1
     tokenizer: str | None = None

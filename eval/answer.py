@@ -35,7 +35,7 @@ _drafting: WeakKeyDictionary[Drafter, int] = WeakKeyDictionary()
 
 
 def load_drafter(
-    draft: str | Path,
+    head: str | Path,
     target: CausalLM,
     method: str = "",
     *,
@@ -45,14 +45,14 @@ def load_drafter(
 ) -> Drafter:
     """Load a drafter for a target, for `generate` or `measure`. It drafts for one sequence at a time.
 
-    draft: a draft model or the directory of a trained head. method: as of `eval bench`, such as eagle3:k=7; by default
+    head: directory of a trained head, or a draft model. method: as of `eval bench`, such as eagle3:k=7; by default
     the chain of the draft, of its own length. acceptance: directory of an acceptance head, for methods that use one.
     longest: tokens of a prompt with its answer. temperature: of its use, where a head was trained for one mode.
 
     Raises:
         InputError: no such model, or one that does not fit the target.
     """
-    paths = DraftSettings(draft=str(draft)).paths | {"target": checkpoint_of(target).path}
+    paths = DraftSettings(head=str(head)).paths | {"target": checkpoint_of(target).path}
     if acceptance is not None:
         paths["acceptance"] = str(acceptance)
     kind = next(name for name in paths if name != "target")

@@ -186,7 +186,7 @@ def certify_server(config: CertifyConfig) -> tuple[list[dict[str, Any]], dict[st
     The control's bounds and the bets on the server each fail with at most half of alpha.
     """
     checkpoint = Checkpoint(config.target, config.trust_remote_code)
-    answers = {SERVER: ServerAnswers.open(config.answers, config, checkpoint)}
+    answers = {SERVER: ServerAnswers.open(config.data, config, checkpoint)}
     if config.control is not None:
         answers = {CONTROL: ServerAnswers.open(config.control, config, checkpoint), **answers}
         asked = [each.sampling for each in answers.values()]
@@ -196,8 +196,8 @@ def certify_server(config: CertifyConfig) -> tuple[list[dict[str, Any]], dict[st
         log_note("No control: what the server's type and kernels change counts as a mistake of its speculation.")
     params, target = answers[SERVER].sampling, load_target(checkpoint, **config.loading)
     drafts = None
-    if config.draft is not None and not params.greedy:
-        drafts = FirstDrafts(load_server_drafter(config, config.draft, target))
+    if config.head is not None and not params.greedy:
+        drafts = FirstDrafts(load_server_drafter(config, config.head, target))
 
     rows, drift, level = list[dict[str, Any]](), Drift(), config.alpha / 2
     for name, each in answers.items():
@@ -216,7 +216,7 @@ def certify_server(config: CertifyConfig) -> tuple[list[dict[str, Any]], dict[st
         test = sampling_test(target, given, params, level, evidence)
         rows.append({"of": name, "greedy": None, "sampling": test, "passed": test["passed"]})
         drift = evidence.moments
-    where = f"at {config.target_server}" if config.target_server else f"in {str(target.dtype).removeprefix('torch.')}"
+    where = f"at {config.server}" if config.server else f"in {str(target.dtype).removeprefix('torch.')}"
     top = f", top-k {params.top_k}" if params.top_k else ""
     top += f", top-p {params.top_p:g}" if params.top_p < 1 else ""
     print_text(f"Answers at temperature {params.temperature:g}{top}, scored under {config.target} {where}.")

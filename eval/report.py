@@ -303,7 +303,7 @@ def about(one: Run) -> str:
     meta, settings = one.meta, one.meta.get("settings") or {}
     prompts, hardware = meta.get("prompts") or {}, meta.get("hardware") or {}
     parts = [f"Target {settings.get('target', 'not named')}"]
-    if drafts := settings.get("draft"):
+    if drafts := settings.get("head"):
         parts.append(f"draft {drafts if isinstance(drafts, str) else ', '.join(drafts)}")
     if prompts:
         parts.append(f"{prompts.get('count', '?')} prompts of {prompts.get('source', 'an unnamed source')}")

@@ -64,11 +64,11 @@ class PromptChoice:
 
     Attributes:
         split: Keep prompts of this split (train, dev or test of embedded:prompts).
-        keep_tasks: Keep prompts whose own task is one of these, separated by commas.
+        tasks: Keep prompts whose own task is one of these, separated by commas.
     """
 
     split: str | None = None
-    keep_tasks: str | None = None
+    tasks: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +116,10 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
 
     Attributes:
         target: model directory, hub id or embedded:target.
-        prompts: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts. This or
-            tasks.
-        tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may
-            be FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
-            Or benchmarks by name, fetched from the hub: six-tasks (EAGLE's), spec-bench, speed-bench, deepspec.
+        data: JSONL, JSON or Parquet file of chats, output of `data prompts`, a data set, or embedded:prompts. Several,
+            separated by commas or the files of a directory, are a task each, named by their files. They may be
+            FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts. Or benchmarks by name,
+            fetched from the hub: six-tasks (EAGLE's), spec-bench, speed-bench, deepspec.
         mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
         acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
         methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3.
@@ -128,7 +127,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
             online:c=auto:min=1:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10; the five
             policies from specdec++ to self-verify also with drafter=KIND, by a trained head of that kind. Three models:
             pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20. A head's own methods begin with its kind;
-            docs/decoding.md lists them all. Of several --draft of one kind each is measured, named by what its path
+            docs/decoding.md lists them all. Of several --head of one kind each is measured, named by what its path
             differs in: eagle3@a:k=5 and eagle3@b:k=5 of runs/a/best and runs/b/best.
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
@@ -136,7 +135,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
         replay: answers of this target, in place of prompts: acceptance of chains of a fixed length and of pld on them,
             by the length of drafts, without decoding. Output of `data responses`, which records its sampling, or of
             `data prompts --supervised`, or a file of chats whose last turn is the answer, sampled by --temperature.
-        limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
+        limit: measure the first so many prompts, of each file where --data has several; 0 takes all.
         by: what the numbers are divided by, separated by commas: context (tokens before a round), turn, kind (what a
             round's first token is part of: thinking, call, code or prose), task, and columns of the rows, such as
             language.
@@ -154,8 +153,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
     """
 
     target: str
-    prompts: str | None = None
-    tasks: str | None = None
+    data: str | None = None
     mid: str | None = None
     acceptance: str | None = None
     methods: str = "ar"
@@ -239,10 +237,9 @@ class ServedConfig(PromptChoice):
         engine: The server, which is started here; sglang is measured with --server only, without its drafts.
         server: Address of a running server, in place of starting one. Its draft length is its own.
         target: The target as it is served: for llama.cpp its GGUF file, for vLLM a directory or hub id.
-        draft: What `export --format llamacpp` (a GGUF file or its directory) or `--format vllm` wrote, or a draft
+        head: What `export --format llamacpp` (a GGUF file or its directory) or `--format vllm` wrote, or a draft
             model.
-        prompts: As for `eval bench`. This or tasks.
-        tasks: Directory of such files, each a task.
+        data: Prompts, as for `eval bench`.
         limit: The first so many prompts of each file; 0 takes all.
         concurrency: Numbers of requests at once, separated by commas; no more than there are prompts.
         num_drafted: Draft lengths (--spec-draft-n-max, num_speculative_tokens), separated by commas; 0, the plain
@@ -252,7 +249,7 @@ class ServedConfig(PromptChoice):
         repeats: Times that all prompts are asked.
         max_new_tokens: Longest answer.
         temperature: 0 is greedy, where answers are compared with the plain server's.
-        threads: Threads of every server.
+        num_threads: Threads of every server.
         engine_path: llama-server, or the Python of an environment with vLLM. Default: that of `make engines` in this
             directory, or llama-server on the PATH, or this Python.
         output: Directory that receives results.json, and of vLLM vllm-schedule.json and sglang-schedule.json, the best
@@ -263,9 +260,8 @@ class ServedConfig(PromptChoice):
     engine: Literal["llamacpp", "vllm", "sglang"] = "llamacpp"
     server: str | None = None
     target: str
-    draft: Path | None = None
-    prompts: str | None = None
-    tasks: str | None = None
+    head: Path | None = None
+    data: str
     limit: int = 8
     concurrency: str = "1"
     num_drafted: str | None = None
@@ -273,24 +269,24 @@ class ServedConfig(PromptChoice):
     repeats: int = 1
     max_new_tokens: int = 96
     temperature: float = 0.0
-    threads: int = 1
+    num_threads: int = 1
     engine_path: Path | None = None
     output: Path
     again: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_new_tokens", "threads", "repeats")
+        check_positive(self, "max_new_tokens", "num_threads", "repeats")
         check_not_negative(self, "limit", "temperature")
         for name, numbers, least in (("num_drafted", self.lengths, 0), ("concurrency", self.loads, 1)):
             if not all(least <= number <= MOST_REQUESTS for number in numbers):
                 raise InputError(name, getattr(self, name), f"numbers from {least} to {MOST_REQUESTS:,}", "Correct it.")
         if self.engine != "llamacpp" and any(self.thresholds):
             raise InputError("p_min", self.p_min, "none: only llama.cpp ends a draft early", "Leave it out.")
-        if self.server is None and (self.draft is None or self.engine == "sglang"):
-            found = f"{self.engine} without --server, draft {self.draft}"
-            raise InputError("draft", found, "a drafter, and llamacpp or vllm to serve it", "Pass --draft or --server.")
+        if self.server is None and (self.head is None or self.engine == "sglang"):
+            found = f"{self.engine} without --server, head {self.head}"
+            raise InputError("head", found, "a drafter, and llamacpp or vllm to serve it", "Pass --head or --server.")
         if self.server is not None:
-            names = ("draft", "num_drafted", "p_min", "engine_path")
+            names = ("head", "num_drafted", "p_min", "engine_path")
             check_left_out(self, names, "with --server", "none: the running server has its own")
 
     @property
@@ -312,9 +308,9 @@ class CertifyConfig(ServedLoading):
 
     Attributes:
         target: the model that is served, in the weights that are served: a directory, hub id or GGUF file.
-        answers: output of `data responses`, asked of the server that speculates.
+        data: output of `data responses`, asked of the server that speculates.
         control: the same of the server without its drafter, with as many answers or more.
-        draft: the model or head that the server drafts with, if it runs here: its distribution at every token makes
+        head: the head or model that the server drafts with, if it runs here: its distribution at every token makes
             smaller mistakes visible.
         output: directory that receives results.json.
         limit: only the first so many answers; 0 takes all.
@@ -323,9 +319,9 @@ class CertifyConfig(ServedLoading):
     """
 
     target: str
-    answers: Path
+    data: Path
     control: Path | None = None
-    draft: str | None = None
+    head: str | None = None
     output: Path
     limit: int = 0
     num_threads: int = 1
@@ -354,16 +350,17 @@ class CheckConfig(ServedLoading):
         target: The target model.
         target_gguf: The target's GGUF file, which llama.cpp serves. Default: --target if it is one, else it is written,
             of Llama-family models.
-        draft: The draft whose hidden states an acceptance head reads (specdec_pp): a model, or the directory of a
-            drafting head, then with its --target.
-        head: The head that the directory was exported from, to compare logits with.
-        engine: How models run here: lean for Llama-family weights, hf for any transformers model; auto takes lean where
-            it can. vllm and llamacpp serve the directory (a head, or a draft model) with the target, greedily.
+        head: The head that the directory was exported from, to compare logits with. Of an acceptance head's directory
+            (specdec_pp), the drafter whose states it reads: a head, then with its --target, or a draft model.
+        acceptance: The acceptance head that the directory was exported from.
+        engine: own reads the files here; vllm and llamacpp serve the directory (a head, or a draft model) with the
+            target, greedily.
         dtype: Type of the weights; auto takes the checkpoint's, and for a served directory float32.
         engine_path: Python of an environment with vLLM, or llama-server of llama.cpp, which is started. Default: that
             of `make engines` in this directory, else this Python, or llama-server on the PATH.
-        server: Address of a running server with this target and drafter, instead of starting one.
-        prompts: Held-out prompts, as for `eval bench`. Default for the embedded target: its own, of the test split.
+        server: Address of a server: with --engine own a vLLM server that runs the target (`draftsmith launch vllm`),
+            else a running one with this target and drafter, instead of starting one.
+        data: Held-out prompts, as for `eval bench`. Default for the embedded target: its own, of the test split.
         split: Keep prompts of this split.
         limit: Number of prompts, from the start.
         max_new_tokens: Longest answer.
@@ -376,14 +373,12 @@ class CheckConfig(ServedLoading):
     format: AnyFormat = "auto"
     target: str | None = None
     target_gguf: Path | None = None
-    draft: str | None = None
-    head: Path | None = None
+    head: str | None = None
+    acceptance: str | None = None
     dtype: Dtype = "auto"
-    # Overrides the engines of `Loading`: servers check directories too. mypy allows only narrower types.
-    engine: Literal["auto", "lean", "hf", "vllm", "llamacpp"] = "auto"  # type: ignore[assignment]
+    engine: Literal["own", "vllm", "llamacpp"] = "own"
     engine_path: Path | None = None
-    server: str | None = None
-    prompts: str | None = None
+    data: str | None = None
     split: str | None = None
     limit: int = 12
     max_new_tokens: int = 96
@@ -397,19 +392,21 @@ class CheckConfig(ServedLoading):
             raise InputError("target_gguf", self.target_gguf, "--engine llamacpp, which serves it", "Leave it out.")
         if self.p_min and self.engine != "llamacpp":
             raise InputError("p_min", self.p_min, "--engine llamacpp, which cuts drafts by it", "Leave it out.")
-        if self.engine in SYSTEMS:
-            expected = "none: our own chain decodes, which needs the whole target"
-            check_left_out(self, ("target_server",), f"with --engine {self.engine}", expected)
-        for name in ("engine_path", "server", "prompts"):
+        for name in ("engine_path", "data"):
             if getattr(self, name) is not None and self.engine not in SYSTEMS:
                 expected = "--engine vllm or llamacpp, which read it"
                 raise InputError(name, getattr(self, name), expected, "Add it, or leave this out.")
 
     @property
+    def target_server(self) -> str | None:
+        # A server with the drafter is the one that is checked: our own chain decodes, which needs the whole target.
+        return None if self.engine in SYSTEMS else self.server
+
+    @property
     def loading(self) -> dict[str, Any]:
         if self.engine not in SYSTEMS:
             return super().loading
-        return super().loading | {"dtype": "float32" if self.dtype == "auto" else self.dtype, "engine": "auto"}
+        return super().loading | {"dtype": "float32" if self.dtype == "auto" else self.dtype}
 
 
 @dataclass(frozen=True)
@@ -419,7 +416,7 @@ class DiagnoseConfig(ServedLoading):
     write it corrected.
 
     Attributes:
-        draft: Directory of a trained draft head of any kind; with --write also a head of another system, as for
+        head: Directory of a trained draft head of any kind; with --write also a head of another system, as for
             `import`.
         data: Answers like those that it was trained on: responses, features, or supervised prompts. With --write
             responses, or prompts, which the target then answers here, greedily. Several are joined, as in training.
@@ -430,7 +427,7 @@ class DiagnoseConfig(ServedLoading):
         max_new_tokens: Length of the answers that are made for --write.
     """
 
-    draft: str
+    head: str
     data: tuple[str, ...] | str | Path
     target: str = "embedded:target"
     limit: int | None = None

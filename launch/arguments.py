@@ -211,8 +211,8 @@ class CommandApp(App):
         # A text may stand for a list in Python only. `null` is None, and a text such as `none` is not.
         argument.hint = functools.reduce(operator.or_, several[:1] or kinds)
         if several:
-            # One value behind each --draft, so that `decode --draft DIR "PROMPT"` does not take the prompt for a head.
-            add(argument, n_tokens=-1, consume_multiple=None if name == "draft" else 1, json_list=False)
+            # One value behind each --head, so that `decode --head DIR "PROMPT"` does not take the prompt for a head.
+            add(argument, n_tokens=-1, consume_multiple=None if name == "head" else 1, json_list=False)
             add(argument, show_default=bool(default) and (lambda values: ", ".join(map(str, values))))
         elif default is False:
             add(argument, show_default=False)

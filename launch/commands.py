@@ -80,7 +80,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "data.settings:FeaturesConfig", "data.features", "The target's hidden states, to train a draft head"
         ),
         "data inspect": Command(
-            "data.settings:InspectConfig", "data.inspect", "Look at rows, their mask in color", ("artifact",)
+            "data.settings:InspectConfig", "data.inspect", "Look at rows, their mask in color", ("data",)
         ),
     },
     "Train heads": {
@@ -127,7 +127,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.settings:DiagnoseConfig",
             "launch.export.diagnose",
             "Why a drafter drafts badly, and its files corrected",
-            ("draft",),
+            ("head",),
         ),
         "eval bench": Command(
             "eval.settings:BenchConfig", "eval.bench.command", "Compare methods: speed, tau, equality with the target"

@@ -9,7 +9,7 @@ SAME = {
     "warmup_share": "warmup_ratio",
     "output": "output_dir save_path out",
     "target": "model model_name_or_path target_model target_model_path verifier",
-    "draft": "draft_model draft_model_path speculative_model",
+    "head": "draft draft_model draft_model_path speculative_model",
     "data": "data_path train_data_path dataset",
     "ttt_steps": "ttt_length",
     "draft_vocab": "draft_vocab_size",

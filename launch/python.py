@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(command: str, **values: Any) -> Any:
-    """Run a command of the command line: `run("data responses", prompts="runs/prompts", ...)`.
+    """Run a command of the command line: `run("data responses", data="runs/prompts", ...)`.
 
     Args:
         values: the command's options, with underscores; `config` takes a YAML file or a shipped name.

@@ -133,7 +133,7 @@ def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
             found, remedy = f"{config.init}, {named_kind(kind)} head", f"Train it with: draftsmith train {kind}"
             raise InputError("init", found, named_kind(config.kind), remedy)
         format: Any = MTP if config.kind == MTP else "auto"
-        own = ImportConfig(config.init, directory, config.target, format=format, engine=config.engine)
+        own = ImportConfig(config.init, directory, config.target, format=format, loader=config.loader)
         import_head(dataclasses.replace(own, trust_remote_code=config.trust_remote_code))
     # What was imported stays when the files are moved.
     elif config.kind != MTP and Path(config.init).exists():

@@ -17,7 +17,7 @@ LEAST_BYTES = 2 * 2**30
 class VllmConfig:
     """Start a vLLM server that hands out hidden states: draftsmith launch vllm --target BIG --drafter eagle3 -- ...
 
-    Any number of `train` and `data features` commands may read from it, and every command with --target-server.
+    Any number of `train` and `data features` commands may read from it, and every command with --server.
 
     Attributes:
         command: Further options of `vllm serve`, after a lone --.

@@ -59,7 +59,7 @@ def responses(target, tmp_path_factory) -> Path:
     (folder / "rows.jsonl").write_text("\n".join(lines))
     shared = {"target": target, "output": folder / "prompts"}
     draftsmith.run("data prompts", source=folder / "rows.jsonl", **shared)
-    settings = {"prompts": folder / "prompts", "target": target, "output": folder / "responses"}
+    settings = {"data": folder / "prompts", "target": target, "output": folder / "responses"}
     return draftsmith.run("data responses", **settings, max_new_tokens=20, ignore_eos=True, num_threads=1)
 
 
@@ -100,7 +100,7 @@ def test_a_policy_in_a_file_of_ones_own(drafters_registry):
 
 def test_a_policy_on_the_command_line(drafters_registry, capsys, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_DRAFTERS", str(EXAMPLES / "drafters"))
-    words = ["decode", "Rename a to b: a = 1", "--draft", "embedded:draft", "--method", "streak:low=2"]
+    words = ["decode", "Rename a to b: a = 1", "--head", "embedded:draft", "--method", "streak:low=2"]
     assert main([*words, "--max-new-tokens", "8"]) == 0
     assert "streak:low=2: drafted and accepted" in capsys.readouterr().err
 

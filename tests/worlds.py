@@ -368,14 +368,14 @@ def make_tiny_world(root: Path) -> dict[str, str]:
     ]  # fmt: skip
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {name: str(root / name) for name in ("target", "draft", "eagle", "acceptance")}
-    return {**found, "prompts": str(root / "prompts.jsonl")}
+    return {**found, "data": str(root / "prompts.jsonl")}
 
 
 def draft_options(models: Mapping[str, Any]) -> dict[str, Any]:
-    """Make options of a command: `draft` and `eagle` of `models` together as its `draft`; None is left out."""
-    options = {name: value for name, value in models.items() if name != "eagle" and value is not None}
+    """Make options of a command: `draft` and `eagle` of `models` together as its `head`; None is left out."""
+    options = {name: value for name, value in models.items() if name not in ("draft", "eagle") and value is not None}
     drafts = tuple(models[name] for name in ("draft", "eagle") if models.get(name) is not None)
-    return {**options, "draft": drafts} if drafts else options
+    return {**options, "head": drafts} if drafts else options
 
 
 def draft_words(models: Mapping[str, Any]) -> list[str]:
@@ -472,7 +472,7 @@ def make_world(root: Path) -> World:
     acceptance = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, num_blocks=1))
     acceptance.blocks[0].linear.weight.data.normal_(std=0.3)
     return World(
-        directory, target, load_lm(str(directory), engine="hf"), load_lm(str(draft)),
-        load_lm(str(draft), engine="hf"), load_lm(str(short)), load_lm(str(mid)),
+        directory, target, load_lm(str(directory), loader="hf"), load_lm(str(draft)),
+        load_lm(str(draft), loader="hf"), load_lm(str(short)), load_lm(str(mid)),
         quick_eagle_head(target, rows, steps=120), acceptance.requires_grad_(False), prompts, answers, oracle,
     )  # fmt: skip

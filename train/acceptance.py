@@ -57,7 +57,7 @@ def with_shape(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     """
     # Check the drafter first: its error is the one to read.
     _ = read_model(config)
-    if kind_at(config.draft) is None:
+    if kind_at(config.head) is None:
         config = dataclasses.replace(config, mix=0.15 if config.mix is None else config.mix)
     elif config.mix is not None:
         raise InputError("mix", config.mix, "labels of mixed text: a head's drafts are not mixed", "Leave it out.")
@@ -81,10 +81,10 @@ def read_model(config: TrainAcceptanceConfig) -> str:
     Raises:
         InputError: a head without its target.
     """
-    if kind_at(config.draft) is None:
-        return config.draft
+    if kind_at(config.head) is None:
+        return config.head
     if config.target is None:
-        raise InputError("target", "none", f"the model that {config.draft} drafts for", "Pass --target.")
+        raise InputError("target", "none", f"the model that {config.head} drafts for", "Pass --target.")
     return config.target
 
 
@@ -100,10 +100,10 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
         load_lm,
         dtype=model_dtype(config),
         device=local_device(config),
-        engine=config.engine,
+        loader=config.loader,
         trust_remote_code=config.trust_remote_code,
     )
-    drafter = load_drafter(config.draft, lambda: load(read_model(config)), load)
+    drafter = load_drafter(config.head, lambda: load(read_model(config)), load)
     rollouts = drafter.head is not None
 
     def open_labels(data: Data) -> ArtifactDataset | Joined:

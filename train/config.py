@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
-from draftsmith.data.settings import FeatureDtype, RemoteCode, volatile
+from draftsmith.data.settings import FeatureDtype, Loader, RemoteCode, volatile
 from draftsmith.data.store.parts import Part, parts_of, words_of
 from draftsmith.modules.drafters import HEADS, head_class
 from draftsmith.modules.types import InputError, check_config
@@ -108,8 +108,8 @@ class Hardware:
     """Options of where and how a training runs.
 
     Attributes:
-        model_dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
-        engine: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
+        dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
+        loader: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
         devices: Devices of this machine to use; under torchrun it is what torchrun started.
         accelerator: Kind of device.
         strategy: How several devices work together; auto takes ddp when there are several. The DeepSpeed stages
@@ -119,10 +119,10 @@ class Hardware:
     """
 
     help_group: ClassVar[str] = "Hardware"
-    help_rarely: ClassVar[tuple[str, ...]] = ("engine", "accelerator", "num_workers")
+    help_rarely: ClassVar[tuple[str, ...]] = ("loader", "accelerator", "num_workers")
 
-    model_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    engine: Literal["auto", "lean", "hf"] = volatile("auto")
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    loader: Loader = volatile("auto")
     devices: int = volatile(1)
     accelerator: Literal["auto", "cpu", "gpu"] = volatile("auto")
     strategy: Strategy = volatile("auto")
@@ -257,10 +257,10 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
 
     Attributes:
         target: The target model, frozen: the one the data was made with. The head uses its embedding and lm_head.
-        features: Features of responses are computed in every epoch (online), or come from a server (vllm), and only the
-            target's embeddings are loaded here. To compute them once and store them: data features.
+        server: Address of a vLLM server that `draftsmith launch vllm` has started. It computes the features of
+            responses in every epoch, and only the target's embeddings are loaded here. To compute them once and store
+            them: data features.
         feature_dtype: What the server sends: bf16, or fp8 with a scale for each token, half the bytes.
-        feature_server: Address of the server, which `draftsmith launch vllm` starts.
         span_tokens: With --tokens-per-batch an EAGLE-3, MTP, DSpark or DFlash head learns so many tokens of a part at
             once, whole sequences or a piece of a longer one, which still reads all before it: memory stays the same for
             rows of any length. The gradients are those of the whole; 0 learns a part at once.
@@ -274,14 +274,12 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
     help_group: ClassVar[str] = "Data"
     help_rarely: ClassVar[tuple[str, ...]] = (
         "feature_dtype",
-        "feature_server",
         "device_map",
     )
 
     target: str
-    features: Literal["online", "vllm"] = "online"
+    server: str | None = volatile(None, presence=True)
     feature_dtype: FeatureDtype = "bf16"
-    feature_server: str = volatile("http://127.0.0.1:8000")
     span_tokens: int = volatile(16_384)
     device_map: bool = volatile(False)
     init: str = "random"
@@ -291,9 +289,9 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
         if self.device_map and self.devices > 1:
             remedy = "One process has all GPUs; or let vLLM run the target (docs/guides/large-targets.md)."
             raise InputError("devices", self.devices, "1 with --device-map", remedy)
-        if self.features == "vllm" and (self.device_map or self.num_workers):
-            found = f"vllm with device_map {self.device_map}, num_workers {self.num_workers}"
-            raise InputError("features", found, "neither: no target is here, and one process reads", "Leave them out.")
+        if self.server is not None and (self.device_map or self.num_workers):
+            found = f"{self.server} with device_map {self.device_map}, num_workers {self.num_workers}"
+            raise InputError("server", found, "neither: no target is here, and one process reads", "Leave them out.")
 
     @property
     def drafter(self) -> type[DraftHead]:
@@ -352,7 +350,7 @@ class TrainAcceptanceConfig(TrainConfig):
     A 128-wide draft wants lr 1e-3.
 
     Attributes:
-        draft: The draft model, or the trained drafter's head, whose drafts were labeled; frozen.
+        head: The draft model, or the trained drafter's head, whose drafts were labeled; frozen.
         target: The target model, if the draft is a head: it makes what the head reads.
         init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks; the loss
             weights are those given here.
@@ -363,7 +361,7 @@ class TrainAcceptanceConfig(TrainConfig):
         mix: Probability that a draft model reads the target's token instead of its own. Default: 0.15.
     """
 
-    draft: str
+    head: str
     target: str | None = None
     init: Path | None = volatile(None)
     num_blocks: int | None = None

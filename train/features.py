@@ -1,6 +1,6 @@
 """Features of the target for a drafter's training: computed in the step, stored, or from a vLLM server.
 
-`FeatureSource` computes those of batches that come without any. With `--features vllm` a server sends them, and they
+`FeatureSource` computes those of batches that come without any. With `--server URL` a server sends them, and they
 are dropped after use (`FeatureStream`).
 """
 

@@ -147,7 +147,7 @@ def meta_target(checkpoint: Checkpoint, outer: bool) -> nn.Module:
             model = auto_class(config).from_config(config, trust_remote_code=checkpoint.trust_remote_code)
             target: nn.Module = text_part(model)
         except Exception as error:  # each family refuses in its own way
-            remedy = "Plan with --features vllm, which counts no layer of it."
+            remedy = "Plan with --server URL, which counts no layer of it."
             found = f"{checkpoint.path} ({describe_error(error)})"
             raise InputError("target", found, "a causal model that transformers builds", remedy) from error
         return target
@@ -194,7 +194,7 @@ def plan_of(
     """
     drafter, world = config.drafter, world_size(config)
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
-    files, served = opened or Checkpoint(config.target), config.features == "vllm"
+    files, served = opened or Checkpoint(config.target), config.server is not None
     shape, width = files.shape, weight_type(model_dtype(config), files).itemsize
     paths = [part.path for part in config.parts]
     stored = all((path / MANIFEST).exists() and Manifest.read(path).kind == "features" for path in paths)

@@ -73,7 +73,7 @@ def prepare(
     if needs_layers(config):
         if config.device_map:
             check_one_process()
-        how = (dtype, device, config.engine, config.trust_remote_code)
+        how = (dtype, device, config.loader, config.trust_remote_code)
         target = load_lm(checkpoint, *how, device_map=config.device_map)
     else:
         target = load_outer(checkpoint, dtype, device)
@@ -102,7 +102,7 @@ def prepare(
 
 def needs_layers(config: TrainDrafterConfig) -> bool:
     """Return whether the target's layers run in the training: for states, or for the answers that tau is read along."""
-    if config.device_map or config.features == "vllm":
+    if config.device_map or config.server is not None:
         return config.device_map
     data = [Manifest.read(part.path) for part in config.parts]
     val = data if config.val is None else [Manifest.read(config.val)]
@@ -131,10 +131,10 @@ def open_data(
         if manifest.kind != "features":
             found, remedy = f"{manifest.directory}, {manifest.kind} beside features", "Make features of them, too."
             raise InputError("data", found, "artifacts of one kind", remedy)
-        if config.features != "online":
-            found = f"{config.features}, and features in {manifest.directory}"
-            remedy = "Pass --features online: these are stored."
-            raise InputError("features", found, "responses to compute them of", remedy)
+        if config.server is not None:
+            found = f"{config.server}, and features in {manifest.directory}"
+            remedy = "Leave it out: these are stored."
+            raise InputError("server", found, "responses to compute them of", remedy)
         stored, wanted = (own.get("layers", "final-norm") for own in (manifest.identity.get("target", {}), identity))
         if stored != wanted:
             expected = f"those of {wanted}, which this head learns from"
@@ -162,7 +162,7 @@ def feature_source(
     samples: Sequence[Samples],
     clients: ExitStack,
 ) -> FeatureSource:
-    """Return the reader of features that `config.features` asks for; served ones come with the samples.
+    """Return the reader of features of responses; served ones come with the samples.
 
     clients: receives the server's client, to close it.
 
@@ -172,10 +172,10 @@ def feature_source(
     from draftsmith.train.features import FeatureSource, FeatureStream
 
     stream, teacher = None, None
-    if config.features == "vllm":
+    if config.server is not None:
         states = tuple(layers) or (final_state(target.info.num_layers),)
         size = token_bytes(target.info.hidden_size * len(states), config.feature_dtype)
-        server = clients.enter_context(ServedStates(config.feature_server, config.output))
+        server = clients.enter_context(ServedStates(config.server, config.output))
         items = [samples[0].item(i, 0) for i in range(min(ANSWERED_ROWS, len(samples[0])))]
         rows, masks = ([item[name].tolist() for item in items] for name in ("input_ids", "loss_mask"))
         # Spread over devices (--device-map), it is another.

@@ -70,7 +70,7 @@ def process_memory() -> int:
 def model_dtype(config: TrainConfig) -> str:
     """Return the type of the frozen model's weights."""
     # On a CPU float32 is faster than bf16 at the row counts of small models.
-    return "float32" if config.model_dtype == "auto" and device_kind(config) == "cpu" else config.model_dtype
+    return "float32" if config.dtype == "auto" and device_kind(config) == "cpu" else config.dtype
 
 
 def resolve_precision(config: C) -> C:

@@ -199,7 +199,7 @@ def start_run(
     if not resumed or not id_file.exists():
         write_text(id_file, uuid.uuid4().hex[:12] + "\n")
     # A directory's or repository's last name; an acceptance head reads the draft's states.
-    model = Path(getattr(config, "draft", None) or getattr(config, "target", None) or "").name[:64]
+    model = Path(getattr(config, "head", None) or getattr(config, "target", None) or "").name[:64]
     names = [name for name in (job, model) if name]
     options: dict[str, Any] = {"job_type": job, "tags": names, "project": os.environ.get("WANDB_PROJECT", PROJECT)}
     options |= {"name": " ".join([*names, config.output.name]), "dir": str(config.output)}

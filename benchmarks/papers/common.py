@@ -50,7 +50,7 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
 
     Attributes:
         target: Model directory, hub id or embedded:target.
-        prompts: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts.
+        data: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts.
         mid: Model between draft and target.
         limit: Number of prompts; 0 takes all.
         temperatures: Separated by commas; 0 is greedy.
@@ -59,9 +59,9 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
     """
 
     target: str = "embedded:target"
-    prompts: str = "embedded:prompts"
+    data: str = "embedded:prompts"
     split: str | None = "test"
-    keep_tasks: str | None = EMBEDDED_TASKS
+    tasks: str | None = EMBEDDED_TASKS
     mid: str | None = None
     limit: int = 12
     max_new_tokens: int = 256
@@ -102,7 +102,7 @@ def load(config: PaperConfig, methods: Iterable[str], further: Sequence[BenchPro
     """
     named = parse_methods(",".join(dict.fromkeys(methods)))
     target = Checkpoint(config.target)
-    prompts = read_prompts(config.prompts, target, config.split, config.keep_tasks, config.limit)
+    prompts = read_prompts(config.data, target, config.split, config.tasks, config.limit)
     return Loaded(load_run(config, target, named, [*prompts, *further], config.modes), prompts)
 
 
@@ -198,7 +198,7 @@ def write_results(
     models = loaded.models
     smaller = {"draft": models.draft, "mid": models.mid}
     identities = {role: lm.info.identity for role, lm in smaller.items() if lm is not None}
-    meta = describe(kind, config, loaded.prompts, config.prompts, target=models.target.info.identity, models=identities)
+    meta = describe(kind, config, loaded.prompts, config.data, target=models.target.info.identity, models=identities)
     meta["command"] = shlex.join(["python", *sys.argv])
     make_directory(config.output)
     write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables)})

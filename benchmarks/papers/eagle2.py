@@ -1,7 +1,7 @@
 """Repeat the experiments of EAGLE-2 (Li et al. 2024) with an EAGLE head.
 
     make demo
-    python benchmarks/papers/eagle2.py --draft runs/demo/quick/eagle-head/best --output runs/eagle2
+    python benchmarks/papers/eagle2.py --head runs/demo/quick/eagle-head/best --output runs/eagle2
 
 Acceptance by position in a static tree (figure 5) and by confidence (figure 6), and the speed-up by nodes and depth.
 """
@@ -40,7 +40,7 @@ class Eagle2Config(common.PaperConfig):
     """Repeats the experiments of EAGLE-2 with an EAGLE head that was trained for the target.
 
     Attributes:
-        draft: Directory of the EAGLE head.
+        head: Directory of the EAGLE head.
         tree: Static tree whose positions are shown: a shipped name, or a YAML list of paths of ranks.
         topk: Children per node, and nodes expanded at once.
         nodes: Numbers of nodes to measure, separated by commas, each with every depth. The largest size shows
@@ -65,7 +65,7 @@ def run(config: Eagle2Config) -> Path:
     """Decode and measure; write OUTPUT/results.json."""
     if "eagle" not in config.drafters:
         given = ", ".join(config.drafters.values()) or "nothing"
-        raise InputError("draft", given, "an EAGLE head", "Pass --draft: a head of `draftsmith train eagle`.")
+        raise InputError("head", given, "an EAGLE head", "Pass --head: a head of `draftsmith train eagle`.")
     check_range("topk", config.topk, 1)
     static, largest = f"eagle-static:tree={config.tree}", config.sizes[-1]
     loaded = common.load(config, [*config.sizes, static])

@@ -56,13 +56,13 @@ class HsddwConfig(common.PaperConfig):
     """Repeats the experiments of HSDDW: three models, windows that entropy ends.
 
     Attributes:
-        draft: M1, the fast draft model. mid: M2, between M1 and the target.
+        head: M1, the fast draft model. mid: M2, between M1 and the target.
         k: Longest draft of M1, in the tables and wherever one window is shown.
         windows: Values of k for the sensitivity, separated by commas.
         max: Most tokens that HSDDW hands to the target at once.
     """
 
-    draft: tuple[str, ...] = ("embedded:draft-small",)
+    head: tuple[str, ...] = ("embedded:draft-small",)
     mid: str | None = "embedded:draft"
     limit: int = 10
     k: int = 10
@@ -73,9 +73,9 @@ class HsddwConfig(common.PaperConfig):
 @sole_writer()
 def run(config: HsddwConfig) -> Path:
     """Decode and measure; write OUTPUT/results.json."""
-    for role in ("draft", "mid"):
+    for role in ("head", "mid"):
         if not getattr(config, role):
-            raise InputError(role, "nothing", f"--{role} DIR", f"Pass --{role}: M{1 if role == 'draft' else 2}.")
+            raise InputError(role, "nothing", f"--{role} DIR", f"Pass --{role}: M{1 if role == 'head' else 2}.")
     for name in ("k", "max"):
         check_range(name, getattr(config, name), 1)
     windows = sorted({config.k, *comma_numbers("windows", config.windows, int)})
@@ -98,8 +98,8 @@ def run(config: HsddwConfig) -> Path:
 
 
 def measure_windows(config: HsddwConfig, windows: Sequence[int], params: SamplingParams) -> Iterator[Row]:
-    """Measure every method at every window; M2 alone in a run of its own, since a run has one --draft."""
-    alone = dataclasses.replace(config, draft=(str(config.mid),), mid=None)
+    """Measure every method at every window; M2 alone in a run of its own, since a run has one --head."""
+    alone = dataclasses.replace(config, head=(str(config.mid),), mid=None)
     for run_config, methods, directory in ((config, METHODS, "bench"), (alone, M2_METHODS, "bench-m2")):
         label_of = {(name, k): methods[name].format(k=k, max=config.max) for name in methods for k in windows}
         rows = common.measure(run_config, list(label_of.values()), params, directory)

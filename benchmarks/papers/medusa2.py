@@ -85,7 +85,7 @@ def main(data, target_path, output, steps=150, batch_size=8):
     register()
     torch.manual_seed(0)
     # peft finds the layers of a transformers model by their names.
-    target: Any = draftsmith.load_target(target_path, "float32", engine="hf")
+    target: Any = draftsmith.load_target(target_path, "float32", loader="hf")
     settings = draftsmith.settings("medusa", lm_head="own")
     head = draftsmith.new_head(settings, target)
     lora = LoraConfig(r=32, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -108,7 +108,7 @@ def main(data, target_path, output, steps=150, batch_size=8):
     adapted.merge_and_unload().save_pretrained(new_target)
     AutoTokenizer.from_pretrained(target.info.path).save_pretrained(new_target)
     heads = draftsmith.save(head, Path(output) / "heads", draftsmith.load_target(str(new_target)))
-    print(f"Measure it: draftsmith eval bench --target {new_target} --draft {heads} --methods medusa --prompts FILE")
+    print(f"Measure it: draftsmith eval bench --target {new_target} --head {heads} --methods medusa --data FILE")
     return new_target, heads
 
 

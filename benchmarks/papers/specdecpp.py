@@ -51,7 +51,7 @@ class SpecDecPPConfig(common.PaperConfig):
 
     Attributes:
         temperatures: One temperature; the paper samples at 1.
-        draft: The draft model.
+        head: The draft model.
         heads: Folder of acceptance heads to use instead of training some.
         train_split: Prompts to train heads on.
         dev_split: Prompts to choose settings on.
@@ -70,7 +70,7 @@ class SpecDecPPConfig(common.PaperConfig):
         lr: Peak learning rate; the paper has 5e-5 for a draft of 4096 units.
     """
 
-    draft: tuple[str, ...] = ("embedded:draft",)
+    head: tuple[str, ...] = ("embedded:draft",)
     temperatures: str = "1"
     heads: Path | None = None
     train_split: str = "train"
@@ -92,7 +92,7 @@ class SpecDecPPConfig(common.PaperConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.modes) != 1 or "draft" not in self.drafters:
-            raise InputError("temperatures", self.temperatures, "one, and a --draft model", "Name one.")
+            raise InputError("temperatures", self.temperatures, "one, and a --head model", "Name one.")
         for h in self.thresholds:
             check_range("thresholds", h, 0.0, 1.0, "()")
         check_range("ks", min(self.ks), 1)
@@ -171,12 +171,12 @@ def commands(config: SpecDecPPConfig) -> Iterator[list[str]]:
         if name == "train" and config.heads is not None:
             continue
         options: dict[str, dict[str, Any]] = {
-            "prompts": {"source": config.prompts, "split": split, "limit": limit, "task": config.keep_tasks},
+            "prompts": {"source": config.data, "split": split, "limit": limit, "tasks": config.tasks},
             "responses": {
-                "prompts": data / name / "prompts", "max_new_tokens": config.max_new_tokens, "batch_size": 128,
+                "data": data / name / "prompts", "max_new_tokens": config.max_new_tokens, "batch_size": 128,
                 **common_options,
             },
-            "acceptance": {"responses": data / name / "responses", "draft": draft, **common_options},
+            "acceptance": {"data": data / name / "responses", "head": draft, **common_options},
         }  # fmt: skip
         for kind, settings in options.items():
             yield command_words(f"data {kind}", target=config.target, **settings, output=data / name / kind)
@@ -184,7 +184,7 @@ def commands(config: SpecDecPPConfig) -> Iterator[list[str]]:
         return
     training: dict[str, Any] = {
         **{name: getattr(config, name) for name in ("epochs", "batch_size", "lr", "seed", "num_threads")},
-        "config": "acceptance-embedded", "draft": draft, "loggers": "csv",
+        "config": "acceptance-embedded", "head": draft, "loggers": "csv",
         "data": data / "train" / "acceptance", "val": data / "eval" / "acceptance",
     }  # fmt: skip
     for weight in config.weights:
@@ -200,7 +200,7 @@ class Study:
         self.config, (self.params,) = config, config.modes
         torch.set_num_threads(1)
         assert config.split is not None
-        dev = read_prompts(config.prompts, config.target, config.dev_split, config.keep_tasks, config.dev_prompts)
+        dev = read_prompts(config.data, config.target, config.dev_split, config.tasks, config.dev_prompts)
         self.loaded = common.load(config, ["spec"], dev)
         models = self.loaded.models
         assert models.draft is not None

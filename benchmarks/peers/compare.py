@@ -80,7 +80,7 @@ THEIR_SHAPE = {
 # speculators' defaults, in our words.
 THEIR_RECIPE = "--lr 1e-3 --schedule linear --warmup-share 0.01 --clip 1 --betas 0.9 0.999 --optimizer {optimizer}"
 THEIR_RECIPE += " --weight-decay {decay}"
-OURS = "--precision 32 --model-dtype float32 --tau-prompts 0 --loggers csv --num-threads 1 --features online"
+OURS = "--precision 32 --dtype float32 --tau-prompts 0 --loggers csv --num-threads 1"
 THEIRS = "--num-workers 0 --draft-attn-impl sdpa --loss-implementation eager --hidden-states-dtype float32"
 THEIRS += " --on-missing raise --log-freq 1000000 --checkpoint-freq 1000000 --no-resume-from-checkpoint"
 ARMS = {
@@ -338,7 +338,7 @@ def measure(config: CompareConfig, heads: Sequence[Path]) -> None:
     if not heads:
         return
     words = ["--target", config.target, "--replay", str(config.answers), "--dtype", "float32"]
-    words += ["--draft", ",".join(map(str, heads)), "--methods", f"{config.kind}:k={K}", "--limit", str(config.limit)]
+    words += ["--head", ",".join(map(str, heads)), "--methods", f"{config.kind}:k={K}", "--limit", str(config.limit)]
     _, bench = configure("eval bench", [*words, "--num-threads", "1", "--output", str(config.output)])
     assert bench is not None  # only of words that ask for help
     checkpoint = Checkpoint(config.target)

@@ -103,6 +103,6 @@ def llamacpp_server(
     if threads:
         words += ["--threads", str(threads), "--threads-batch", str(threads)]
     with running(words, {}) as url:
-        engine = LlamaCppEngine(ServerConfig(url=url, concurrency=slots), settings)
+        engine = LlamaCppEngine(ServerConfig(server=url, concurrency=slots), settings)
         engine.context = min(engine.context or context, context)
         yield engine

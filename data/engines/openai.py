@@ -54,7 +54,7 @@ class ServerEngine:
         self.connection = Server(server)
         self.server, self.settings, self.params = server, settings, settings.params
         # The server may know the model by another name than the path that we load its tokenizer from.
-        self.model = server.model or settings.target.path
+        self.model = server.server_model or settings.target.path
         self.tokenizer, self.eos_ids = settings.target.tokenizer, settings.target.end_tokens
         # What closes an answer in another template than the target's own is not known here.
         closing = closing_tokens(self.tokenizer) if template == template_hash(self.tokenizer) else ()
@@ -65,7 +65,7 @@ class ServerEngine:
         # The weights are at the server: only their configuration is known here.
         self.identity: dict[str, dict[str, str]] = {"target": {"config": config_hash(settings.target.config)}}
         if server.dialect == "openai":
-            remedy = "Pass --server.dialect vllm, or generate in process."
+            remedy = "Pass --dialect vllm, or generate in process."
             if settings.ignore_eos:
                 raise InputError("ignore_eos", "dialect openai", "a server that supports it: vllm", remedy)
             if self.params.top_k:
@@ -101,7 +101,7 @@ class ServerEngine:
             InputError: another model or chat template replied, so that no reply is usable.
         """
         for wrong, expected in misfits(reply, REPLY):
-            raise RowError(f"a reply with {wrong}, expected {expected}; check --server.url and --server.dialect")
+            raise RowError(f"a reply with {wrong}, expected {expected}; check --server and --dialect")
         if not reply["choices"] or reply["choices"][0]["finish_reason"] not in ("stop", "length"):
             found = json.dumps(reply["choices"])[:SHOWN_CHARS]
             raise RowError(f"choices {found}, expected finish_reason stop or length")
@@ -109,10 +109,10 @@ class ServerEngine:
         model, num_prompt, expected_prompt = reply.get("model"), usage.get("prompt_tokens"), len(row["prompt_ids"])
         if model not in (None, self.model):
             remedy = "Serve the model of --target, and pass the name by which the server calls it."
-            raise InputError("server.model", f"a reply by {model[:SHOWN_CHARS]!r}", repr(self.model), remedy)
+            raise InputError("server_model", f"a reply by {model[:SHOWN_CHARS]!r}", repr(self.model), remedy)
         is_other = choice.get("prompt_token_ids") not in (None, row["prompt_ids"])
         if is_other or num_prompt not in (None, expected_prompt):
-            remedy = "Serve the same model and chat template as --target, or pass --server.dialect vllm."
+            remedy = "Serve the same model and chat template as --target, or pass --dialect vllm."
             found = f"{num_prompt} tokens at the server{', other ones' if is_other else ''}"
             raise InputError(f"prompt {number}", found, f"{expected_prompt}, as here", remedy)
 
@@ -122,7 +122,7 @@ class ServerEngine:
         # The text must be all that was sampled.
         for part in HIDDEN_PARTS:
             if message.get(part):
-                raise RowError(f"a part in {part}; serve without a parser, or pass --server.dialect vllm")
+                raise RowError(f"a part in {part}; serve without a parser, or pass --dialect vllm")
 
         text, ids = choice.get("text", message.get("content")), choice.get("token_ids")
         retokenized = ids is None
@@ -176,7 +176,7 @@ def chat_body(row: dict[str, Any]) -> dict[str, Any]:
     """
     inputs, messages = json.loads(row.get("template_inputs", "{}")), json.loads(row["messages"])
     if inputs.get("date") not in (None, today := datetime.date.today().isoformat()):
-        found, remedy = f"prompts of {inputs['date']}", "Pass --server.dialect vllm, or make the prompts again."
+        found, remedy = f"prompts of {inputs['date']}", "Pass --dialect vllm, or make the prompts again."
         raise InputError("chat_template", found, f"{today}, which the server's template shows", remedy)
     # vLLM reads thoughts of earlier turns under another name than SGLang and llama.cpp.
     for message in messages:
@@ -280,8 +280,8 @@ class ServerShards:
                     failures.append(f"prompt {number} (id {prompt['id']}): {error}")
                     if len(failures) > engine.server.max_failed:
                         found = f"no usable answer to {len(failures)} prompts of a shard: {'; '.join(failures[-3:])}"
-                        expected = f"at most {engine.server.max_failed} without one (--server.max-failed)"
-                        remedy = "Run the same command again, or raise --server.max-failed."
+                        expected = f"at most {engine.server.max_failed} without one (--max-failed)"
+                        remedy = "Run the same command again, or raise --max-failed."
                         raise InputError("server", found, expected, remedy) from error
                     advance(1)
                     return None

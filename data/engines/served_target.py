@@ -79,7 +79,7 @@ class ServedLM(OuterLM):
         layers = aux_layers or (final_state(self.info.num_layers),)
         if missing := set(layers) - set(self.layers):
             found = f"a server without states of layers {', '.join(map(str, sorted(missing)))}"
-            raise InputError("target_server", found, "those that the head reads", f"Start it: {self.start(layers)}")
+            raise InputError("server", found, "those that the head reads", f"Start it: {self.start(layers)}")
         rows = input_ids.tolist()
         if self._norm is None:
             proof = prove_served(self._states, self, Recorded(rows[:1], [[False] * len(rows[0])], None), self.layers)
@@ -119,7 +119,7 @@ class ServedLM(OuterLM):
             places = self._states.log_probs(text, most if some else -1)[first - 1 :]
             if (least := min(map(len, places))) < asked:
                 found, remedy = f"{least:,} log-probabilities of a token", "Serve with a larger --max-logprobs."
-                raise InputError("target_server", found, f"{asked:,}, as asked for", remedy)
+                raise InputError("server", found, f"{asked:,}, as asked for", remedy)
         except InputError:
             if not some or most <= TOP:
                 raise
@@ -157,7 +157,7 @@ def served_answers(
     Raises:
         InputError: it refuses one.
     """
-    server = ServerConfig(url=f"{states.url}/v1", model=states.model)
+    server = ServerConfig(server=f"{states.url}/v1", server_model=states.model)
     engine = ServerEngine(server, AnswerSettings(target, params, max_new_tokens, ignore_eos, 0), "")
     if states.context is not None and engine.context is not None:
         engine.context = min(engine.context, states.context)

@@ -47,7 +47,7 @@ class Server:
     ):
         need_extra()
         self.config, self.kind, self.max_wait_s = config, kind, max_wait_s
-        self.url = config.url.rstrip("/")
+        self.url = config.server.rstrip("/")
         self.url = self.url.removesuffix("/v1") if root else self.url
         key = os.environ.get(config.api_key_env, "").strip()
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -190,13 +190,13 @@ class Server:
             remedy = "Start it, or correct the address."
             return InputError("server", f"nothing that listens at {self.url}", self.kind, remedy)
         if isinstance(found, httpx.InvalidURL | UnicodeError):
-            return InputError("server.url", f"{self.url} ({found})", "http://HOST:PORT, or https", "Correct it.")
+            return InputError("server", f"{self.url} ({found})", "http://HOST:PORT, or https", "Correct it.")
         if isinstance(found, Exception):
             found = f"{type(found).__name__} {str(found)[:SHOWN_CHARS]}".strip()
         remedy = READ_LOG
         if status in KEY_STATUS:
             name = self.config.api_key_env
-            remedy = f"Put its key into the environment variable {name}, or name another one: --server.api-key-env."
+            remedy = f"Put its key into the environment variable {name}, or name another one: --api-key-env."
         return InputError("server", f"{self.url}/{path}: {found}", expected or f"{self.kind} that answers", remedy)
 
 

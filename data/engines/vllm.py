@@ -43,7 +43,7 @@ def family_arguments(target: Checkpoint, states: bool) -> dict[str, Any]:
     model = ModelRegistry.models[native].load_model_cls()
     if states and not supports_eagle3(model):
         if is_hybrid(model) or not native.endswith("ForCausalLM"):
-            remedy = "Read its states with --engine hf."
+            remedy = "Read its states with --loader hf."
             raise InputError("engine", f"vLLM's {native}, which gives no hidden states", "a class that does", remedy)
         # vLLM's option --model-impl would also hold for the model that stands for the states, which has one only.
         experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -55,7 +55,7 @@ def check_release(version: str) -> None:
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not RELEASES[0] <= numbers < RELEASES[1]:
         expected = " to ".join(".".join(map(str, release)) for release in RELEASES)
-        remedy = "Install one of these, or pass --engine auto."
+        remedy = "Install one of these, or pass --loader auto."
         raise InputError("engine", f"vLLM {version}", f"a version from {expected}", remedy)
 
 
@@ -184,7 +184,7 @@ class ServedStates:
     def __init__(self, url: str, owner: Path, concurrency: int = 256):
         """owner: output directory of the command. With the rank it names the folder of this reader, so that a resumed
         command deletes the files of the killed one."""
-        server = ServerConfig(url=url, concurrency=concurrency, retries=RETRIES)
+        server = ServerConfig(server=url, concurrency=concurrency, retries=RETRIES)
         self._server = Server(server, "a vLLM server", root=True, max_wait_s=MAX_WAIT_S)
         name = f"{owner.absolute()}/{place().rank}"
         folder = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()

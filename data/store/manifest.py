@@ -215,8 +215,9 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def decisive(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration that are not volatile, nested ones dotted, as JSON values."""
+    """Return the fields of a configuration that are not volatile, of addresses whether there is one, as JSON values."""
     kept = {name: value for name, spec, value in options_of(config) if not spec.metadata.get("volatile")}
+    kept |= {name: value is not None for name, spec, value in options_of(config) if spec.metadata.get("presence")}
     return json.loads(json.dumps(kept, default=str))
 
 

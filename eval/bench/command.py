@@ -59,7 +59,7 @@ def run(config: BenchConfig) -> int:
             print_table(table)
         log_note(f"Written to {config.output / RESULTS}")
         return 0
-    check_left_out(config, ("target_server",), "without --replay", "none: decoding needs the whole target")
+    check_left_out(config, ("server",), "without --replay", "none: decoding needs the whole target")
     results = bench(config)
     for table in results_tables(results):
         print_table(table, bold="fastest")
@@ -88,7 +88,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 
     # Load.
     checkpoint = Checkpoint(config.target, config.trust_remote_code)
-    sources, choice = task_sources(config.prompts, config.tasks), (config.split, config.keep_tasks, config.limit)
+    sources, choice = task_sources(config.data), (config.split, config.tasks, config.limit)
     files = read_questions(sources, checkpoint, *choice, config.turns, config.columns)
     prompts = [prompt for file in files for prompt in file]
     models = load_run(config, checkpoint, named, prompts, config.modes, later_turns=True)
@@ -99,7 +99,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         "bench",
         config,
         prompts,
-        str(config.prompts or config.tasks),
+        str(config.data),
         seed=config.seed,
         target={**target.info.identity, **checkpoint_of(target).tokenizer_identity},
         models={role: lm.info.identity for role, lm in smaller.items() if lm is not None},
@@ -193,7 +193,7 @@ def check(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, str]
     used = {need for item in named for need in item.keys(config.paths) if need.partition("@")[0] not in (MODEL, "mid")}
     heads = {need: path for need, path in config.paths.items() if need in used}
     if config.card and not heads:
-        remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
+        remedy = "Pass --head HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
         raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
     _ = config.chosen_device, config.modes  # checks the device and the temperatures
     return heads

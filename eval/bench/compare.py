@@ -30,7 +30,7 @@ from draftsmith.modules.types import InputError
 # Settings without which two runs did not do the same work.
 SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns")
 # Settings that change how fast the same work is done.
-SAME_SPEED = ("device", "num_threads", "engine")
+SAME_SPEED = ("device", "num_threads", "loader")
 SEED = 0  # of the bootstrap
 META = {
     "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},

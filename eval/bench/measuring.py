@@ -181,7 +181,7 @@ class PromptRunner:
         if all(row["error"] is not None for row in rows):
             journal.path.unlink()
             found = f"none that could be measured; the last one: {rows[-1]['error']}"
-            raise InputError("prompts", found, "at least one", "Correct them.")
+            raise InputError("data", found, "at least one", "Correct them.")
         # In the order of the methods, whatever order they were measured in.
         labels = [(temperature, label) for temperature, own in self.runners.items() for label in own]
         order = {place: number for number, place in enumerate(labels)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task
+# What makes a directory one artifact, or one data set that `datasets` saved; and names of its files after splits.
+WHOLE = (MANIFEST, STARTED, "state.json", "dataset_dict.json")
+SPLIT_NAME = re.compile(r"(^|[-_.])(train|test|dev|val|valid|validation)([-_.]|$)", re.IGNORECASE)
 TEMPLATE_TOKENS = 16  # estimate of what a template puts around a turn
 Row = Mapping[str, Any]
 
@@ -52,27 +56,27 @@ def read_prompts(
     source: str,
     target: str | Checkpoint,
     split: str | None = None,
-    keep_tasks: str | None = None,
+    tasks: str | None = None,
     limit: int = 0,
     turns: Turns = "last",
 ) -> list[BenchPrompt]:
     """Read prompts as token ids, numbered from 0: the target's chat template, applied up to where the answer begins.
 
-    split: keep rows of this split; `none` keeps all. keep_tasks: keep rows of these tasks, separated by commas.
+    split: keep rows of this split; `none` keeps all. tasks: keep rows of these tasks, separated by commas.
     limit: keep the first so many, 0 all. turns: user turns of a conversation that are asked; a prompts artifact begins
     where `data prompts --turns` made it begin, and `all` asks its later turns too.
 
     Raises:
         InputError: no such source, rows of an unknown shape, an artifact of another tokenizer, or no row left.
     """
-    return read_questions([("", source)], opened(target), split, keep_tasks, limit, turns)[0]
+    return read_questions([("", source)], opened(target), split, tasks, limit, turns)[0]
 
 
 def read_questions(
     sources: Sequence[tuple[str, str]],
     target: Checkpoint,
     split: str | None,
-    keep_tasks: str | None,
+    tasks: str | None,
     limit: int,
     turns: Turns,
     columns: Sequence[str] = (),
@@ -87,7 +91,7 @@ def read_questions(
     number = itertools.count()
     questions: list[list[BenchPrompt]] = []
     for name, source in sources:
-        rows = itertools.islice(kept_rows(source, target, split, keep_tasks, turns, columns), limit or None)
+        rows = itertools.islice(kept_rows(source, target, split, tasks, turns, columns), limit or None)
         questions.append([prompt_of(row, name, next(number), turns) for row in rows])
     check_labels([prompt.labels for file in questions for prompt in file], columns)
     return questions
@@ -112,7 +116,7 @@ def prompt_of(row: Row, task: str, number: int, turns: Turns) -> BenchPrompt:
 
 
 def kept_rows(
-    source: str, target: Checkpoint, split: str | None, keep_tasks: str | None, turns: Turns, columns: Sequence[str]
+    source: str, target: Checkpoint, split: str | None, tasks: str | None, turns: Turns, columns: Sequence[str]
 ) -> Iterator[Row]:
     """Yield rows of `prompts` of a split and of some tasks, at least one, with their `labels`."""
     # A directory that `data prompts` wrote or began, or a file or data set of chats.
@@ -120,21 +124,21 @@ def kept_rows(
     if (path / MANIFEST).exists() or (path / STARTED).exists():
         rows = artifact_rows(path, target, turns, columns)
     else:
-        rows = chat_rows(source, target, turns, columns, split=split, keep_tasks=keep_tasks)
+        rows = chat_rows(source, target, turns, columns, split=split, tasks=tasks)
     empty = True
     for row in rows:
-        if kept(row, split, keep_tasks):
+        if kept(row, split, tasks):
             empty = False
             yield row
     if empty:
-        found = f"no row of split {split or 'any'} and tasks {keep_tasks or 'any'} in {source}"
-        remedy = "Check --split and --keep-tasks; --split none takes all splits."
-        raise InputError("prompts", found, "at least one", remedy)
+        found = f"no row of split {split or 'any'} and tasks {tasks or 'any'} in {source}"
+        remedy = "Check --split and --tasks; --split none takes all splits."
+        raise InputError("data", found, "at least one", remedy)
 
 
-def kept(row: Row, split: str | None, keep_tasks: str | None) -> bool:
+def kept(row: Row, split: str | None, tasks: str | None) -> bool:
     """Return whether a row is of a split and of one of some tasks, as far as these are named."""
-    wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
+    wanted = {task.strip() for task in tasks.split(",")} if tasks else None
     return (not split or row["split"] == split) and (wanted is None or row["task"] in wanted)
 
 
@@ -145,7 +149,7 @@ def artifact_rows(directory: Path, target: Checkpoint, turns: Turns, columns: Se
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
         if ours != theirs:
             found = f"{directory} made with chat template {theirs}"
-            raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
+            raise InputError("data", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
     rows = Rows(manifest.directory, manifest).iterate()
     yield from with_labels(({"split": "", **row} for row in rows), directory, columns)
 
@@ -165,12 +169,12 @@ def chat_rows(
     columns: Sequence[str] = (),
     *,
     split: str | None = None,
-    keep_tasks: str | None = None,
+    tasks: str | None = None,
     supervised: bool = False,
 ) -> Iterator[Row]:
     """Yield rows of `prompts` of a file or data set of chats, with their `split` and `labels`.
 
-    split, keep_tasks: only rows of these are encoded. supervised: with recorded answers.
+    split, tasks: only rows of these are encoded. supervised: with recorded answers.
     """
     opened, tokenizer = open_source(source, split), load_chat_tokenizer(target)
     config = PromptsConfig(source=source, target=target.path, output=Path(), turns=turns, supervised=supervised)
@@ -182,7 +186,7 @@ def chat_rows(
             own: dict[str, Any] = {name: row_label(raw, {}, name) for name in ("task", "split")}
             own["split"] = (split or "") if opened.split_taken else own["split"]
             # Only rows that are kept apply the template, which takes most of the time.
-            if not kept(own, split, keep_tasks):
+            if not kept(own, split, tasks):
                 continue
             own["labels"] = {name: column_text(raw, name) for name in columns}
             rows, _ = encoder.encode(row_label(raw, {}, "id", str(number)), raw)
@@ -207,46 +211,45 @@ def row_errors(where: str, expected: str) -> Iterator[None]:
         raise InputError(where, error, expected, error.remedy or remedy) from error
 
 
-def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]]:
-    """Return (name, source) pairs: `prompts` without a name, or each file or benchmark's task of `tasks` with its name.
+def task_sources(data: str | None) -> list[tuple[str, str]]:
+    """Return (name, source) pairs: one source without a name, or each of several with the name of its task.
 
-    A file is named by its stem, or by its folder in FastChat's layout, where all files have one name.
+    Several are separated by commas, the files of a directory, or the tasks of a published benchmark. A file is named by
+    its stem, or by its folder in FastChat's layout, where all files have one name. A directory whose files are named
+    after splits, or that `datasets` or `data prompts` wrote, is one source.
 
     Raises:
-        InputError: both or neither, a directory without files of prompts, or two files of one name.
+        InputError: no data, or two files of one name.
     """
-    if (prompts is None) == (tasks is None):
-        found = "neither --prompts nor --tasks" if prompts is None else "--prompts and --tasks"
-        remedy = "--prompts reads one file; --tasks reads several, each a task named by its file."
-        raise InputError("prompts", found, "exactly one of them", remedy)
-    if prompts is not None:
-        return [("", prompts)]
+    parts = [part for part in map(str.strip, (data or "").split(",")) if part]
+    if not parts:
+        raise InputError("data", "none", "prompts: a file, a directory, or a data set", "Pass --data.")
     sources: list[tuple[str, str]] = []
-    for part in filter(None, (part.strip() for part in str(tasks).split(","))):
+    for part in parts:
         path = Path(part)
-        if part.startswith(EMBEDDED):
-            sources.append((part.removeprefix(EMBEDDED), part))
-            continue
-        if not path.exists() and part in BENCHMARKS:
+        if part in BENCHMARKS and not path.exists():
             sources += [(task, "/".join(filter(None, (part, task)))) for task in BENCHMARKS[part]]
-            continue
-        if not path.exists():
-            expected = f"files, a directory, or {', '.join(BENCHMARKS)}"
-            raise InputError("tasks", f"{part}, which does not exist", expected, "Check the path.")
-        files = [path]
-        if path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
-            files += sorted(path.glob(f"*/{FASTCHAT}"))
-            if not files:
-                expected = f"a directory with files of {', '.join(SUFFIXES)}"
-                raise InputError("tasks", f"{part} without one", expected, "Check the path.")
-        for file in files:
-            name = file.absolute().parent.name if file.name == FASTCHAT else file.stem
-            sources.append((name, str(file)))
+        elif files := task_files(path):
+            sources += [
+                (file.absolute().parent.name if file.name == FASTCHAT else file.stem, str(file)) for file in files
+            ]
+        else:
+            sources.append((Path(part.removeprefix(EMBEDDED)).stem, part))
+    if len(sources) == 1 and sources[0][1] == parts[0]:
+        return [("", parts[0])]
     names = [name for name, _ in sources]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError("tasks", f"two files named {twice[0]}", "one file a task", "Rename one of them.")
+        raise InputError("data", f"two files named {twice[0]}", "one file a task", "Rename one of them.")
     return sources
+
+
+def task_files(directory: Path) -> list[Path]:
+    """Return the files of a directory of tasks; none for a file, an artifact or a data set."""
+    if not directory.is_dir() or any((directory / name).exists() for name in WHOLE):
+        return []
+    files = sorted(file for file in directory.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+    files += sorted(directory.glob(f"*/{FASTCHAT}"))
+    return [] if all(SPLIT_NAME.search(file.stem) for file in files) else files
 
 
 def next_turn(tokenizer: Any, prompt: BenchPrompt, answer: Sequence[int]) -> BenchPrompt:
@@ -274,7 +277,7 @@ def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, contex
     if not fitting or (tokenizer is None and len(fitting) < len(prompts)):
         longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
         found = f"{len(longest.prompt_ids)} tokens in prompt {longest.id}"
-        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten or remove it.")
+        raise InputError("data", found, f"at most {context - 1}, the target's context", "Shorten or remove it.")
     lengths = []
     for prompt in fitting:
         later = prompt.later if tokenizer is not None else ()

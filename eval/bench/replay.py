@@ -49,7 +49,7 @@ from draftsmith.modules.types import InputError, SamplingParams
 
 # Options of decoding, which nothing reads here.
 OF_DECODING = (
-    *("prompts", "tasks", "mid", "acceptance", "turns", "repeats", "traces", "card", "split", "keep_tasks"),
+    *("data", "tasks", "mid", "acceptance", "turns", "repeats", "traces", "card", "split"),
     *("max_new_tokens", "ignore_eos"),
 )
 
@@ -68,7 +68,7 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
     for item in named:
         if not isinstance(item.method, FixedLengthMethod | PromptLookupMethod):
             expected = "chains of a fixed length, such as spec:k=5 and eagle3:k=5, or pld"
-            raise InputError("methods", f"{item.label} with --replay", expected, "Measure it with --prompts.")
+            raise InputError("methods", f"{item.label} with --replay", expected, "Measure it with --data.")
 
     # Load.
     checkpoint = Checkpoint(config.target, config.trust_remote_code)

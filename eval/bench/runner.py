@@ -190,11 +190,12 @@ def load_models(
 def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longest: int, **loading: Any) -> CausalLM:
     """Load a draft or mid model, which has to share the target's tokens."""
     path, draft = paths[role], Checkpoint(paths[role])
-    check_same_tokenizer(checkpoint_of(target), draft, role)
+    option = "head" if role.partition("@")[0] == MODEL else role
+    check_same_tokenizer(checkpoint_of(target), draft, option)
     lm = load_fitting(draft, target, **loading)
     if lm.info.max_position < longest:
         found = f"{path} with a context of {lm.info.max_position}"
-        raise InputError(role, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
+        raise InputError(option, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
     return lm
 
 
@@ -205,7 +206,7 @@ def check_methods(named: Iterable[LabeledMethod], paths: Mapping[str, str]) -> d
     absent = MODEL in paths and not Path(resolve_model(paths[MODEL])).exists()
     for item in named:
         if absent and MODEL not in item.method.needs and not paths.keys() >= {*item.method.needs}:
-            raise InputError(MODEL, f"no directory {paths[MODEL]}", f"a head for {item.label}", CHECK_PATH)
+            raise InputError("head", f"no directory {paths[MODEL]}", f"a head for {item.label}", CHECK_PATH)
         check_needs(item, paths)
         trees |= {name: read_tree(name) for name in item.method.trees}
     return trees

@@ -39,7 +39,7 @@ from draftsmith.modules.formats.foreign import builders, detect, head_kind, name
 from draftsmith.modules.formats.readings import TRAINER
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import RECORD, foreign_package
-from draftsmith.modules.pretrained.heads import build_head, load_head
+from draftsmith.modules.pretrained.heads import build_head, load_head, named_kind
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
 from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import InputError, SamplingParams
@@ -116,7 +116,7 @@ def run(config: CheckConfig) -> int:
         from draftsmith.eval.check.engine import run as serve
 
         return serve(config)
-    models = (config.target, config.draft, config.loading)
+    models = (config.target, config.head, config.loading)
     wanted: str = config.format
     # A checkpoint with a module is read for that alone: its other files may be links to the target's.
     if wanted == "auto" and (config.directory / "config.json").is_file() and ships_mtp(Checkpoint(config.directory)):
@@ -136,7 +136,11 @@ def run(config: CheckConfig) -> int:
         if named is None:
             source = state_source(head_kind(package) == AcceptanceHead.kind, *models)
         format = detect(package, source.facts) if named is None else named_format(wanted, package)
-    head = original(config.head, format.kind, source) if config.head is not None else None
+    if config.acceptance is not None and not format.predicts:
+        expected = f"none: this is {named_kind(format.kind)} head"
+        raise InputError("acceptance", config.acceptance, expected, "Pass --head in its place.")
+    trained = config.acceptance if format.predicts else config.head
+    head = original(trained, format.kind, source) if trained is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)
     if wanted == "auto" and not report.lacking:
@@ -151,7 +155,7 @@ def run(config: CheckConfig) -> int:
     return report.exit_code
 
 
-def original(directory: Path, kind: str, source: StateSource) -> nn.Module:
+def original(directory: str | Path, kind: str, source: StateSource) -> nn.Module:
     """Load a head as it was trained, in the type of its file.
 
     Raises:

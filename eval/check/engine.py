@@ -150,11 +150,11 @@ def run(config: CheckConfig) -> int:
 
 
 def held_out_prompts(config: CheckConfig, target: Checkpoint) -> list[BenchPrompt]:
-    """Read --prompts, or the embedded target's own test prompts."""
-    source, split = config.prompts, config.split
+    """Read --data, or the embedded target's own test prompts."""
+    source, split = config.data, config.split
     if source is None:
         if not target.path.startswith(EMBEDDED):
-            raise InputError("prompts", "none", "held-out prompts of the target's", "Pass --prompts.")
+            raise InputError("data", "none", "held-out prompts of the target's", "Pass --data.")
         source, split = f"{EMBEDDED}prompts", split or "test"
     return read_prompts(source, target, split, limit=config.limit)
 
@@ -172,7 +172,7 @@ def our_drafter(config: CheckConfig, target: CausalLM, facts: TargetFacts) -> Ou
     package = foreign_package(config.directory)
     if causal_lm(package):
         draft = Checkpoint(path)
-        check_same_tokenizer(checkpoint_of(target), draft, MODEL)
+        check_same_tokenizer(checkpoint_of(target), draft, "directory")
         return OurDrafter(MODEL, load_fitting(draft, target, **config.loading))
     named = config.format in {name for name, _ in formats()}
     format = named_format(config.format, package) if named else detect(package, facts)
@@ -321,7 +321,7 @@ def check_room(config: CheckConfig, chain: OurChain, prompts: Sequence[BenchProm
     if chain.room(longest.prompt_ids) > context:
         found = f"{len(longest.prompt_ids)} tokens in prompt {longest.id}"
         expected = f"at most {context - chain.room([])}: the context is {context}"
-        raise InputError("prompts", found, expected, f"Lower --max-new-tokens {config.max_new_tokens}, or shorten it.")
+        raise InputError("data", found, expected, f"Lower --max-new-tokens {config.max_new_tokens}, or shorten it.")
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:

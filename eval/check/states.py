@@ -89,7 +89,7 @@ def state_source(predicts: bool, target: str | None, draft: str | Path | None, l
         lm = named_target()
         return StateSource(FrozenDrafter(lm, lm.info.identity), facts_of(lm))
     if draft is None:
-        raise InputError("draft", "none", "the draft model whose hidden states the head reads", "Pass --draft.")
+        raise InputError("head", "none", "the drafter whose hidden states the head reads", "Pass --head.")
     # A drafting head brings the target with it; a draft model is read alone.
     drafter = load_drafter(draft, named_target, lambda path: load_target(path, **{**loading, "server": None}))
     head_path = None if drafter.head is None else str(draft)

@@ -115,7 +115,7 @@ def served_variants(variants: Sequence[HeadVariant], target: ServedLM) -> list[H
     if variants[0] not in readable:
         found = f"a server with states of layers {', '.join(map(str, target.layers))}"
         wanted = ", ".join(map(str, sorted({*variants[0].layers, final})))
-        raise InputError("target_server", found, wanted, f"Start it: {start}")
+        raise InputError("server", found, wanted, f"Start it: {start}")
     if readable != variants:
         log_note(f"{len(variants) - len(readable)} readings of other layers are left out. To try them: {start}")
     return readable

@@ -80,7 +80,7 @@ class LlamaCppClient:
     """Client of a running server that sends token ids and receives token ids. url: such as http://127.0.0.1:8080."""
 
     def __init__(self, url: str, max_new_tokens: int, temperature: float = 0.0):
-        self._server = Server(ServerConfig(url=url), "a llama.cpp server")
+        self._server = Server(ServerConfig(server=url), "a llama.cpp server")
         self.url, self.max_new_tokens, self.temperature = self._server.url, max_new_tokens, temperature
 
     def complete(self, prompt: Sequence[int], seed: int = 0, stop: threading.Event | None = None) -> EngineAnswer:

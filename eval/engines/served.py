@@ -83,8 +83,8 @@ def run(config: ServedConfig) -> int:
     Raises:
         InputError: no GGUF files, fewer prompts than requests at once, or a server that does not start or answer.
     """
-    sources = task_sources(config.prompts, config.tasks)
-    files = read_questions(sources, Checkpoint(config.target), config.split, config.keep_tasks, config.limit, "first")
+    sources = task_sources(config.data)
+    files = read_questions(sources, Checkpoint(config.target), config.split, config.tasks, config.limit, "first")
     prompts = [prompt for file in files for prompt in file]
     if config.loads[-1] > len(prompts):
         found = f"{config.loads[-1]} requests at once of {len(prompts)} prompts"
@@ -96,17 +96,17 @@ def run(config: ServedConfig) -> int:
     rows.sort(key=lambda row: row["requests"])
     drafting = [row for row in rows if row["num_drafted"] and "speedup" in row]
     if drafting and not any(row["accepted_by_place"] for row in drafting):
-        found = f"{config.draft}, of which nothing was drafted"
-        raise InputError("draft", found, "a drafter", "Read the server's log.")
+        found = f"{config.head}, of which nothing was drafted"
+        raise InputError("head", found, "a drafter", "Read the server's log.")
 
     title = f"{Path(config.target).name} in {SYSTEMS.get(config.engine, 'SGLang')}, {len(prompts)} prompts"
-    tables = [load_table(rows, f"{title}, threads: {config.threads}"), *drafts_table(rows), *tasks_table(rows)]
+    tables = [load_table(rows, f"{title}, threads: {config.num_threads}"), *drafts_table(rows), *tasks_table(rows)]
     if len(config.loads) > 1:
         names = {"requests": "at_step", "tokens_per_s": "value"}
         lines = [{**{new: row[old] for old, new in names.items()}, "series": label_of(row)} for row in rows]
         tables.append(drawn_data("served-load", lines))
     schedules = write_schedules(config, rows) if config.engine == "vllm" and drafting else {}
-    meta = describe("served", config, prompts, str(config.prompts or config.tasks))
+    meta = describe("served", config, prompts, config.data)
     results = {"meta": meta, "tables": to_json(tables), "rows": rows, "schedules": schedules}
     write_json(config.output / RESULTS, json_values(results))
     for table in tables:
@@ -137,11 +137,11 @@ def servers(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> Iterator[Ma
 
 def llamacpp_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting, Client]]:
     """Start llama.cpp's servers of all settings. longest: prompt with its answer."""
-    assert config.draft is not None
-    drafter, target = gguf_file(config.draft), Path(config.target)
+    assert config.head is not None
+    drafter, target = gguf_file(config.head), Path(config.target)
     if drafter is None or target.suffix != ".gguf" or not target.is_file():
-        found = f"{target} and {config.draft}"
-        raise InputError("draft", found, "two GGUF files", "Export the head with --format llamacpp.")
+        found = f"{target} and {config.head}"
+        raise InputError("head", found, "two GGUF files", "Export the head with --format llamacpp.")
     kind = "simple" if is_gguf_model(drafter) else head_kind(foreign_package(drafter))
     binary, drafting = server_binary(config.engine_path), ServedModels(target, drafter, f"draft-{served_kind(kind)}")
     settings = [PLAIN, *(Setting(n, p_min) for n in config.lengths if n for p_min in config.thresholds)]
@@ -150,7 +150,7 @@ def llamacpp_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Set
         for setting in settings:
             models, length = drafting if setting.num_drafted else ServedModels(target), setting.num_drafted or 0
             context = longest + config.lengths[-1]
-            words = server_words(binary, models, context, length, setting.p_min, config.loads[-1], config.threads)
+            words = server_words(binary, models, context, length, setting.p_min, config.loads[-1], config.num_threads)
             url = stack.enter_context(running(words, {}))
             clients[setting] = LlamaCppClient(url, config.max_new_tokens, config.temperature)
         yield clients
@@ -158,14 +158,14 @@ def llamacpp_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Set
 
 def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting, Client]]:
     """Start a vLLM server of one setting after another. longest: prompt with its answer."""
-    assert config.draft is not None
-    python, package = engine_python(config.engine_path), foreign_package(config.draft)
+    assert config.head is not None
+    python, package = engine_python(config.engine_path), foreign_package(config.head)
     kind = "draft_model" if causal_lm(package) else head_kind(package)
     if kind != "draft_model" and ("vllm", kind) not in formats():
-        raise InputError("draft", f"a head of kind {kind}", "one that vLLM serves", "Export it with --format vllm.")
+        raise InputError("head", f"a head of kind {kind}", "one that vLLM serves", "Export it with --format vllm.")
     opened = Checkpoint(config.target)
     target = str(opened.directory)
-    directory = str(package_directory(str(config.draft)).absolute())
+    directory = str(package_directory(str(config.head)).absolute())
     context = longest + 2 * config.lengths[-1]
     # On a CPU vLLM compiles for minutes.
     eager = not torch.cuda.is_available()
@@ -173,7 +173,7 @@ def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting
         served = Served(target, directory, length, opened.facts.served_family)
         printed = vllm_command(kind, served) if length else f"vllm serve {shlex.quote(target)}"
         words = server_words_vllm(python, printed, "auto", context, eager, config.loads[-1])
-        with running(words, {**ENVIRONMENT, "OMP_NUM_THREADS": str(config.threads)}) as url:
+        with running(words, {**ENVIRONMENT, "OMP_NUM_THREADS": str(config.num_threads)}) as url:
             yield {Setting(length): VllmClient(url, opened, config.max_new_tokens, config.temperature)}
 
 
@@ -250,7 +250,7 @@ def summary(
     # The first token of an answer comes from reading the prompt.
     tokens, seconds = [one.num_tokens - 1 for one in answers], [one.generation_s for one in answers]
     if 0 in (sum(seconds), sum(tokens)):
-        raise InputError("prompts", "answers of one token each", "longer ones, to time", "Choose other prompts.")
+        raise InputError("data", "answers of one token each", "longer ones, to time", "Choose other prompts.")
     row: dict[str, Any] = {
         "requests": load,
         "num_drafted": setting.num_drafted,

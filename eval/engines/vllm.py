@@ -96,14 +96,14 @@ class VllmClient:
     def __init__(
         self, url: str, target: str | Checkpoint, max_new_tokens: int, temperature: float = 0.0, metrics: bool = True
     ):
-        self._server = Server(ServerConfig(url=url), "a vLLM server", root=True)
+        self._server = Server(ServerConfig(server=url), "a vLLM server", root=True)
         self.url = self._server.url
         self._metrics = metrics
         models = self._server.json("v1/models", {"data": [{"id": str, "max_model_len?": (int, None)}]})["data"]
         if not models:
             raise InputError("server", f"{self.url} without a model", "a vLLM server", READ_LOG)
         self._model, self.length = models[0]["id"], models[0].get("max_model_len") or 0
-        server = ServerConfig(url=f"{self.url}/v1", model=self._model)
+        server = ServerConfig(server=f"{self.url}/v1", server_model=self._model)
         params = SamplingParams(temperature)
         self._engine = ServerEngine(server, AnswerSettings(opened(target), params, max_new_tokens, False, 0), "")
 

@@ -65,9 +65,9 @@ def run(config: DiagnoseConfig) -> int:
         remedy = "Make responses first (data responses)."
         raise InputError("data", "prompts without answers", "answers", remedy)
     # Its errors come before the target is loaded.
-    head_config(config.draft)
+    head_config(config.head)
     target = load_target(checkpoint, **config.loading)
-    print_text(diagnose(head_directory(config.draft).resolve(), target, rows, manifest))
+    print_text(diagnose(head_directory(config.head).resolve(), target, rows, manifest))
     return 0
 
 
@@ -90,11 +90,11 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
     """Print what is wrong and write the corrected head; return 0 if nothing is, or all was corrected, else 1."""
     if occupied(output):
         raise InputError("write", f"{output}, which exists", "a new directory", "Choose another, or remove it.")
-    directory = head_directory(config.draft).resolve()
+    directory = head_directory(config.head).resolve()
     ours = kind_at(directory) is not None
     if not ours:
-        served: Any = {"engine": config.engine, "target_server": config.target_server}
-        declared, its_target = ImportConfig(config.draft, output / DECLARED, config.target, **served), True
+        served: Any = {"loader": config.loader, "server": config.server}
+        declared, its_target = ImportConfig(config.head, output / DECLARED, config.target, **served), True
         directory = import_head(declared, its_target)
     checkpoint = Checkpoint(config.target, config.trust_remote_code)
     target = load_target(checkpoint, **config.loading)
@@ -130,7 +130,7 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
         )
         return 0
     name: Any = format.name
-    model: Any = {"target": config.target, "target_server": config.target_server, "dtype": config.dtype}
+    model: Any = {"target": config.target, "server": config.server, "dtype": config.dtype}
     files = ExportConfig(format=name, output=output / FILES, head=saved, **model)
     if code := export(files):
         return code

@@ -25,7 +25,7 @@ from draftsmith.modules.formats.llama_format import LlamaFormat
 from draftsmith.modules.formats.quantized import FORMATS, quantizable, quantize, served_memory, with_quantized
 from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_same_tokenizer
-from draftsmith.modules.pretrained.directory import RECORD
+from draftsmith.modules.pretrained.directory import RECORD, check_own
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.gguf import copied_tokenizer
 from draftsmith.modules.pretrained.gguf_writer import (
@@ -84,9 +84,10 @@ def run(config: ExportConfig) -> int:
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
     if config.push is not None:
         check_push(config.push)
-    write = export_gguf_draft if config.format == GGUF and config.head is None else export_head
-    if config.format == ORIGINAL:
-        write = export_original
+    write = export_original if config.format == ORIGINAL else export_head
+    if config.format == GGUF and kind_at(config.head) is None:
+        check_own(resolve_model(str(config.head)))
+        write = export_gguf_draft
     try:
         with whole_directory(config.output) as partial:
             report, command = write(config, partial)
@@ -103,7 +104,7 @@ def run(config: ExportConfig) -> int:
 
 def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
     """Write and check a head. Returns the report and the command that serves it, with notes."""
-    path = head_directory(_given(config, "head", "the head's directory")).resolve()
+    path = head_directory(config.head).resolve()
     # What can be refused is refused before the models are read.
     format, settings = format_for(path, config.format)
     format.check(settings)
@@ -193,7 +194,7 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
     Raises:
         InputError: the head was not imported from a directory, or its files cannot hold a trained weight.
     """
-    path = head_directory(_given(config, "head", "the head's directory")).resolve()
+    path = head_directory(config.head).resolve()
     kind, files = head_config(path)["kind"], original_of(path)
     if files is None:
         names = " or ".join(other.name for other in formats_of(kind)) or "none: no format holds it"
@@ -297,10 +298,9 @@ def target_tokenizer(config: ExportConfig, target: Checkpoint) -> dict[str, Any]
 
 def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
     """Write a draft model for llama.cpp and compare its logits with the model's. Returns the report and the command."""
-    draft, target = _given(config, "draft", "the draft model, or --head"), _given(config, "target", "its target")
-    if (kind := kind_at(draft)) is not None:
-        raise InputError("draft", f"{draft}, {named_kind(kind)} head", "a draft model", f"Pass --head {draft}.")
-    opened, checkpoint = Checkpoint(target), Checkpoint(draft)
+    if config.target is None:
+        raise InputError("target", "none", "the draft model's target", "Pass --target.")
+    opened, checkpoint = Checkpoint(config.target), Checkpoint(config.head)
     check_same_tokenizer(opened, checkpoint)
     weights = "float32" if config.weights == "auto" else config.weights
     write_gguf_model(directory / GGUF_DRAFT, checkpoint, weights, target_tokenizer(config, opened))
@@ -314,20 +314,9 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     )
     shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantized")
     (directory / f"{GGUF_DRAFT}.dequantized.lock").unlink(missing_ok=True)
-    model = str(target_file(config, target) or "TARGET.gguf")
+    model = str(target_file(config, config.target) or "TARGET.gguf")
     served = Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or NUM_DRAFTED)
     return report, llamacpp_command("simple", served)
-
-
-def _given(config: ExportConfig, flag: str, what: str) -> str:
-    """Return the value of a flag that this format needs.
-
-    Raises:
-        InputError: it was not given.
-    """
-    if getattr(config, flag) is None:
-        raise InputError(flag, "none", what, f"Pass --{flag}.")
-    return str(getattr(config, flag))
 
 
 def format_for(head: Path, name: str) -> tuple[HeadFormat, Any]:

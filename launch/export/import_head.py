@@ -66,16 +66,16 @@ def run(config: ImportConfig, its_target: bool = False) -> Path:
         return bind(config, config.target)
     package, kind = package_of(config)
     predicts = kind == AcceptanceHead.kind
-    reads = "draft" if predicts else "target"
+    reads = "head" if predicts else "target"
 
     # The model whose hidden states it reads, if it was named.
     source, facts, identity, models, bound = None, None, None, {}, None
     if getattr(config, reads) is not None:
-        loading: dict[str, Any] = {"dtype": "auto", "engine": config.engine, "device": "cpu"}
-        loading |= {"trust_remote_code": config.trust_remote_code, "server": config.target_server}
-        source = state_source(predicts, config.target, config.draft, loading)
+        loading: dict[str, Any] = {"dtype": "auto", "loader": config.loader, "device": "cpu"}
+        loading |= {"trust_remote_code": config.trust_remote_code, "server": config.server}
+        source = state_source(predicts, config.target, config.head, loading)
         facts, identity = source.facts, source.drafter.identity
-        models = {reads: identity, **source.checkpoint.tokenizer_identity}
+        models = {"draft" if predicts else "target": identity, **source.checkpoint.tokenizer_identity}
     format = detect(package, facts) if config.format == "auto" else formats()[config.format, kind]
     imported = format.read(package, facts)
     if config.w_rej != 1.0:
@@ -133,7 +133,7 @@ def package_of(config: ImportConfig) -> tuple[Package, str]:
         kind = head_kind(package) if config.format == "auto" else named_format(config.format, package).kind
     # Flags of the other kind of head would be ignored.
     predicts = kind == AcceptanceHead.kind
-    reads, other = ("draft", "target") if predicts else ("target", "draft")
+    reads, other = ("head", "target") if predicts else ("target", "head")
     if getattr(config, other) is not None:
         expected = f"--{reads}: this is {named_kind(kind)} head"
         raise InputError(other, getattr(config, other), expected, f"Pass --{reads} in its place.")
@@ -170,12 +170,12 @@ def bind(config: ImportConfig, target: str) -> Path:
         remedy = "Train it on labels of the new pair: draftsmith train acceptance --init."
         raise InputError("directory", f"{config.directory}, an acceptance head", "a head that drafts", remedy)
     manifest = read_object(directory / "manifest.json", MANIFEST)
-    loading: dict[str, Any] = {"dtype": "auto", "engine": config.engine, "device": "cpu"}
-    loading |= {"trust_remote_code": config.trust_remote_code, "server": config.target_server}
+    loading: dict[str, Any] = {"dtype": "auto", "loader": config.loader, "device": "cpu"}
+    loading |= {"trust_remote_code": config.trust_remote_code, "server": config.server}
     source = state_source(False, target, None, loading)
     identity, before = source.drafter.identity, manifest.get("target") or {}
     if before and not compare_identity({"model": identity}, {"model": before}):
-        remedy = "It needs no import: pass it with --draft."
+        remedy = "It needs no import: pass it with --head."
         raise InputError("target", target, "another model than the head's", remedy)
 
     recorded = manifest.get("config") or manifest.get("imported") or {}
@@ -234,7 +234,7 @@ def print_bound(config: ImportConfig, kind: str) -> None:
     head, target = shlex.quote(str(config.output)), shlex.quote(config.target or "TARGET")
     print_text(f"  note: it was trained for another target than {target}: what was measured there does not hold.")
     print_text("Measure it, and train it on if it drafts badly:")
-    print_text(f"  draftsmith eval bench --target {target} --draft {head} --methods {kind} --prompts FILE --output DIR")
+    print_text(f"  draftsmith eval bench --target {target} --head {head} --methods {kind} --data FILE --output DIR")
     print_text(f"  draftsmith train {kind} --init {head} --data DATA --target {target} --output DIR")
 
 
@@ -254,7 +254,8 @@ def tied_to_target(imported: ImportedHead, lm_head: Tensor | None) -> list[str]:
 
 def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHead) -> None:
     """Print the result, the notes, and the next commands."""
-    out, flag, given = shlex.quote(str(config.output)), format.reads, getattr(config, format.reads)
+    flag = "head" if format.predicts else "target"
+    out, given = shlex.quote(str(config.output)), getattr(config, flag)
     path = shlex.quote(given) if given else flag.upper()
     notes = list(imported.notes)
     if given is None:
@@ -271,8 +272,8 @@ def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHe
     elif format.holds(imported.config):
         print_text(f"  draftsmith export --format {format.name} --head {out} --{flag} {path} --output DIR")
     if format.predicts:
-        models, method = f"--target TARGET --draft {path} --acceptance {out}", "specdec++:h=0.7"
+        models, method = f"--target TARGET --head {path} --acceptance {out}", "specdec++:h=0.7"
     else:
         count = num_drafted(None, format.kind, getattr(imported.config, "drafts", None))
-        models, method = f"--target {path} --draft {out}", f"{format.kind}:k={count}"
-    print_text(f"  draftsmith eval bench {models} --methods {method} --prompts FILE")
+        models, method = f"--target {path} --head {out}", f"{format.kind}:k={count}"
+    print_text(f"  draftsmith eval bench {models} --methods {method} --data FILE")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from draftsmith.data.settings import Dtype, ServedLoading
+from draftsmith.data.settings import Dtype, Loader, ServedLoading
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.modules.formats import GGUF, ORIGINAL
 from draftsmith.modules.types import InputError, check_range
@@ -23,11 +23,10 @@ class ExportConfig(ServedLoading):
             head, or a draft model, as one GGUF file; mtp writes a copy of the target's checkpoint with an MTP module,
             and links to the files that stay as they are.
         output: The directory to write; new or empty.
-        head: The head's directory, such as runs/eagle-head/best.
+        head: The head's directory, such as runs/eagle-head/best, or for llamacpp a draft model.
         target: The target model. Default: the one named in the head's manifest.
         target_gguf: The target's GGUF file, whose tokenizer a file for llama.cpp carries. Default: --target if it is
             one, else it is made of the target's tokenizer.
-        draft: The draft model to be exported as llamacpp.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
             else the head's tau in training, at most 5, else 3; a block drafter's whole block.
         weights: Type of the exported weights; auto keeps the head's. fp8 and int8 are for vllm and sglang: the layers'
@@ -39,10 +38,9 @@ class ExportConfig(ServedLoading):
 
     format: Literal["original", WrittenFormat] = ORIGINAL
     output: Path
-    head: Path | None = None
+    head: Path
     target: str | None = None
     target_gguf: Path | None = None
-    draft: str | None = None
     num_drafted: int = 0
     weights: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "q8_0"] = "auto"
     license: str = ""
@@ -53,8 +51,6 @@ class ExportConfig(ServedLoading):
         from draftsmith.modules.decoding.tree import MAX_NODES
 
         check_range("num_drafted", self.num_drafted, 0, MAX_NODES)
-        if self.head is not None and self.draft is not None:
-            raise InputError("draft", self.draft, "--head or --draft: one of them is exported", "Leave one out.")
         if self.format == GGUF and self.weights in ("fp8", "int8"):
             raise InputError("weights", self.weights, "a type of GGUF, of which q8_0 has 8 bits", "Pass q8_0.")
         if self.format != GGUF and (self.weights == "q8_0" or self.target_gguf is not None):
@@ -73,25 +69,25 @@ class ImportConfig:
         target: The model that a drafting head drafts for. It is recorded, and the head is refused on other models. If
             the head was trained for another one, of the same sizes and tokens, it is bound to this one; what was
             measured with the other does not hold.
-        draft: The draft model that an acceptance head was trained for; recorded in the same way.
+        head: The drafter that an acceptance head was trained for, a draft model or head; recorded in the same way.
         format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, llamacpp, deepspec, specforge, modelopt
             (DSpark) or specdec_pp; auto detects it.
         w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
             --weight_mismatch), which no file has; it corrects the calibrated output.
-        engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
+        loader: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
         trust_remote_code: Run code that comes with the target or draft; never with the head.
-        target_server: Address of a vLLM server that runs the target, of which then only the embeddings are read here.
+        server: Address of a vLLM server that runs the target, of which then only the embeddings are read here.
     """
 
     directory: str
     output: Path
     target: str | None = None
-    draft: str | None = None
+    head: str | None = None
     format: AnyFormat = "auto"
     w_rej: float = 1.0
-    engine: Literal["auto", "lean", "hf"] = "auto"
+    loader: Loader = "auto"
     trust_remote_code: bool = False
-    target_server: str | None = None
+    server: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.w_rej < float("inf"):

@@ -139,7 +139,7 @@ def convert(name: str, text: str, kind: object) -> bool | float | str:
 def check_needs(named: LabeledMethod, given: Mapping[str, str]) -> None:
     """Raise InputError if a model that the method needs was not passed. given: `Models.paths`."""
     known = {
-        "draft": ("a draft model", "--draft DIR"),
+        "draft": ("a draft model", "--head DIR"),
         "mid": ("a model between draft and target", "--mid DIR"),
         "acceptance": ("an acceptance head", "--acceptance HEAD"),
     }
@@ -150,6 +150,6 @@ def check_needs(named: LabeledMethod, given: Mapping[str, str]) -> None:
         raise InputError("methods", named.label, ", ".join(names), "Correct the name, or leave it out.")
     for need in named.method.needs:
         if need not in given:
-            what, option = known.get(need, (f"a head of kind {need}", "--draft HEAD"))
+            what, option = known.get(need, (f"a head of kind {need}", "--head HEAD"))
             found = ", ".join([f"{named.label} without {what}", *drafters])
             raise InputError("methods", found, option, f"Pass {option}: {what}.")

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -190,11 +190,6 @@ class HeadFormat(ABC):
     # Pattern of the weights, by our names, that the system reads in 8 bits; empty if it reads none, for this reason.
     eight_bits: str = ""
     sixteen_bits: str = "reads no quantized weights"
-
-    @property
-    def reads(self) -> Literal["target", "draft"]:
-        """The command-line flag of the model whose hidden states the head reads."""
-        return "draft" if self.predicts else "target"
 
     @abstractmethod
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:

@@ -239,9 +239,9 @@ def unsupported(names: Names) -> Iterator[tuple[bool, InputError]]:
         return NotReadHere("directory", what + called, CAN_READ, f"Such heads are {trainers}served by {by}.")
 
     own = isinstance(config.get("kind"), str) and isinstance(config.get("head"), Mapping)
-    needed = "It needs no import: pass it with --draft or --acceptance, or write it for others with draftsmith export."
+    needed = "It needs no import: pass it with --head or --acceptance, or write it for others with draftsmith export."
     yield own, refused("one of draftsmith's own heads", needed)
-    yield names.causal_lm, refused("a causal language model", "A whole model drafts as it is: pass it with --draft.")
+    yield names.causal_lm, refused("a causal language model", "A whole model drafts as it is: pass it with --head.")
     speculators = config.get(TYPE, "eagle3" if "speculators_config" not in config else None)
     classes = f"{names.architecture} {speculators} {'hydra' if 'hydra_head_arch' in config else ''}".lower()
     for one in UNREAD:

@@ -89,7 +89,7 @@ def model_card(
     drafter = next((name for name in learned() if name in identity), None)
     # Only a benchmark may know the target of an acceptance head.
     target = config.get("target") or imported.get("target") or (measured or {}).get("settings", {}).get("target")
-    reads = target if drafts else config.get("draft") or imported.get("draft")
+    reads = target if drafts else config.get("head") or imported.get("head")
     tag, method = _tag_and_method(kind, head, drafter)
     saved_as_model = drafts and head_class(kind).saved_as_model
 
@@ -110,9 +110,9 @@ def model_card(
 
     # Commands that try the head and export it to every format that holds it. Options that name the models in a command;
     # what is not known is left to the reader in capitals.
-    named = f"--target {shlex.quote(target or 'TARGET')} --draft "
+    named = f"--target {shlex.quote(target or 'TARGET')} --head "
     named += "DIR" if drafts else f"{shlex.quote(reads or 'DRAFT')} --acceptance DIR"
-    bench = f"draftsmith eval bench {named} --methods {method} --prompts FILE --output runs/bench"
+    bench = f"draftsmith eval bench {named} --methods {method} --data FILE --output runs/bench"
     commands = [f"draftsmith decode PROMPT {named} --method {method}"]
     settings = config_from_json(class_of(kind).Config, head) if head else None
     for format in formats_of(kind):

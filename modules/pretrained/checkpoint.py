@@ -377,7 +377,7 @@ def shape_of(lm: CausalLM) -> LlamaConfig:
     return lm.config if isinstance(lm, LlamaLM) and lm.info.files is None else checkpoint_of(lm).shape
 
 
-def check_same_tokenizer(target: Checkpoint, draft: Checkpoint, flag: str = "draft") -> None:
+def check_same_tokenizer(target: Checkpoint, draft: Checkpoint, flag: str = "head") -> None:
     """Raise InputError if two models give token ids another meaning. flag: option that named the draft."""
     target_hash, draft_hash = (model.tokenizer_identity["tokenizer"] for model in (target, draft))
     if target_hash != draft_hash:

@@ -184,7 +184,7 @@ def check_own(path: str) -> None:
     except InputError:  # a model, or whatever its loader makes of it
         return
     remedy = f"Import it first: draftsmith import {path} --target TARGET --output HEAD"
-    raise InputError("draft", f"{path}, {named_kind(kind)} head of another system", "a head of ours", remedy)
+    raise InputError("head", f"{path}, {named_kind(kind)} head of another system", "a head of ours", remedy)
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

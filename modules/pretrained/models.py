@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draftsmith")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-IN_BFLOAT16 = "Its weights have several types: pass --model-dtype bfloat16 (other commands than train: --dtype)."
+IN_BFLOAT16 = "Its weights have several types: pass --dtype bfloat16 (other commands than train: --dtype)."
 # Tokens on which the way from states to logits is found.
 NUM_FITTED = 24
 
@@ -68,7 +68,7 @@ def load_lm(
     model: str | Path | Checkpoint,
     dtype: str = "float32",
     device: str = "cpu",
-    engine: str = "auto",
+    loader: str = "auto",
     trust_remote_code: bool = False,
     packed: bool = False,
     device_map: bool = False,
@@ -76,31 +76,31 @@ def load_lm(
     """Load a frozen language model for decoding and teacher forcing.
 
     dtype: float32, bfloat16, float16, or auto (the checkpoint's own).
-    engine: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
-    packed: for decoding on a CPU with the lean engine: keep the weights only in the layout of the CPU's kernels. Such
+    loader: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
+    packed: for decoding on a CPU with the lean loader: keep the weights only in the layout of the CPU's kernels. Such
         a model cannot be differentiated through.
-    device_map: spread the layers over the devices of this process, on the hf engine.
+    device_map: spread the layers over the devices of this process, by the hf loader.
 
     Raises:
-        InputError: unknown path, dtype or engine, or weights that do not fit the config.
+        InputError: unknown path, dtype or loader, or weights that do not fit the config.
     """
-    if engine not in ("auto", "lean", "hf"):
-        raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
+    if loader not in ("auto", "lean", "hf"):
+        raise InputError("loader", loader, "auto, lean or hf", "Choose one of these.")
     check_device(device)
     checkpoint = opened(model)
     checkpoint.trust_remote_code |= trust_remote_code
     weights = weight_type(dtype, checkpoint)
     if device_map:
-        if engine == "lean":
-            raise InputError("device_map", "the lean engine", "the hf engine", "Pass --engine hf or auto.")
+        if loader == "lean":
+            raise InputError("device_map", "loader lean", "loader hf", "Pass --loader hf or auto.")
         return _load_hf(checkpoint, weights, device, device_map)
     # The lean engine is preferred: it runs trees and rows without transformers' overhead.
-    if engine == "lean" or (engine == "auto" and checkpoint.config.get("model_type") in SUPPORTED):
+    if loader == "lean" or (loader == "auto" and checkpoint.config.get("model_type") in SUPPORTED):
         try:
             return _load_lean(checkpoint, weights, device, packed)
         except InputError as error:
             # `auto` falls back to transformers only for what the lean engine does not support, not for damage.
-            if engine == "lean" or error.remedy != ON_HF:
+            if loader == "lean" or error.remedy != ON_HF:
                 raise
             logger.info("%s runs on transformers (%s: %s)", checkpoint.directory, error.field, error.found)
     return _load_hf(checkpoint, weights, device)

@@ -55,7 +55,7 @@ def check_lean(config: Mapping[str, Any], shape: LlamaConfig) -> None:
                 make_directory(entry.parent)
                 write_json(entry, {"problem": problem})
     if problem:
-        raise InputError("engine", f"lean, {problem}", "what transformers computes", ON_HF)
+        raise InputError("loader", f"lean, {problem}", "what transformers computes", ON_HF)
 
 
 def _cut(config: Mapping[str, Any], shape: LlamaConfig) -> tuple[LlamaConfig, dict[str, Any]]:

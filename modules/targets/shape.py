@@ -18,7 +18,7 @@ from draftsmith.modules.types import InputError
 
 # Families whose layers the lean engine computes.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-ON_HF = "Load it with --engine hf."
+ON_HF = "Load it with --loader hf."
 # Mixtures of experts, and the family whose attention they have.
 DENSE = {"qwen3_moe": "qwen3", "mixtral": "mistral"}
 # Our names of sizes, and what families call them.

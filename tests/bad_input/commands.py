@@ -6,8 +6,8 @@ from bad_input.row import Row
 
 TARGET = "--target {target} "
 OUT = "--output {out} "
-BENCH = f"eval bench {TARGET}--prompts {{chats}} --limit 1 --repeats 1 --max-new-tokens 4 {OUT}"
-SERVE = f"{TARGET}--engine vllm --prompts {{chats}} "
+BENCH = f"eval bench {TARGET}--data {{chats}} --limit 1 --repeats 1 --max-new-tokens 4 {OUT}"
+SERVE = f"{TARGET}--engine vllm --data {{chats}} "
 TRAIN = "train eagle --data x --target y --output z"
 
 ROWS = [
@@ -22,18 +22,18 @@ ROWS = [
     Row("doctor: a flag that is none", "doctor --json maybe", ("maybe",)),
     # decode.
     Row("decode: no such method", f"decode Hi {TARGET}--method nosuch", ("nosuch",)),
-    Row("decode: a draft that is not there", f"decode Hi {TARGET}--draft ./nosuch", ("./nosuch",)),
+    Row("decode: a draft that is not there", f"decode Hi {TARGET}--head ./nosuch", ("./nosuch",)),
     Row("export: a training", f"export --format vllm --head {{eagle_run}} {OUT}", ("eagle-run", "Pass", "/best")),
-    Row("export: a head as a draft model", f"export --format llamacpp --draft {{eagle}} {TARGET}{OUT}",
-        ("an eagle head", "--head")),
+    Row("export: a head of another kind", f"export --format llamacpp --head {{eagle}} {TARGET}{OUT}",
+        ("an eagle head", "llamacpp")),
     # Stages on what is no artifact, or another one.
-    Row("responses: prompts of another kind", f"data responses --prompts {{features}} {TARGET}{OUT}", ("features",)),
-    Row("responses: vLLM is not installed", f"data responses --prompts {{prompts}} {TARGET}{OUT}--engine vllm",
+    Row("responses: prompts of another kind", f"data responses --data {{features}} {TARGET}{OUT}", ("features",)),
+    Row("responses: vLLM is not installed", f"data responses --data {{prompts}} {TARGET}{OUT}--engine vllm",
         ("engine", "draftsmith[vllm]")),
-    Row("acceptance: no drafter", f"data acceptance --responses {{responses}} {TARGET}{OUT}", ("--draft",)),
-    Row("train: a server and readers", f"{TRAIN} --features vllm --num-workers 2", ("features", "num_workers 2")),
+    Row("acceptance: no drafter", f"data acceptance --data {{responses}} {TARGET}{OUT}", ("--head",)),
+    Row("train: a server and readers", f"{TRAIN} --server http://h --num-workers 2", ("server", "num_workers 2")),
     Row("launch vllm: no target", "launch vllm", ("target", "--target")),
-    Row("features: no such drafter", f"data features --responses {{responses}} {TARGET}{OUT}--drafter nosuch",
+    Row("features: no such drafter", f"data features --data {{responses}} {TARGET}{OUT}--drafter nosuch",
         ("drafter", "nosuch", "eagle")),
     Row("diagnose: no drafter", f"diagnose {{acceptance}} --data {{responses}} {TARGET}", ("acceptance", "a drafter")),
     Row("export: no hub id", f"export --format vllm --head {{eagle}} {OUT}--push nosuch", ("push", "nosuch", "hub id")),
@@ -41,7 +41,7 @@ ROWS = [
     # Training and its plan.
     Row("train eagle: no loss", f"train eagle --data {{features}} {TARGET}{OUT}--feature-weight 0 --token-weight 0",
         ("feature_weight, token_weight",)),
-    Row("train acceptance: a head without its target", f"train acceptance --data {{labels}} --draft {{eagle}} {OUT}",
+    Row("train acceptance: a head without its target", f"train acceptance --data {{labels}} --head {{eagle}} {OUT}",
         ("target", "eagle")),
     Row("train eagle3: a strategy that splits its lm_head",
         f"train eagle3 --data {{features}} {TARGET}{OUT}--strategy deepspeed_stage_3", ("strategy", "stage 1 or 2")),
@@ -70,19 +70,19 @@ ROWS = [
     Row("export: a head of another kind", f"export --format vllm --head {{acceptance}} {OUT}", ("vllm",)),
     Row("export: onto the head", "export --format vllm --head {eagle} --output {eagle}", ("eagle", "new directory")),
     Row("check: no target", "check {eagle} --format vllm", ("--target",)),
-    Row("served: no GGUF files", "eval served --target {target} --draft {exported} --prompts {chats} --output {out}",
+    Row("served: no GGUF files", "eval served --target {target} --head {exported} --data {chats} --output {out}",
         ("draft", "two GGUF files", "--format llamacpp")),
     Row("served: more requests than prompts",
-        "eval served --target {target} --draft b --prompts {chats} --output {out} --concurrency 999",
+        "eval served --target {target} --head b --data {chats} --output {out} --concurrency 999",
         ("concurrency", "999 requests at once", "--limit")),
     Row("check: an engine that is no python", f"check {{exported}} {SERVE}--engine-path /bin/false",
         ("engine", "exit status 1", ".log")),
-    Row("import: a model", f"import {{target}} {OUT}", ("LlamaForCausalLM", "--draft")),
+    Row("import: a model", f"import {{target}} {OUT}", ("LlamaForCausalLM", "--head")),
     # Numbers of no use.
     Row("a negative seed", f"{TRAIN} --seed -1", ("--seed", "-1")),
     Row("a rate that is NaN", f"{TRAIN} --lr nan", ("--lr", "finite")),
     Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),
-    Row("certify: no answers", f"eval certify {TARGET}--answers {{prompts}} {OUT}", ("prompts", "responses")),
+    Row("certify: no answers", f"eval certify {TARGET}--data {{prompts}} {OUT}", ("prompts", "responses")),
     # Devices that are not there.
     Row("decode: no GPU", f"decode Hi {TARGET}--method ar --device cuda", ("device", "cuda")),
     Row("decode: no such device", f"decode Hi {TARGET}--method ar --device cpu:3", ("device", "cpu:3")),

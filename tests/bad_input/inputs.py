@@ -19,9 +19,7 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained.provenance import file_sha256
 
 Make = Callable[[Ground, Path], dict[str, object]]
-TREE = (
-    "eval bench --target {target} --draft {eagle} --prompts {chats} --methods eagle-static:tree={file} --output {out}"
-)
+TREE = "eval bench --target {target} --head {eagle} --data {chats} --methods eagle-static:tree={file} --output {out}"
 GOOD = b'{"id": "a", "prompt": "Hi"}\n'
 
 
@@ -84,9 +82,9 @@ def supervised(ground: Ground, to: Path) -> dict[str, object]:
 
 PROMPTS = "data prompts --source {file} --target {target} --output {out} "
 DECODE = "decode Hi --target {target} --method "
-PAIR = "--target {target} --draft {broken} --output {out} "
-BENCH = "eval bench " + PAIR + "--prompts {chats} --methods spec:k=2 --repeats 1 "
-ASK = "data responses --prompts {prompts} --target {broken} --output {out} "
+PAIR = "--target {target} --head {broken} --output {out} "
+BENCH = "eval bench " + PAIR + "--data {chats} --methods spec:k=2 --repeats 1 "
+ASK = "data responses --data {prompts} --target {broken} --output {out} "
 TRAIN = "train eagle --target {target} --output {out} --max-steps 2 --tau-prompts 0 "
 DRAFT, HEAD, TARGET = ("draft: found", "position"), ("eagle: found", "position"), ("target: found",)
 HERE = "prompt on the command line"
@@ -106,12 +104,12 @@ ROWS = [
         file(b"[[" + b"0," * 9999 + b"]]", "x.yaml")),
     Row("decode: half of a surrogate pair", "decode a\udce9 --target {target} --method ar", ("prompt", "surrogate")),
     Row("end tokens that a server cannot ignore",
-        "data responses --prompts {prompts} --target {target} --output {out} --engine openai --server.dialect openai "
+        "data responses --data {prompts} --target {target} --output {out} --engine openai --dialect openai "
         "--ignore-eos", ("ignore_eos",)),
     # Ids and numbers.
-    Row("draft, sampled", DECODE + "spec:k=3 --draft {broken} --temperature 1", (*DRAFT, HERE), broken("draft")),
+    Row("draft, sampled", DECODE + "spec:k=3 --head {broken} --temperature 1", (*DRAFT, HERE), broken("draft")),
     Row("responses", ASK, (*TARGET, "position", "row-"), broken("target")),
-    Row("features", "data features --responses {texts} --target {broken} --output {out}",
+    Row("features", "data features --data {texts} --target {broken} --output {out}",
         (*TARGET, "hidden states at position 0", "first"), supervised),
     Row("stored features", TRAIN + "--data {spoiled}", (".safetensors", "row-1, position 2"), spoiled_features),
     Row("a key that YAML reads as true", "decode Hi --target {target} --config {yaml}", ("key", "True", "c.yaml"),
@@ -123,7 +121,7 @@ ROWS = [
 
 
 Spoil = Callable[[Path], object]
-BENCH_ON = "eval bench --target {target} --draft {draft} --prompts {chats} --methods ar,spec:k=2 --repeats 1 --limit 2 "
+BENCH_ON = "eval bench --target {target} --head {draft} --data {chats} --methods ar,spec:k=2 --repeats 1 --limit 2 "
 BENCH_ON += "--max-new-tokens 8 --output {d}"
 
 
@@ -213,10 +211,10 @@ def exported(file: str, spoil: Spoil) -> Callable[[Ground, Path], dict[str, obje
 
 
 INSPECT = "data inspect {d}"
-FEATURES = "data features --responses {responses} --target {target} --output {d}"
+FEATURES = "data features --data {responses} --target {target} --output {d}"
 REPORT = "eval report {d} --output {out}/report.html"
 COMPARE = "eval compare {d} {bench}"
-DECODE_HEAD = "decode Hi --target {target} --draft {d} --method eagle:k=2 --max-new-tokens 4"
+DECODE_HEAD = "decode Hi --target {target} --head {d} --method eagle:k=2 --max-new-tokens 4"
 SHARD = "shard-00000"
 
 ROWS += [

@@ -66,7 +66,7 @@ class Ground:
     @property
     def chats(self) -> str:
         """A JSONL file of conversations."""
-        return self._world["prompts"]
+        return self._world["data"]
 
     @cached_property
     def prompts(self) -> Path:
@@ -74,16 +74,16 @@ class Ground:
 
     @cached_property
     def responses(self) -> Path:
-        words = f"data responses --prompts {self.prompts} --target {self.target} --max-new-tokens 24 --temperature 1"
+        words = f"data responses --data {self.prompts} --target {self.target} --max-new-tokens 24 --temperature 1"
         return self._stage("responses", words)
 
     @cached_property
     def features(self) -> Path:
-        return self._stage("features", f"data features --responses {self.responses} --target {self.target}")
+        return self._stage("features", f"data features --data {self.responses} --target {self.target}")
 
     @cached_property
     def labels(self) -> Path:
-        words = f"data acceptance --responses {self.responses} --target {self.target} --draft {self.draft}"
+        words = f"data acceptance --data {self.responses} --target {self.target} --head {self.draft}"
         return self._stage("labels", words)
 
     @cached_property
@@ -105,7 +105,7 @@ class Ground:
         """Results of the bench, with traced rounds."""
         return self._stage(
             "bench",
-            f"eval bench --target {self.target} --draft {self.draft} --prompts {self.chats} --methods ar,spec:k=2 "
+            f"eval bench --target {self.target} --head {self.draft} --data {self.chats} --methods ar,spec:k=2 "
             "--repeats 1 --limit 2 --max-new-tokens 8 --traces 1",
         )
 

@@ -59,7 +59,7 @@ def test_eagle2_runs(tmp_path):
     rows = [[*p.prompt_ids, *generate_one(target, None, p.prompt_ids, *how).tokens][-80:] for p in prompts]
     head = quick_eagle_head(target, rows, steps=10, batch_size=2)
     save_head(tmp_path / "head", head, {"target": target.info.identity}, "card")
-    words = [*SMALL, "--draft", str(tmp_path / "head"), "--temperatures", "0", "--topk", "3"]
+    words = [*SMALL, "--head", str(tmp_path / "head"), "--temperatures", "0", "--topk", "3"]
     words += ["--nodes", "2,4,8", "--depths", "1,2"]
     assert main_of(eagle2.Eagle2Config, eagle2.run, [*words, "--output", str(tmp_path / "out")]) == 0
     tables = results_of(tmp_path / "out")

@@ -28,11 +28,11 @@ PACK = 1024
 def config(models, tmp_path_factory) -> CompareConfig:
     """Make six answers of a tiny target, and its states along them."""
     root = tmp_path_factory.mktemp("peers")
-    run("data prompts", source=models["prompts"], target=models["target"], output=root / "prompts")
+    run("data prompts", source=models["data"], target=models["target"], output=root / "prompts")
     how = {"temperature": 0.0, "max_new_tokens": 8, "limit": 6}
-    run("data responses", prompts=root / "prompts", target=models["target"], output=root / "responses", **how)
+    run("data responses", data=root / "prompts", target=models["target"], output=root / "responses", **how)
     states = {"drafter": "eagle3", "layers": (0, 1, 2), "target": models["target"], "output": root / "features"}
-    run("data features", responses=root / "responses", **states)
+    run("data features", data=root / "responses", **states)
     return CompareConfig(root / "out", models["target"], root / "features", root / "responses", limit=2)
 
 

@@ -38,13 +38,13 @@ def draftsmith(*words: object) -> list[str]:
 
 
 def labels(inputs: dict[str, Path], output: Path) -> list[str]:
-    settings = {"responses": inputs["responses"], "target": inputs["target"], "draft": inputs["draft"]}
+    settings = {"data": inputs["responses"], "target": inputs["target"], "head": inputs["draft"]}
     settings |= {"output": output, "rows_per_shard": NUM_PROMPTS // NUM_SHARDS, "num_threads": 1}
     return ["data", "acceptance", *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
 
 
 def training(inputs: dict[str, Path], data: Path, output: Path) -> list[str]:
-    settings = {"data": data, "draft": inputs["draft"], "output": output, "max_steps": STEPS, "batch_size": 8}
+    settings = {"data": data, "head": inputs["draft"], "output": output, "max_steps": STEPS, "batch_size": 8}
     # A learning rate at which two runs that add up in another order stay together for all steps.
     settings |= {"lr": 2e-4, "val_share": 0.25, "val_every": 100, "log_every": LOG_EVERY, "save_every": SAVE_EVERY}
     settings |= {"loggers": "csv", "num_threads": 1, "accelerator": "cpu"}
@@ -75,7 +75,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     prompts.run(prompts.PromptsConfig(source=str(source), target=target, output=made["prompts"]))
     responses.run(
         responses.ResponsesConfig(
-            prompts=made["prompts"], target=target, output=made["responses"], max_new_tokens=24, num_threads=1
+            data=made["prompts"], target=target, output=made["responses"], max_new_tokens=24, num_threads=1
         )
     )
     return made

@@ -73,14 +73,14 @@ def test_the_mask_is_the_response(chain):
 def test_supervised_prompts_bring_their_own_mask(chain, remake, tmp_path):
     config = PromptsConfig(str(chain.source), str(chain.target), tmp_path / "supervised", supervised=True)
     supervised = Rows(run(config), Manifest.read(config.output)).read(0, 11)
-    data = open_dataset(remake("features", responses=config.output))
+    data = open_dataset(remake("features", data=config.output))
     assert [item["loss_mask"].tolist() for item in data] == [row["loss_mask"] for row in supervised]
     assert [item["input_ids"].tolist() for item in data] == [row["input_ids"] for row in supervised]
 
 
 def test_prompts_without_answers_are_refused(chain, remake):
     with pytest.raises(InputError, match="found prompts without answers"):
-        remake("features", responses=chain.directory("prompts"))
+        remake("features", data=chain.directory("prompts"))
 
 
 def test_the_bytes_are_said_first(remake, tmp_path, capsys):

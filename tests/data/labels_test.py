@@ -66,7 +66,7 @@ def eagle_labels(chain, remake, tmp_path) -> tuple[Path, str]:
     torch.manual_seed(0)
     head = EagleHead(EagleConfig.for_target(target.config))
     saved = str(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
-    changes = {"draft": saved, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "dtype": "float64", "limit": 5}
+    changes = {"head": saved, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "dtype": "float64", "limit": 5}
     return remake("acceptance", depth=DEPTH, stride=STRIDE, **changes), saved
 
 
@@ -253,7 +253,7 @@ def test_drafts_are_shown(eagle_labels, capsys):
 
 
 def test_labels_are_for_the_temperature_of_the_responses(remake):
-    labels = Manifest.read(remake("acceptance", responses=remake("responses", temperature=0.0)))
+    labels = Manifest.read(remake("acceptance", data=remake("responses", temperature=0.0)))
     assert labels.sampling is not None and labels.sampling["temperature"] == 0
 
 
@@ -301,7 +301,7 @@ def test_greedy_labels_are_exactly_agreement(chain, remake, oracles, tmp_path):
         weight.data.add_(0.1 * torch.randn(weight.shape, generator=generator) * weight.std())
     draft.save_pretrained(tmp_path / "noisy")
     tiny_tokenizer().save_pretrained(str(tmp_path / "noisy"))
-    directory = remake("acceptance", temperature=0.0, draft=str(tmp_path / "noisy"))
+    directory = remake("acceptance", temperature=0.0, head=str(tmp_path / "noisy"))
     draft = draft.double().eval()
     kept = check_mixed(
         directory, lambda ids: oracles(ids)[0], lambda ids: draft(torch.tensor([ids])).logits[0], SamplingParams()
@@ -322,7 +322,7 @@ def test_only_a_chunk_of_positions_is_ever_scored(pair, monkeypatch):
 
 def test_a_draft_whose_embedding_is_padded_has_the_labels_of_the_same_draft(chain, pair, remake, tmp_path):
     wide = padded(pair[1], tmp_path / "wide", 8)
-    directories = chain.directory("acceptance"), remake("acceptance", draft=str(wide))
+    directories = chain.directory("acceptance"), remake("acceptance", head=str(wide))
     ours, theirs = (Rows(each, Manifest.read(each)).read(0, 99) for each in directories)
     assert ours == theirs
 
@@ -331,5 +331,5 @@ def test_models_of_another_tokenizer_are_refused(remake, tmp_path):
     other = tiny_llama_dir(tmp_path / "other")
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace("<|system|>", "<|boss|>"))
-    with pytest.raises(InputError, match=r"draft: found .* with tokenizer \w+, expected the tokenizer of"):
-        remake("acceptance", draft=str(other))
+    with pytest.raises(InputError, match=r"head: found .* with tokenizer \w+, expected the tokenizer of"):
+        remake("acceptance", head=str(other))

@@ -361,12 +361,12 @@ def test_a_templates_refusal_is_the_rows_fault(pair, tmp_path):
 
 def test_filters_and_limit(make):
     rows = [{"prompt": f"Hi {i}", "task": "abc"[i % 3], "split": ["train", "dev"][i // 4]} for i in range(8)]
-    assert [row["task"] for row in make(rows, split="dev", task="a, c", limit=2)] == ["c", "a"]
+    assert [row["task"] for row in make(rows, split="dev", tasks="a, c", limit=2)] == ["c", "a"]
 
 
 def test_filters_that_leave_nothing_or_lack_their_column(make):
     with pytest.raises(InputError, match="no rows with task c"):
-        make(ROWS, task="c")
+        make(ROWS, tasks="c")
     with pytest.raises(InputError, match="split: found rows without it, expected a column split"):
         make([{"prompt": "a"}], split="dev")
 
@@ -452,5 +452,5 @@ def test_a_data_set_by_its_short_name(monkeypatch, tmp_path, name):
 
 def test_tasks_of_a_benchmark():
     six = ["mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa"]
-    assert [name for name, _ in task_sources(None, "six-tasks")] == six
-    assert task_sources(None, "spec-bench,deepspec")[:2] == [("", "spec-bench"), ("gsm8k", "deepspec/gsm8k")]
+    assert [name for name, _ in task_sources("six-tasks")] == six
+    assert task_sources("spec-bench,deepspec")[:2] == [("", "spec-bench"), ("gsm8k", "deepspec/gsm8k")]

@@ -46,7 +46,7 @@ def greedy(oracle, prompt: list[int], count: int, eos: int | None = None) -> lis
 
 @pytest.mark.parametrize("engine", ["lean", "hf"])
 def test_greedy_answers_are_those_of_one_prompt_at_a_time(pair, oracle, engine):
-    lm = load_lm(str(pair[0]), engine=engine)
+    lm = load_lm(str(pair[0]), loader=engine)
     found = generate_all(lm, PROMPTS, SamplingParams(), 12, 32)
     assert found == [greedy(oracle, prompt, 12, lm.info.eos_ids[0]) for prompt in PROMPTS]
 
@@ -56,7 +56,7 @@ def test_rows_end_at_their_end_token_which_is_kept(pair, oracle, tmp_path, engin
     eos = greedy(oracle, PROMPTS[0], 6)[5]  # a token that some rows emit, early or late, and others never
     directory = shutil.copytree(pair[0], tmp_path / "model")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}))
-    lm = load_lm(str(directory), engine=engine)
+    lm = load_lm(str(directory), loader=engine)
     expected = [greedy(oracle, prompt, 40, eos) for prompt in PROMPTS]
     assert len({len(row) for row in expected}) > 2
     assert generate_all(lm, PROMPTS, SamplingParams(), 40, 32) == expected
@@ -131,7 +131,7 @@ def test_a_prompt_that_fills_the_context_is_an_input_error(chain, remake, tmp_pa
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x " * CONTEXT}) + "\n")
     prompts = remake("prompts", source=str(tmp_path / "long.jsonl"), max_length=4 * CONTEXT)
     with pytest.raises(InputError, match=rf"prompt 0: found \d+ tokens, expected fewer than .* {CONTEXT}"):
-        remake("responses", prompts=prompts)
+        remake("responses", data=prompts)
 
 
 class OneTurn:

@@ -90,7 +90,7 @@ def test_a_server_that_does_not_follow_its_target_is_found(prompts, control, pla
     expand["now"] = kernel
     served = answers(prompts, tmp_path / "served", draft=True)
     config = CertifyConfig(
-        target=TARGET, answers=served, control=control, draft=DRAFT, output=tmp_path / "certificate", num_threads=1
+        target=TARGET, data=served, control=control, head=DRAFT, output=tmp_path / "certificate", num_threads=1
     )
     assert certify(config) == code
     plain, server = sampling_tests(tmp_path / "certificate")
@@ -98,7 +98,7 @@ def test_a_server_that_does_not_follow_its_target_is_found(prompts, control, pla
     assert (server["p_value"] < 1e-20) == bool(code)
 
     # By the log-probabilities of a vLLM server alone: of 20 tokens at each place, its default.
-    by_server = replace(config, target_server=plain_server, output=tmp_path / "by-server")
+    by_server = replace(config, server=plain_server, output=tmp_path / "by-server")
     assert certify(by_server) == code
     plain, scored = sampling_tests(tmp_path / "by-server")
     FIGURES.append(f"certified by prompt_logprobs: p {scored['p_value']:.1e}, in process {server['p_value']:.1e}")

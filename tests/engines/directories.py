@@ -213,7 +213,7 @@ def write(kind: str, case: Case, directory: Path) -> None:
     """Write target, exports and our own results of a case."""
     directory.mkdir(parents=True)
     target = tiny_llama_dir(directory / "target", layers=3 if kind == "eagle" else 8, **case.target)
-    lm = load_lm(str(target), engine="lean")
+    lm = load_lm(str(target), loader="lean")
     head = random_head(kind, case, lm)
     saved = save_head(directory / "head", head, {"target": lm.info.identity}, "")
     for format in case.formats:
@@ -253,7 +253,7 @@ def damage(kind: str, defect: Defect, case_directory: Path, directory: Path) -> 
     """Write the case's exports with the defect, and what our reader of each format says of them."""
     directory.mkdir(parents=True)
     target = str(case_directory / "target")
-    facts, ours = facts_of(load_lm(target, engine="lean")), load_file(case_directory / "ours.safetensors")
+    facts, ours = facts_of(load_lm(target, loader="lean")), load_file(case_directory / "ours.safetensors")
     head = load_head(case_directory / "head")
     config, hashes = dataclasses.asdict(head.config), hashes_of(stored_tensors(head))
     for name in CASES[kind][defect.case].formats:

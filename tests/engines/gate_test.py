@@ -115,7 +115,7 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate):
 
 def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
     config = ServedConfig(
-        engine="vllm", target=TARGET, draft=SERVED / "taught/vllm", prompts="embedded:prompts", split="test",
+        engine="vllm", target=TARGET, head=SERVED / "taught/vllm", data="embedded:prompts", split="test",
         limit=PROMPTS, num_drafted="3", max_new_tokens=48, engine_path=PYTHON, output=tmp_path / "served",
     )  # fmt: skip
     assert serve(config) == 0

@@ -72,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         saved = save_head(root / name, net, {"target": lm.info.identity}, "")
         config = ExportConfig(format="llamacpp", head=saved, output=root / f"{name}-gguf", **options)
         assert export(config) == 0
-        served = {"head": saved, "engine": "llamacpp", "engine_path": SERVER, "prompts": str(prompts)}
+        served = {"head": saved, "engine": "llamacpp", "engine_path": SERVER, "data": str(prompts)}
         return config.output, {**options, **served, "max_new_tokens": 48, "num_drafted": 3}
 
     return head

@@ -23,7 +23,6 @@ from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
-from draftsmith.data.settings import ServerConfig
 from draftsmith.eval.certify import CertifyConfig
 from draftsmith.eval.certify import run as certify
 from draftsmith.eval.check.check import run
@@ -115,7 +114,7 @@ def test_a_threshold_needs_a_confidence_head():
 
 
 def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
-    draft = ExportConfig(format="llamacpp", draft="embedded:draft", target=TARGET, output=tmp_path / "draft")
+    draft = ExportConfig(format="llamacpp", head="embedded:draft", target=TARGET, output=tmp_path / "draft")
     assert export(draft) == 0
     code, shown = gate(tmp_path / "draft", num_drafted=3)
     assert code == 0 and "beside our chain of 3" in shown
@@ -125,22 +124,22 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
 def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
     target, draft, counts = "embedded:prose/target", "embedded:prose/draft", []
     write_gguf_model(tmp_path / "target.gguf", Checkpoint(target))
-    exported = ExportConfig(format="llamacpp", draft=draft, target=target, output=tmp_path / "draft")
+    exported = ExportConfig(format="llamacpp", head=draft, target=target, output=tmp_path / "draft")
     assert export(exported) == 0
     prompts = make_prompts(PromptsConfig("embedded:prose/prompts", target, tmp_path / "prompts", limit=200))
     words = [str(SERVER), "-m", str(tmp_path / "target.gguf"), "-c", "2048", "-np", "4", "-t", "1", "--fit", "off"]
     drafting = ["-md", str(tmp_path / "draft/draft.gguf"), "--spec-type", "draft-simple", "--spec-draft-n-max", "3"]
     for name, more in (("plain", []), ("drafted", drafting)):
         with running([*words, *more, "--no-cache-prompt", "--metrics"], {}) as url:
-            server = ServerConfig(url=f"{url}/v1", dialect="llamacpp", concurrency=4)
+            asked: Any = {"server": f"{url}/v1", "dialect": "llamacpp", "concurrency": 4}
             make_responses(
-                ResponsesConfig(prompts, target, tmp_path / name, engine="openai", max_new_tokens=48, server=server)
+                ResponsesConfig(prompts, target, tmp_path / name, engine="openai", max_new_tokens=48, **asked)
             )
             metrics = httpx.get(f"{url}/metrics").text
             counts.append(int(re.findall(r"^llamacpp:n_decode_total (\d+)", metrics, re.MULTILINE)[0]))
     assert counts[1] < counts[0], "nothing was drafted"
     config = CertifyConfig(
-        target=target, answers=tmp_path / "drafted", control=tmp_path / "plain", draft=draft, output=tmp_path / "page"
+        target=target, data=tmp_path / "drafted", control=tmp_path / "plain", head=draft, output=tmp_path / "page"
     )
     assert certify(config) == 0
 
@@ -148,7 +147,7 @@ def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
 def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
     write_gguf_model(tmp_path / "target.gguf", Checkpoint(TARGET))
     config = ServedConfig(
-        target=str(tmp_path / "target.gguf"), draft=SERVED / "three/llamacpp", prompts="embedded:prompts", split="test",
+        target=str(tmp_path / "target.gguf"), head=SERVED / "three/llamacpp", data="embedded:prompts", split="test",
         limit=PROMPTS, num_drafted="3", concurrency="1,3", max_new_tokens=48, engine_path=SERVER,
         output=tmp_path / "served",
     )  # fmt: skip

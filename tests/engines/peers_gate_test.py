@@ -24,9 +24,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> CompareConfig:
     root = tmp_path_factory.mktemp("peers")
     run("data prompts", source="embedded:prompts", split="train", limit=24, target=TARGET, output=root / "prompts")
     how = {"temperature": 0.0, "max_new_tokens": 48}
-    run("data responses", prompts=root / "prompts", target=TARGET, output=root / "responses", **how)
+    run("data responses", data=root / "prompts", target=TARGET, output=root / "responses", **how)
     run(
-        "data features", responses=root / "responses", drafter="eagle3", layers=(2, 6, 9), target=TARGET,
+        "data features", data=root / "responses", drafter="eagle3", layers=(2, 6, 9), target=TARGET,
         output=root / "features",
     )  # fmt: skip
     features, answers = root / "features", root / "responses"

@@ -83,7 +83,7 @@ def test_arguments_that_vllm_does_not_know_are_one_line(prompts: Path, tmp_path:
 
 def test_its_processes_end_with_a_killed_command(prompts: Path, tmp_path: Path):
     """`kill PID` ends vLLM's processes too. They rename themselves, so the test follows them by their numbers."""
-    words = ["data", "responses", "--engine", "vllm", "--prompts", str(prompts), "--target", "embedded:target"]
+    words = ["data", "responses", "--engine", "vllm", "--data", str(prompts), "--target", "embedded:target"]
     words += ["--max-new-tokens", "900", "--ignore-eos", "--output", str(tmp_path / "killed")]
     run = f"import own_code, runpy, sys; sys.argv[1:] = {words!r}; runpy.run_module('draftsmith', None, '__main__')"
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(Path(__file__).parent)}

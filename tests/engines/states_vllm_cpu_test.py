@@ -203,7 +203,7 @@ def test_a_server_that_runs_the_target_gives_the_same_diagnosis(responses: Path,
     with serving(tmp_path / "states", ["--target", TARGET, "--dtype", "float32", *layers]) as server:
         found = [
             subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout.splitlines()
-            for more in ([], ["--target-server", server.url])
+            for more in ([], ["--server", server.url])
         ]
     # The same findings, verdicts and causes, and shares within 1 %.
     assert [line[:20] for line in found[0]] == [line[:20] for line in found[1]]
@@ -240,7 +240,7 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
         made = make_features(config(responses, tmp_path / "made", engine="vllm", server=server.url))
         assert compare(made, own, 2**-7) < 0.01
 
-        words = [*base, "--data", str(responses), "--features", "vllm", "--feature-server", server.url]
+        words = [*base, "--data", str(responses), "--server", server.url]
         words += ["--output", str(output)]
         training = subprocess.Popen(words)
         try:

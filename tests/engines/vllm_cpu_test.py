@@ -59,7 +59,7 @@ def served(directory: Path, length: int, rows: int = 1, **more: Any) -> Iterator
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        llm.lloader.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
 

@@ -43,7 +43,7 @@ def run(world, command: str, method: str, flags: dict[str, str], output) -> int:
     if command == "decode":
         return main(["decode", "Hi", "--method", method, *words])
     return main(
-        ["eval", "bench", "--methods", method, *words, "--prompts", world["prompts"], "--output", str(output),
+        ["eval", "bench", "--methods", method, *words, "--data", world["data"], "--output", str(output),
          "--repeats", "1", "--limit", "1"]
     )  # fmt: skip
 
@@ -51,13 +51,13 @@ def run(world, command: str, method: str, flags: dict[str, str], output) -> int:
 DRAFT, EAGLE = {"draft": "draft"}, {"eagle": "eagle"}
 WRONG = [
     # A model or a head is missing: its flag is named.
-    ("spec", {}, "--draft"),
+    ("spec", {}, "--head"),
     ("hsddw", DRAFT, "--mid"),
     # Settings out of range.
     ("spec:k=0", DRAFT, "k: found 0, expected a whole number, 1 or more"),
     ("eagle-tree:nodes=40:depth=1:topk=5", EAGLE, "nodes: found 40, expected a whole number from 1 to 30"),
     # Models that speak other tokens than the target.
-    ("spec", {"draft": "foreign"}, "draft: found .*foreign with tokenizer"),
+    ("spec", {"draft": "foreign"}, "head: found .*foreign with tokenizer"),
     # Heads of other models.
     ("eagle", {"target": "narrow", **EAGLE}, "width 32, expected width 16"),
     ("eagle", {"eagle": "acceptance"}, "an acceptance head, expected a model or head that drafts"),

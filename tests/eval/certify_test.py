@@ -87,7 +87,7 @@ def answers(models, prompts: Path, output: Path, draft: bool = True, **changes: 
     with pytest.MonkeyPatch.context() as patch:
         if draft:
             patch.setattr(own, "generate_rows", drafted_rows(models["draft"]))
-        return answer(ResponsesConfig(prompts=prompts, target=models["target"], output=output, **options))
+        return answer(ResponsesConfig(data=prompts, target=models["target"], output=output, **options))
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +113,14 @@ def accepts_too_often(source: TorchSource, prob: float) -> bool:
 
 def certified(models, tmp_path, served: Path, control: Path | None, **changes: Any) -> tuple[int, list[dict]]:
     config = CertifyConfig(
-        target=models["target"], answers=served, control=control, output=tmp_path / "certificate", **changes
+        target=models["target"], data=served, control=control, output=tmp_path / "certificate", **changes
     )
     return run(config), json.loads((tmp_path / "certificate" / "results.json").read_text())["answers"]
 
 
 def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, honest, mistaken, control, tmp_path):
     for served, ttt_steps in ((honest, True), (mistaken, False)):
-        code, (plain, server) = certified(models, tmp_path, served, control, draft=models["draft"])
+        code, (plain, server) = certified(models, tmp_path, served, control, head=models["draft"])
         plain_test, test = plain["sampling"], server["sampling"]
         assert plain["passed"] and plain_test["tokens"] == test["tokens"] == 160 * 64
         assert (code, server["passed"]) == (1 - ttt_steps, ttt_steps)
@@ -134,14 +134,14 @@ def test_a_server_that_scores_answers_by_its_log_probabilities_finds_the_mistake
     lm = load_lm(models["target"])
     with StatesServer(lm, (), tmp_path / "states", connector=False) as server:
         for served, passes in ((honest, True), (mistaken, False)):
-            more = {"draft": models["draft"], "target_server": server.url}
+            more = {"head": models["draft"], "server": server.url}
             code, (plain, tested) = certified(models, tmp_path, served, control, **more)
             assert plain["passed"] and tested["passed"] == passes == (code == 0)
             assert tested["sampling"]["tokens"] == 160 * 64 and not tested["sampling"]["impossible"]
         # A head reads states, which this server does not have.
         save_head(tmp_path / "head", captured_head(lm), {"target": lm.info.identity}, "card")
         with pytest.raises(InputError, match="without our connector"):
-            certified(models, tmp_path, mistaken, control, **{**more, "draft": str(tmp_path / "head")})
+            certified(models, tmp_path, mistaken, control, **{**more, "head": str(tmp_path / "head")})
 
 
 @pytest.mark.parametrize("cut", [{"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.9}, {}])
@@ -165,7 +165,7 @@ def test_log_probabilities_of_a_server_give_what_the_target_gives(models, tmp_pa
 def test_the_drafter_may_read_states_of_inner_layers(models, control, tmp_path):
     target = load_lm(models["target"])
     path = save_head(tmp_path / "head", captured_head(target).float(), {"target": target.info.identity}, "card")
-    code, (server,) = certified(models, tmp_path, control, None, draft=str(path), limit=16)
+    code, (server,) = certified(models, tmp_path, control, None, head=str(path), limit=16)
     assert code == 0 and server["sampling"]["detectable"]["the draft's first choice"] > 0
 
 
@@ -183,6 +183,6 @@ def test_greedy_answers_are_the_targets_first_choices(models, prompts, tmp_path,
 
 def test_answers_that_were_asked_for_otherwise_are_refused(models, prompts, control, tmp_path, capsys):
     greedy = answers(models, prompts, tmp_path / "greedy", draft=False, temperature=0.0)
-    words = ["eval", "certify", "--target", models["target"], "--answers", str(greedy), "--control", str(control)]
+    words = ["eval", "certify", "--target", models["target"], "--data", str(greedy), "--control", str(control)]
     assert main([*words, "--output", str(tmp_path / "out")]) == 2
     assert "control" in capsys.readouterr().err

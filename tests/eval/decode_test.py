@@ -93,7 +93,7 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
     of_eagle = save_head(tmp_path / "head", load_head(models["acceptance"]), manifest, "card")
     methods = {models["acceptance"]: "specdec++", str(of_eagle): "specdec++:drafter=eagle"}
     for directory, method in methods.items():
-        config = DecodeConfig("Hi", models["target"], acceptance=directory, draft=(models["draft"], models["eagle"]))
+        config = DecodeConfig("Hi", models["target"], acceptance=directory, head=(models["draft"], models["eagle"]))
         assert choose_method(config).label == method
 
 

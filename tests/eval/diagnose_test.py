@@ -52,7 +52,7 @@ def make_target(root: Path, seed: int) -> Path:
 def answered_by(target: Path, prompts_dir: Path, output: Path, temperature: float = 0.0) -> Path:
     return responses.run(
         responses.ResponsesConfig(
-            prompts=prompts_dir, target=str(target), output=output, max_new_tokens=24, temperature=temperature,
+            data=prompts_dir, target=str(target), output=output, max_new_tokens=24, temperature=temperature,
             num_threads=1,
         )
     )  # fmt: skip
@@ -108,7 +108,7 @@ def diagnosed(world, capsys):
 
     def diagnosed(head: Path, data: Path | None = None) -> dict[str, str]:
         capsys.readouterr()
-        run(DiagnoseConfig(draft=str(head), data=data or world.responses, target=str(world.target)))
+        run(DiagnoseConfig(head=str(head), data=data or world.responses, target=str(world.target)))
         lines = capsys.readouterr().out.splitlines()
         causes = [line for line in lines if line.startswith(("Likeliest cause", "Also"))]
         return {line[5:].partition(":")[0]: line for line in lines if line[:5] in ("ok   ", "BAD  ")} | {
@@ -180,11 +180,11 @@ def test_a_server_that_runs_the_target_gives_the_same_diagnosis(world, sound, tm
     planted = changed(
         world, sound, tmp_path / "head", stored_tensors(load_draft_head(sound, target)), aux_layers=(3, 5, 7)
     )
-    config = DiagnoseConfig(draft=str(planted), data=world.responses, target=str(world.target))
+    config = DiagnoseConfig(head=str(planted), data=world.responses, target=str(world.target))
     run(config)
     expected = capsys.readouterr().out
     with StatesServer(target, layers, tmp_path / "states") as server:
-        served = dataclasses.replace(config, target_server=server.url)
+        served = dataclasses.replace(config, server=server.url)
         if 9 not in layers:
             with pytest.raises(
                 InputError, match=r"expected 3, 5, 7, 9. Start it: draftsmith .* --layers 2 3 4 5 6 7 8\.?$"
@@ -200,7 +200,7 @@ def test_a_server_that_runs_the_target_gives_the_same_diagnosis(world, sound, tm
 
 def repaired(world, head: Path, output: Path, **more: Any) -> tuple[int, Any]:
     options: dict[str, Any] = {"data": world.responses, **more}
-    code = run(DiagnoseConfig(draft=str(head), target=str(world.target), write=output, **options))
+    code = run(DiagnoseConfig(head=str(head), target=str(world.target), write=output, **options))
     written = output / "repaired"
     return code, load_draft_head(written, load_lm(str(world.target))) if written.exists() else None
 
@@ -276,7 +276,7 @@ def test_repair_of_another_systems_directory_says_what_its_files_should_hold(wor
     (files / "draftsmith.json").unlink()  # the record of what was exported, which a stranger's directory has not
     capsys.readouterr()
     with StatesServer(load_lm(str(world.target)), (2, 3, 4, 5, 6, 7, 8, 9), tmp_path / "states") as server:
-        more = {"target_server": server.url, "data": world.prompts} if served else {}
+        more = {"server": server.url, "data": world.prompts} if served else {}
         code, found = repaired(world, files, tmp_path / "out", **more)
     assert bool(server.rows) == served
     assert code == 0 and found.config.aux_layers == LAYERS

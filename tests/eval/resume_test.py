@@ -24,7 +24,7 @@ CLOCKS = {"wall_s", "cpu_s", "wall_s_runs", "cpu_s_runs"}
 @pytest.fixture(scope="module")
 def config(models, tmp_path_factory) -> BenchConfig:
     return BenchConfig(
-        target=models["target"], draft=models["draft"], prompts=models["prompts"], methods="spec:k=3", repeats=1,
+        target=models["target"], head=models["draft"], data=models["data"], methods="spec:k=3", repeats=1,
         max_new_tokens=8, temperature="0,1", output=tmp_path_factory.mktemp("unbroken"),
     )  # fmt: skip
 
@@ -87,10 +87,10 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
     many.write_text(
         "".join(json.dumps({"id": str(i), "prompt": f"Rename a{i} to b"}) + "\n" for i in range(NUM_PROMPTS))
     )
-    broken = dataclasses.replace(config, prompts=str(many), temperature="0", output=tmp_path / "broken")
-    words = [f"--{name}={getattr(broken, name)}" for name in ("target", "prompts", "methods", "repeats",
+    broken = dataclasses.replace(config, data=str(many), temperature="0", output=tmp_path / "broken")
+    words = [f"--{name}={getattr(broken, name)}" for name in ("target", "data", "methods", "repeats",
                                                              "max_new_tokens", "output")]  # fmt: skip
-    words += [f"--draft={path}" for path in broken.draft]
+    words += [f"--head={path}" for path in broken.head]
     process = commanded(["eval", "bench", *words], tmp_path / "log")
     journal = broken.output / "journal.jsonl"
     while process.is_alive() and not (journal.exists() and journal.read_bytes().count(b"\n") > 3):

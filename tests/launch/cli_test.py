@@ -387,7 +387,7 @@ def test_names_of_other_projects_that_mean_the_same_are_accepted(tmp_path, capsy
     [
         ("train eagle3 --data d --gradient-accumulation-steps 4", "--accumulate, which divides --batch-size"),
         ("train eagle3 --data d --per_device_train_batch_size 4", "--batch-size, of all devices"),
-        ("eval bench --prompts p --num-speculative-tokens 3", "--methods eagle3:k=5"),
+        ("eval bench --data p --num-speculative-tokens 3", "--methods eagle3:k=5"),
     ],
 )
 def test_names_of_other_projects_that_count_differently_lead_to_ours(capsys, words, ours):

@@ -61,7 +61,7 @@ def test_help_names_every_shipped_pipeline():
 def test_the_demo_measures_headline_tasks_only():
     for stage in stages_of("demo"):
         if stage.argv[:2] == ("eval", "bench"):
-            assert set(stage.argv[stage.argv.index("--keep-tasks") + 1].split(",")) <= set(HEADLINE_TASKS)
+            assert set(stage.argv[stage.argv.index("--tasks") + 1].split(",")) <= set(HEADLINE_TASKS)
 
 
 def test_the_laptop_fetches_its_default_model_and_takes_the_minutes_it_says():
@@ -145,7 +145,7 @@ SMALL = """
 stages:
   - {title: Prompts, run: "data prompts --source embedded:prompts --split train --limit 4 --target embedded:target
       --output {output}/prompts"}
-  - {title: Answers, run: "data responses --prompts {output}/prompts --target embedded:target --temperature 0
+  - {title: Answers, run: "data responses --data {output}/prompts --target embedded:target --temperature 0
       --max-new-tokens 16 --num-threads 1 --output {output}/responses"}
   - {title: Head, run: "train eagle3 --data {output}/responses --target embedded:target --max-steps 1 --val-every 1
       --tau-prompts 0 --num-threads 1 --accelerator cpu --loggers csv --output {output}/head"}

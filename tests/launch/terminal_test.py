@@ -148,7 +148,7 @@ def artifact(kind: str) -> Callable[[dict[str, str], Path], list[str]]:
     def make(models: dict[str, str], folder: Path) -> list[str]:
         identity = {"tokenizer": EVIL, "target": {"config": EVIL}}
         Manifest(kind, {"target": models["target"]}, identity=identity, command=f"draftsmith {EVIL}").write(folder)
-        command = ["data", "inspect"] if kind == "prompts" else ["data", "responses", "--output", "x", "--prompts"]
+        command = ["data", "inspect"] if kind == "prompts" else ["data", "responses", "--output", "x", "--data"]
         return [*command, str(folder), *(["--target", models["target"]] if kind != "prompts" else [])]
 
     return make
@@ -160,7 +160,7 @@ def yaml_key(models: dict[str, str], folder: Path) -> list[str]:
 
 
 def reply(models: dict[str, str], folder: Path) -> list[str]:
-    return ["eval", "served", "--server", "{server}", "--target", models["target"], "--prompts", models["prompts"],
+    return ["eval", "served", "--server", "{server}", "--target", models["target"], "--data", models["data"],
             "--engine", "vllm", "--output", str(folder / "out"), "--concurrency", "1"]  # fmt: skip
 
 

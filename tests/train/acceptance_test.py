@@ -33,7 +33,7 @@ QUICK |= {"loggers": ("csv",)}
 
 
 def config(artifacts, output: Path, **changes) -> TrainAcceptanceConfig:
-    settings = {"data": artifacts.acceptance, "draft": str(artifacts.draft), "output": output, **QUICK, **changes}
+    settings = {"data": artifacts.acceptance, "head": str(artifacts.draft), "output": output, **QUICK, **changes}
     return TrainAcceptanceConfig(**settings)
 
 
@@ -90,9 +90,9 @@ def test_separate_validation_labels_must_share_the_sampling(artifacts, tmp_path)
     from draftsmith.data.acceptance import run as label
 
     labels = AcceptanceConfig(
-        responses=artifacts.responses,
+        data=artifacts.responses,
         target=str(artifacts.target),
-        draft=str(artifacts.draft),
+        head=str(artifacts.draft),
         output=tmp_path / "greedy",
         temperature=0.0,
     )
@@ -145,7 +145,7 @@ DEPTH = 4  # of the labels: conftest.py
 
 
 def a_config(artifacts, eagle, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
-    settings = {"draft": str(eagle), "target": str(artifacts.target), "data": rollouts, "output": output, **QUICK}
+    settings = {"head": str(eagle), "target": str(artifacts.target), "data": rollouts, "output": output, **QUICK}
     return TrainAcceptanceConfig(**{**settings, "max_steps": 8, "val_every": 8, **changes})
 
 
@@ -236,7 +236,7 @@ def test_a_head_of_another_drafter_is_refused(artifacts, eagle, rollouts, tmp_pa
     with pytest.raises(InputError, match=r"made with another draft\.eagle"):
         chain = EagleHead(EagleConfig.for_target(load_lm(str(artifacts.target)).config))
         other = save_head(tmp_path / "other-eagle", chain, {}, "card")
-        run(dataclasses.replace(settings, draft=str(other)))
+        run(dataclasses.replace(settings, head=str(other)))
     with pytest.raises(InputError, match=r"^mix: found 0\.5"):
         run(dataclasses.replace(settings, mix=0.5))
     with pytest.raises(InputError, match=r"max_length: found 20.*label shorter responses"):

@@ -115,7 +115,7 @@ def test_after_other_signals_the_job_is_not_requeued(scontrol, number):
 
 
 def test_best_is_chosen_by_the_loss_where_no_answer_is_as_long_as_a_draft(artifacts, tmp_path):
-    short = {"prompts": artifacts.prompts, "target": str(artifacts.target), "output": tmp_path / "short"}
+    short = {"data": artifacts.prompts, "target": str(artifacts.target), "output": tmp_path / "short"}
     data = make_responses(ResponsesConfig(**short, max_new_tokens=3, num_threads=1))
     settings = {"data": data, "target": str(artifacts.target), "output": tmp_path / "run", "layers": (0, 1)}
     settings |= {"max_steps": 6, "val_every": 2, "lr": 3e-3, "tau_prompts": 0, "loggers": ("csv",)}

@@ -54,17 +54,15 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     prompts.run(prompts.PromptsConfig(source=str(source), target=str(target), output=root / "prompts"))
     responses.run(
         responses.ResponsesConfig(
-            prompts=root / "prompts", target=str(target), output=made.responses, max_new_tokens=24, num_threads=1
+            data=root / "prompts", target=str(target), output=made.responses, max_new_tokens=24, num_threads=1
         )
     )
     acceptance.run(
         acceptance.AcceptanceConfig(
-            responses=made.responses, target=str(target), draft=str(draft), output=made.acceptance, num_threads=1
+            data=made.responses, target=str(target), head=str(draft), output=made.acceptance, num_threads=1
         )
     )
-    features.run(
-        features.FeaturesConfig(responses=made.responses, target=str(target), output=made.features, num_threads=1)
-    )
+    features.run(features.FeaturesConfig(data=made.responses, target=str(target), output=made.features, num_threads=1))
     return made
 
 
@@ -81,9 +79,9 @@ def eagle(artifacts, tmp_path_factory) -> Path:
 def rollouts(artifacts, eagle, tmp_path_factory) -> Path:
     """Labels of the EAGLE head's rounds."""
     settings = acceptance.AcceptanceConfig(
-        responses=artifacts.responses,
+        data=artifacts.responses,
         target=str(artifacts.target),
-        draft=str(eagle),
+        head=str(eagle),
         output=tmp_path_factory.mktemp("rollouts") / "labels",
         depth=4,
         num_threads=1,

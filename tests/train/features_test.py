@@ -116,7 +116,7 @@ def test_data_that_no_head_can_be_trained_on_is_named(artifacts, tmp_path):
 
     refused(r"made with another target\.config", target=str(artifacts.draft))
     refused("expected kind responses or prompts or features", data=artifacts.acceptance)
-    refused("expected responses to compute them of", data=artifacts.features, features="vllm")
+    refused("expected responses to compute them of", data=artifacts.features, server="http://127.0.0.1:9")
     refused("data: found prompts without answers", data=artifacts.responses.parent / "prompts")
 
 
@@ -140,7 +140,7 @@ def test_data_made_with_another_template_of_the_target_is_refused(artifacts, tmp
     for data in (artifacts.responses, artifacts.features):
         with pytest.raises(InputError, match=what):
             run(in_step(artifacts, tmp_path / "run", target=str(changed), data=data))
-    asked = Path(Manifest.read(artifacts.responses).config["prompts"])
+    asked = Path(Manifest.read(artifacts.responses).config["data"])
     what = "made with another own_template: .* Make it again: draftsmith data prompts --source"
     with pytest.raises(InputError, match=what):
         make_responses(ResponsesConfig(asked, str(changed), tmp_path / "answers"))
@@ -166,7 +166,7 @@ def test_a_template_that_is_stored_otherwise_is_the_same(artifacts, tmp_path):
 def test_the_universal_engine_trains_the_same_head(artifacts, tmp_path):
     short = {"max_steps": 4, "val_every": 4}
     run(in_step(artifacts, tmp_path / "lean", **short))
-    run(in_step(artifacts, tmp_path / "hf", engine="hf", **short))
+    run(in_step(artifacts, tmp_path / "hf", loader="hf", **short))
     for name in ("train/loss", "val/loss", "val/tau"):
         # Two implementations of one float32 forward.
         assert losses(tmp_path / "hf", name) == pytest.approx(losses(tmp_path / "lean", name), rel=1e-4), name
@@ -211,7 +211,7 @@ def target(artifacts):
 
 
 def streamed(artifacts, server, output, **changes):
-    more = {"features": "vllm", "feature_server": server.url, "tau_prompts": 0, **changes}
+    more = {"server": server.url, "tau_prompts": 0, **changes}
     return run(config(artifacts, output, data=artifacts.responses, **more))
 
 
@@ -344,12 +344,12 @@ def test_another_model_at_the_server_is_refused(artifacts, tmp_path):
 
 def test_no_server_is_one_line(artifacts, tmp_path):
     with pytest.raises(InputError, match=r"server: found nothing that listens at http://127.0.0.1:9, expected a vLLM"):
-        run(config(artifacts, tmp_path, data=artifacts.responses, features="vllm", feature_server="http://127.0.0.1:9"))
+        run(config(artifacts, tmp_path, data=artifacts.responses, server="http://127.0.0.1:9"))
 
 
 def features_config(artifacts, server, output, **changes):
     return FeaturesConfig(
-        responses=artifacts.responses,
+        data=artifacts.responses,
         target=str(artifacts.target),
         output=output,
         engine="vllm",
@@ -396,7 +396,7 @@ def test_a_mixture_of_experts_gives_its_states_to_a_dense_head(artifacts, tmp_pa
     responses = make_responses(ResponsesConfig(artifacts.prompts, path, tmp_path / "responses", max_new_tokens=12))
     target = load_lm(path)
     with StatesServer(target, FINAL, tmp_path / "spool") as server:
-        more = {"data": responses, "target": path, "features": "vllm", "feature_server": server.url}
+        more = {"data": responses, "target": path, "server": server.url}
         served = run(config(artifacts, tmp_path / "served", **more))
     assert "nat to the files, 0.0% other choices" in capsys.readouterr().err
     stored = make_features(FeaturesConfig(responses, path, tmp_path / "features"))

@@ -35,7 +35,7 @@ def test_ranks_add_up_what_each_has(monkeypatch):
 
 
 def acceptance_module(artifacts, tmp_path) -> LitAcceptance:
-    settings = TrainAcceptanceConfig(data=artifacts.acceptance, draft=str(artifacts.draft), output=tmp_path)
+    settings = TrainAcceptanceConfig(data=artifacts.acceptance, head=str(artifacts.draft), output=tmp_path)
     reader = Reader(FrozenDrafter(load_lm(str(artifacts.draft)), {}))
     module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings)
     module.trainer = fake_trainer(open_dataset(artifacts.acceptance))

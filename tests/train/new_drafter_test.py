@@ -87,11 +87,9 @@ def test_a_head_is_fine_tuned(artifacts, tmp_path, trained):
 
 
 def test_its_drafts_are_labeled_and_an_acceptance_head_learns_from_its_states(artifacts, tmp_path, trained):
-    models = {"draft": str(trained), "target": str(artifacts.target), "num_threads": 1}
+    models = {"head": str(trained), "target": str(artifacts.target), "num_threads": 1}
     asked = {"temperature": 0.0, "depth": 3, "limit": 16}
-    made = labels.run(
-        labels.AcceptanceConfig(responses=artifacts.responses, output=tmp_path / "labels", **models, **asked)
-    )
+    made = labels.run(labels.AcceptanceConfig(data=artifacts.responses, output=tmp_path / "labels", **models, **asked))
     identity = drafter_identity(trained, load_lm(str(artifacts.target)))
     assert set(identity) > {"bigram"} and Manifest.read(made).identity["draft"] == identity
     quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "loggers": ("csv",)}
@@ -121,7 +119,7 @@ def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artifa
     with pytest.raises(InputError, match="features of layers final-norm, expected those of 0,1"):
         prepare(drafter_config("bigram")(data=artifacts.features, **settings))
     monkeypatch.setattr(features, "load_lm", lambda *args, **kwargs: Captured(load_lm(*args, **kwargs)))
-    asked = {"responses": artifacts.responses, "target": str(artifacts.target), "num_threads": 1}
+    asked = {"data": artifacts.responses, "target": str(artifacts.target), "num_threads": 1}
     made = features.run(features.FeaturesConfig(output=tmp_path / "features", drafter="bigram", **asked))
     assert Manifest.read(made).identity["target"]["layers"] == "0,1"
     stored, plain = open_dataset(made)[3]["features"], open_dataset(artifacts.features)[3]["features"]

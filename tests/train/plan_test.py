@@ -71,7 +71,7 @@ def test_an_eagle_plan_counts_what_the_training_does(artifacts, tmp_path, change
 def test_frozen_parameters_equal_the_loaded_models(tmp_path, family, extra):
     directory = tiny_llama_dir(tmp_path / "model", family=family, **extra)
     config = drafter_config("eagle")(target=str(directory), data=tmp_path / "none", output=tmp_path / "run")
-    loaded = load_lm(str(directory), engine="hf").model
+    loaded = load_lm(str(directory), loader="hf").model
     assert plan_of(config).frozen == sum(p.numel() for p in loaded.parameters())
 
 

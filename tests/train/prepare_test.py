@@ -193,7 +193,7 @@ def made(tmp_path_factory) -> SimpleNamespace:
     texts = prompts.run(
         prompts.PromptsConfig(
             "embedded:prompts", TARGET, root / "texts", columns="prompt=prompt,answer=answer", split="train",
-            task="sort_imports", limit=12, supervised=True,
+            tasks="sort_imports", limit=12, supervised=True,
         )
     )  # fmt: skip
     stored = features.run(features.FeaturesConfig(texts, TARGET, root / "features", drafter="eagle3", num_threads=1))
@@ -323,7 +323,7 @@ def assert_the_same_features(directory: Path, expected: Path) -> None:
 
 
 def test_a_device_map_is_the_same_target(artifacts, tmp_path):
-    target, plain = (load_lm(str(artifacts.target), engine="hf", device_map=spread) for spread in (True, False))
+    target, plain = (load_lm(str(artifacts.target), loader="hf", device_map=spread) for spread in (True, False))
     assert target.info == plain.info
     prompt = [5, 6, 7, 8, 9]
     answers = [generate_one(lm, None, prompt, SamplingParams(), 12, TorchSource(0)).tokens for lm in (target, plain)]
@@ -338,7 +338,7 @@ def test_what_cannot_be_spread_is_said(artifacts, monkeypatch, tmp_path):
     with pytest.raises(InputError, match="devices: found 2, expected 1 with --device-map"):
         config(artifacts, tmp_path, device_map=True, devices=2)
     with pytest.raises(InputError, match="device_map: found the lean engine"):
-        load_lm(path, engine="lean", device_map=True)
+        load_lm(path, loader="lean", device_map=True)
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(InputError, match="found 3 processes on this machine"):

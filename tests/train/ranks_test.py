@@ -67,10 +67,10 @@ class Runs:
         config |= {"log_every": 1, "loggers": ("csv",), "num_threads": 1, "max_steps": STEPS, "accelerator": "cpu"}
         made = self.artifacts
         if head == "acceptance":
-            config |= {"data": str(made.acceptance), "draft": str(made.draft)}
+            config |= {"data": str(made.acceptance), "head": str(made.draft)}
         elif head == "rollouts":
             head = "acceptance"
-            config |= {"data": str(self.rollouts), "draft": str(self.eagle), "target": str(made.target)}
+            config |= {"data": str(self.rollouts), "head": str(self.eagle), "target": str(made.target)}
             config |= {"accumulate": 2, "max_steps": 6}
         elif head == "eagle3":  # the target is in the training; some choices of it cannot be drafted
             config |= {"data": str(made.responses), "target": str(made.target), "layers": (0, 1), "draft_vocab": 40}
@@ -303,7 +303,7 @@ PATIENCE_S = 300
 
 def test_a_killed_rank_ends_the_others_and_the_run_goes_on(artifacts, tmp_path):
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
-    made = {"data": artifacts.acceptance, "draft": artifacts.draft, "lr": 2e-3, "batch_size": 8, "val_share": 0.25}
+    made = {"data": artifacts.acceptance, "head": artifacts.draft, "lr": 2e-3, "batch_size": 8, "val_share": 0.25}
     made |= {"val_every": 6, "save_every": 1, "log_every": 1, "num_threads": 1, "max_steps": 6, "accumulate": 2}
     made |= {"accelerator": "cpu"}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in made.items()}

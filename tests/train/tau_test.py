@@ -143,7 +143,7 @@ def test_a_server_answers_once_and_its_states_give_decodings_tau(artifacts, gree
     with StatesServer(
         target, (3,), tmp_path / "spool", on_row=lambda row: asked.add(tuple(row)), max_model_len=context
     ) as server:
-        options = {"data": greedy, "features": "vllm", "feature_server": server.url, "save_every": 6, "keep": 9}
+        options = {"data": greedy, "server": server.url, "save_every": 6, "keep": 9}
         settings = config(artifacts, output, **options, lr=1e-2, max_steps=40, val_every=20)
         best, whole = run(settings), losses(output, "val/tau")
         assert asked >= {tuple(own.prompt) for own in read_answers(output / ANSWERS)}

@@ -29,7 +29,7 @@ WRONG = {
 def test_a_wrong_teacher_is_refused_before_the_first_step_and_before_it_is_stored(
     artifacts, tmp_path, monkeypatch, name, feature_dtype
 ):
-    where = {"responses": artifacts.responses, "output": tmp_path / "features", "target": str(artifacts.target)}
+    where = {"data": artifacts.responses, "output": tmp_path / "features", "target": str(artifacts.target)}
     stored = FeaturesConfig(**where, feature_dtype=feature_dtype)
     monkeypatch.setattr(LlamaLM, "features", WRONG[name])
     with pytest.raises(InputError, match=r"teacher: found .*the target in this process"):
@@ -44,7 +44,7 @@ def test_a_right_teacher_is_proved_and_recorded(artifacts, tmp_path, capsys):
     assert "teacher proved on" in capsys.readouterr().err
     assert module.source.teacher["largest"] < 1e-3
     directory = make_features(
-        FeaturesConfig(responses=artifacts.responses, output=tmp_path / "features", target=str(artifacts.target))
+        FeaturesConfig(data=artifacts.responses, output=tmp_path / "features", target=str(artifacts.target))
     )
     teacher = Manifest.read(directory).teacher
     assert teacher["source"] == "stored features" and 0 < teacher["largest"] < 0.3

@@ -4,7 +4,7 @@ No server runs them; they are rows of EAGLE-2's table 1 and prove what a folder 
 
     export DRAFTSMITH_DRAFTERS=benchmarks/papers/drafters
     draftsmith train medusa --config benchmarks/papers/drafters/embedded.yaml --lm-head own --output runs/medusa
-    draftsmith decode PROMPT --target embedded:target --draft runs/medusa/best --method medusa
+    draftsmith decode PROMPT --target embedded:target --head runs/medusa/best --method medusa
 """
 
 from __future__ import annotations

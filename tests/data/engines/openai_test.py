@@ -93,8 +93,8 @@ def ask(chain, remake):
     """Generate greedy responses through a server; returns (directory, rows)."""
 
     def make(url: str, **settings):
-        config = ServerConfig(url=url, **{"model": "tiny", "concurrency": 4, **settings})
-        directory = remake("responses", engine="openai", temperature=0.0, top_k=0, top_p=1.0, server=config)
+        asked = {"server_model": "tiny", "concurrency": 4, **settings}
+        directory = remake("responses", engine="openai", temperature=0.0, top_k=0, top_p=1.0, server=url, **asked)
         return directory, Rows(directory, Manifest.read(directory)).read(0, 99)
 
     return make
@@ -139,7 +139,7 @@ def test_a_server_that_returns_only_text_gives_marked_rows(vllm_like, ask):
 def test_a_refusal_that_asking_again_cannot_mend_is_one_error(vllm_like, ask):
     server = vllm_like()
     with pytest.raises(InputError, match=r"server: found .*status 404.*no model huge"):
-        ask(server.url, model="huge")
+        ask(server.url, server_model="huge")
     assert len({request["seed"] for request in server.asked}) == len(server.asked)  # nothing was asked again
 
 
@@ -147,18 +147,18 @@ def test_a_refusal_that_asking_again_cannot_mend_is_one_error(vllm_like, ask):
     ("settings", "changes", "what"),
     [
         ({"dialect": "openai"}, {"top_k": 5}, "the OpenAI protocol has no top_k"),
-        ({"concurrency": 0}, {}, "server.concurrency"),
-        ({"timeout_s": float("inf")}, {}, "server.timeout_s"),
-        ({"retries": -1}, {}, "server.retries"),
-        ({"url": "127.0.0.1:8000/v1"}, {}, "server.url"),
-        ({"url": "http://[::1/v1"}, {}, "server.url"),
-        ({"url": "http://h/v1?key=abc"}, {}, r"server.url: found an address with @, \? or #, expected"),
-        ({"url": "http://me:a/b@h:x/v1"}, {}, r"server.url: found an address with @"),
+        ({"concurrency": 0}, {}, "concurrency"),
+        ({"timeout_s": float("inf")}, {}, "timeout_s"),
+        ({"retries": -1}, {}, "retries"),
+        ({"server": "127.0.0.1:8000/v1"}, {}, "server"),
+        ({"server": "http://[::1/v1"}, {}, "server"),
+        ({"server": "http://h/v1?key=abc"}, {}, r"server: found an address with @, \? or #, expected"),
+        ({"server": "http://me:a/b@h:x/v1"}, {}, r"server: found an address with @"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(remake, settings, changes, what):
     with pytest.raises(InputError, match=what):
-        remake("responses", engine="openai", server=ServerConfig(**settings), **changes)
+        remake("responses", engine="openai", **settings, **changes)
 
 
 def test_messages_need_the_servers_own_template(chain, remake, tmp_path):
@@ -166,7 +166,7 @@ def test_messages_need_the_servers_own_template(chain, remake, tmp_path):
     path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     prompts = remake("prompts", chat_template=path)
     with pytest.raises(InputError, match="chat_template: found prompts with another one than the server's"):
-        remake("responses", engine="openai", top_k=0, prompts=prompts, server=ServerConfig(dialect="openai"))
+        remake("responses", engine="openai", top_k=0, data=prompts, dialect="openai")
 
 
 def test_the_next_shard_is_asked_for_where_there_is_room(vllm_like, ask, expected):
@@ -248,7 +248,7 @@ MISBEHAVIORS: dict[str, tuple[Callable[[], object], str]] = {
     "sends without end": (lambda: drip(b" " * 2**16, lambda: None), r"prompt \d .*more than 1,048,576 bytes"),
     "packs too much": (lambda: (200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(2**24))),
                        r"prompt \d .*more than 1,048,576 bytes"),
-    "wants a key": (lambda: (401, {}, "no"), r"status 401, no.*OPENAI_API_KEY.*--server\.api-key-env"),
+    "wants a key": (lambda: (401, {}, "no"), r"status 401, no.*OPENAI_API_KEY.*--api-key-env"),
     "points elsewhere": (lambda: (307, {"Location": "/v1/completions"}, b""), "server: found .*status 307"),
 }  # fmt: skip
 
@@ -318,7 +318,7 @@ PROMPT = {"prompt_ids": [4, 5]}
 @pytest.fixture
 def engine(chain) -> ServerEngine:
     settings = AnswerSettings(Checkpoint(chain.target), SamplingParams(), 9, False, 0)
-    return ServerEngine(ServerConfig(model="tiny"), settings, "")
+    return ServerEngine(ServerConfig(server_model="tiny"), settings, "")
 
 
 @pytest.mark.parametrize(("reply", "what"), BAD_REPLIES)
@@ -330,7 +330,7 @@ def test_a_reply_is_checked_against_vocabulary_limits_and_itself(engine, reply, 
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"model": "huge"}, r"server\.model: found a reply by 'huge', expected 'tiny'"),
+        ({"model": "huge"}, r"server_model: found a reply by 'huge', expected 'tiny'"),
         ({"usage": {"prompt_tokens": 3}}, "prompt 3: found 3 tokens at the server"),
         (
             {"choices": [{**GOOD, "prompt_token_ids": [4, 6]}], "usage": {"prompt_tokens": 2}},
@@ -366,7 +366,7 @@ def test_the_end_token_of_a_text_is_the_one_that_the_template_or_the_server_name
         (template_hash(tokenizer), {"stop_reason": "\n"}, im_end),
         ("another", {}, eos),
     ):
-        engine = ServerEngine(ServerConfig(model="tiny"), settings, template)
+        engine = ServerEngine(ServerConfig(server_model="tiny"), settings, template)
         turn = engine.read(3, PROMPT, {"choices": [{"text": "Sure.", "finish_reason": "stop", **told}]})
         assert (turn.tokens[-1], turn.tokens[:-1], turn.ended) == (end, tokenizer("Sure.")["input_ids"], True)
 

@@ -167,10 +167,10 @@ def test_the_digest_follows_the_content_and_not_the_place(chain):
 def test_a_command_line_names_what_is_not_default(tmp_path):
     config = ResponsesConfig(tmp_path / "a b", "t", tmp_path / "o", top_k=5, trust_remote_code=True)
     assert command_line("data responses", config) == (
-        f"draftsmith data responses --prompts '{tmp_path}/a b' --target t --output {tmp_path}/o "
+        f"draftsmith data responses --data '{tmp_path}/a b' --target t --output {tmp_path}/o "
         "--trust-remote-code true --top-k 5"
     )
-    assert "server.dialect" in decisive(config) and "prompts" not in decisive(config)
+    assert "dialect" in decisive(config) and "data" not in decisive(config)
 
 
 def test_data_of_a_fine_tuned_target_is_refused_everywhere(chain, tmp_path, capsys):
@@ -181,24 +181,24 @@ def test_data_of_a_fine_tuned_target_is_refused_everywhere(chain, tmp_path, caps
     responses, out = chain.directory("responses"), tmp_path / "out"
     labels, made = chain.directory("acceptance"), chain.directory("features")
     for words in (
-        f"data features --responses {responses} --target {tuned}",
-        f"data acceptance --responses {responses} --target {tuned} --draft {chain.draft}",
+        f"data features --data {responses} --target {tuned}",
+        f"data acceptance --data {responses} --target {tuned} --head {chain.draft}",
         f"train eagle --data {made} --target {tuned}",
         f"train eagle --data {responses} --target {tuned}",
-        f"train acceptance --data {labels} --draft {tuned}",
+        f"train acceptance --data {labels} --head {tuned}",
     ):
         assert main([*words.split(), "--output", str(out)]) == 2, words
         error = capsys.readouterr().err.splitlines()[-1]
         assert ".weights: " in error and "Make it again: draftsmith data" in error, error
 
 
-@pytest.mark.parametrize(("stage", "field"), [("responses", "prompts"), ("features", "responses")])
+@pytest.mark.parametrize(("stage", "made_by"), [("responses", "prompts"), ("features", "responses")])
 def test_an_input_is_read_from_where_it_was_opened_whatever_its_link_does(
-    chain, remake, tmp_path, monkeypatch, stage, field
+    chain, remake, tmp_path, monkeypatch, stage, made_by
 ):
     """The link leads nowhere once the artifact is open: whoever follows it again fails."""
     link, check = tmp_path / "link", manifest.check_files
-    link.symlink_to(chain.directory(field))
+    link.symlink_to(chain.directory(made_by))
 
     def check_and_move(*args) -> None:
         check(*args)
@@ -206,7 +206,7 @@ def test_an_input_is_read_from_where_it_was_opened_whatever_its_link_does(
             link.unlink()
 
     monkeypatch.setattr(manifest, "check_files", check_and_move)
-    made = remake(stage, **{field: link})
+    made = remake(stage, data=link)
     for name in (path.name for path in chain.directory(stage).glob("shard-*") if path.suffix != ".json"):
         assert (made / name).read_bytes() == (chain.directory(stage) / name).read_bytes()
 

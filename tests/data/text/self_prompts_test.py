@@ -56,7 +56,7 @@ def test_the_targets_own_turns_become_prompts(pair, tmp_path, monkeypatch):
 
 
 def test_our_words_follow_the_opening(pair, tmp_path):
-    output = prompts.run(PromptsConfig("self", str(pair[0]), tmp_path, task="maths", limit=2))
+    output = prompts.run(PromptsConfig("self", str(pair[0]), tmp_path, tasks="maths", limit=2))
     tokenizer = tiny_tokenizer()
     for row in Rows(output, Manifest.read(output)).iterate():
         (message,) = json.loads(row["messages"])

@@ -324,5 +324,5 @@ def test_a_templates_date_is_that_of_the_prompts(tmp_path, monkeypatch):
     assert talk.prompt[: len(rows[0]["prompt_ids"]) + len(ids)] == [*rows[0]["prompt_ids"], *ids]
     # A server's own template would show another day.
     monkeypatch.setattr("draftsmith.data.engines.openai.datetime", type("later", (), {"date": Tomorrow}))
-    with pytest.raises(InputError, match=rf"chat_template: found prompts of {today}, .*--server.dialect vllm"):
+    with pytest.raises(InputError, match=rf"chat_template: found prompts of {today}, .*--dialect vllm"):
         chat_body(rows[0])

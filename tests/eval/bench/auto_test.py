@@ -21,7 +21,7 @@ AUTO = "online:max=4,eagle-tree:nodes=auto:depth=auto:topk=2"
 def config_of(models, output, **changes) -> BenchConfig:
     return BenchConfig(
         **{
-            **draft_options({flag: models[flag] for flag in ("target", "draft", "eagle", "prompts")}),
+            **draft_options({flag: models[flag] for flag in ("target", "draft", "eagle", "data")}),
             **{"methods": AUTO, "repeats": 1, "max_new_tokens": 12, "temperature": "0,1", "output": output},
             **changes,
         }

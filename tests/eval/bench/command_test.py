@@ -80,7 +80,7 @@ def test_greedy_output_of_every_method_is_the_targets_own(results, per_prompt, m
     assert all(row["matches_ar"] is True for row in results["methods"])
     rows = {(row["method"], row["id"]): row["token_ids"] for row in per_prompt}
     tokenizer = load_chat_tokenizer(models["target"])
-    for line in Path(models["prompts"]).read_text().splitlines()[:5]:
+    for line in Path(models["data"]).read_text().splitlines()[:5]:
         row = json.loads(line)
         ids = list(prompt_ids(tokenizer, row["messages"]))
         length = len(ids)
@@ -134,15 +134,15 @@ def test_an_answer_ends_at_the_end_token_unless_told_otherwise(config, per_promp
 
 
 def test_a_prompts_artifact_gives_the_same_prompts_as_its_file(models, tmp_path):
-    arguments = ["--source", models["prompts"], "--target", models["target"], "--output", str(tmp_path / "prompts")]
+    arguments = ["--source", models["data"], "--target", models["target"], "--output", str(tmp_path / "prompts")]
     assert main(["data", "prompts", *arguments]) == 0
-    from_file = read_prompts(models["prompts"], models["target"])
+    from_file = read_prompts(models["data"], models["target"])
     assert read_prompts(str(tmp_path / "prompts"), models["target"]) == from_file
-    only_a = read_prompts(models["prompts"], models["target"], split="test", keep_tasks="a", limit=2)
+    only_a = read_prompts(models["data"], models["target"], split="test", tasks="a", limit=2)
     of_a = [prompt for prompt in from_file if prompt.task == "a"][:2]
     assert only_a == [dataclasses.replace(prompt, number=number) for number, prompt in enumerate(of_a)]
     with pytest.raises(InputError, match="no row of split dev"):
-        read_prompts(models["prompts"], models["target"], split="dev")
+        read_prompts(models["data"], models["target"], split="dev")
 
 
 def test_classes_of_rounds_are_a_recount_of_every_round(results, per_prompt):
@@ -187,7 +187,7 @@ def test_several_drafters_of_a_kind_are_measured_beside_each_other(config, model
     shared = dataclasses.replace(config, acceptance=None, repeats=1, limit=2, traces=1)
     both = dataclasses.replace(
         shared,
-        draft=(*heads.values(), *drafts.values()),
+        head=(*heads.values(), *drafts.values()),
         methods="eagle:k=2,eagle@b:k=3,spec:k=2",
         output=tmp_path / "both",
         card=True,
@@ -206,7 +206,7 @@ def test_several_drafters_of_a_kind_are_measured_beside_each_other(config, model
     together = drafted(tmp_path / "both")
     for name, path in {**heads, **drafts}.items():
         method, output = "eagle" if name in heads else "spec", tmp_path / f"{name}-alone"
-        bench.bench(dataclasses.replace(shared, draft=(path,), methods=f"{method}:k=2", output=output))
+        bench.bench(dataclasses.replace(shared, head=(path,), methods=f"{method}:k=2", output=output))
         assert drafted(output)[f"{method}:k=2"] == together[f"{method}@{name}:k=2"]
     assert together["eagle@a:k=2"] != together["eagle@b:k=2"]
     assert [row["method"] for row in measured_of(heads["b"])["methods"]] == ["eagle@b:k=2", "eagle@b:k=3"]
@@ -218,15 +218,15 @@ def test_several_drafters_of_a_kind_are_measured_beside_each_other(config, model
     ("method", "missing"), [("eagle3:k=3", "gone-for-good"), ("online:drafter=eagle3", "/gone/best"), ("pld", "/gone")]
 )
 def test_a_draft_that_is_not_here_is_named_whatever_the_methods(config, tmp_path, method, missing):
-    wrong = dataclasses.replace(config, draft=(missing,), acceptance=None, methods=method, output=tmp_path / "out")
-    with pytest.raises(InputError, match=f"^draft: found no directory .*{missing}, expected a "):
+    wrong = dataclasses.replace(config, head=(missing,), acceptance=None, methods=method, output=tmp_path / "out")
+    with pytest.raises(InputError, match=f"^head: found no directory .*{missing}, expected a "):
         bench.bench(wrong)
 
 
 def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, models, tmp_path):
     heads = {flag: shutil.copytree(models[flag], tmp_path / flag) for flag in ("eagle", "acceptance")}
     methods = "spec:k=3,specdec++:h=0.7:max=6,eagle:k=2"
-    paths = {"draft": (models["draft"], str(heads["eagle"])), "acceptance": str(heads["acceptance"])}
+    paths = {"head": (models["draft"], str(heads["eagle"])), "acceptance": str(heads["acceptance"])}
     carded = dataclasses.replace(config, **paths, methods=methods, repeats=1, card=True, output=tmp_path / "out")
     found = bench.bench(carded)
     wanted = {row["method"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]}

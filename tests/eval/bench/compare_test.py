@@ -19,7 +19,7 @@ from draftsmith.modules.types import InputError
 META: dict[str, Any] = {
     "kind": "bench", "clock": "cpu",
     "settings": {"top_k": 0, "top_p": 1.0, "dtype": "float32", "max_new_tokens": 8, "ignore_eos": False, "turns": "all",
-                 "device": "cpu", "num_threads": 1, "engine": "auto"},
+                 "device": "cpu", "num_threads": 1, "loader": "auto"},
     "target": {"config": "aaaa", "tokenizer": "bbbb"},
     "prompts": {"sha256": "c" * 64}, "hardware": {"cpu": "a CPU", "cpu_count": 2},
     "versions": {"torch": "2.8"}, "models": {}, "step_costs": {}, "tree_times": {},

@@ -52,7 +52,7 @@ def tasks(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def config(models, tasks, tmp_path_factory) -> BenchConfig:
     return BenchConfig(
-        target=models["target"], draft=models["draft"], tasks=str(tasks), methods="spec:k=3", limit=2, repeats=2,
+        target=models["target"], head=models["draft"], data=str(tasks), methods="spec:k=3", limit=2, repeats=2,
         max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature="0,1",
         output=tmp_path_factory.mktemp("tasks-bench"),
     )  # fmt: skip
@@ -126,7 +126,7 @@ def test_a_prompt_that_is_too_long_is_reported_and_the_others_are_measured(found
 @pytest.mark.parametrize(("turns", "expected"), [("first", "Say hello"), ("last", "A RECORDED ANSWER")])
 def test_only_the_first_or_only_the_last_turn(config, tasks, tmp_path, turns, expected):
     one = dataclasses.replace(
-        config, tasks=str(tasks / "share.json"), turns=turns, temperature="0", repeats=1, output=tmp_path
+        config, data=str(tasks / "share.json"), turns=turns, temperature="0", repeats=1, output=tmp_path
     )
     assert bench.run(one) == 0
     rows = [row for row in read_rows(tmp_path) if row["method"] == BASELINE]
@@ -139,11 +139,21 @@ def test_a_set_in_the_layout_of_fastchat_is_named_by_its_folders(tmp_path):
         (tmp_path / task / "reference_answer").mkdir(parents=True)
         (tmp_path / task / "question.jsonl").write_text('{"question_id": 1, "turns": ["Hello"]}\n')
     (tmp_path / "gsm8k.jsonl").write_text('{"prompt": "1 + 1"}\n')
-    names = [name for name, _ in task_sources(None, str(tmp_path))]
+    names = [name for name, _ in task_sources(str(tmp_path))]
     assert names == ["gsm8k", "qa", "sum"]
-    assert task_sources(None, f"{tmp_path}/qa/question.jsonl") == [("qa", f"{tmp_path}/qa/question.jsonl")]
-    with pytest.raises(InputError, match="exactly one of them"):
-        task_sources("prompts.jsonl", str(tmp_path))
+    one = f"{tmp_path}/gsm8k.jsonl"
+    assert task_sources(one) == [("", one)], "its rows name their tasks"
+    assert task_sources(f"{one}, embedded:prompts") == [("gsm8k", one), ("prompts", "embedded:prompts")]
+    with pytest.raises(InputError, match="two files named gsm8k"):
+        task_sources(f"{one},{one}")
+
+
+def test_a_directory_of_splits_is_one_data_set(tmp_path):
+    for split in ("train", "test-00000-of-00001"):
+        (tmp_path / f"{split}.jsonl").write_text('{"prompt": "Hello"}\n')
+    assert task_sources(str(tmp_path)) == [("", str(tmp_path))]
+    (tmp_path / "gsm8k.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    assert len(task_sources(str(tmp_path))) == 3
 
 
 def prompt_runner(runner, **changes) -> PromptRunner:

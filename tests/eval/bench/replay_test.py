@@ -161,13 +161,13 @@ METHODS = "spec:k=1,spec:k=3,eagle:k=2,pld:k=4"
 def runs(models, tmp_path_factory) -> tuple[dict, dict, Path]:
     """Greedy answers of the bench, and of `data responses` to the same prompts, replayed."""
     root = tmp_path_factory.mktemp("replay")
-    target, drafts = f"--target={models['target']}", [f"--draft={models['draft']}", f"--draft={models['eagle']}"]
+    target, drafts = f"--target={models['target']}", [f"--head={models['draft']}", f"--head={models['eagle']}"]
     bench = ["eval", "bench", target, *drafts, f"--methods={METHODS}"]
     asked = ["--max-new-tokens=40", "--ignore-eos", "--temperature=0"]
-    prompts = ["data", "prompts", target, f"--source={models['prompts']}", f"--output={root / 'prompts'}"]
+    prompts = ["data", "prompts", target, f"--source={models['data']}", f"--output={root / 'prompts'}"]
     assert main(prompts) == 0
-    assert main(["data", "responses", target, f"--prompts={root / 'prompts'}", f"--output={root / 'a'}", *asked]) == 0
-    assert main([*bench, f"--prompts={root / 'prompts'}", "--repeats=1", f"--output={root / 'decoded'}", *asked]) == 0
+    assert main(["data", "responses", target, f"--data={root / 'prompts'}", f"--output={root / 'a'}", *asked]) == 0
+    assert main([*bench, f"--data={root / 'prompts'}", "--repeats=1", f"--output={root / 'decoded'}", *asked]) == 0
     assert main([*bench, f"--replay={root / 'a'}", f"--output={root / 'replayed'}"]) == 0
     found = [json.loads((root / name / "results.json").read_text()) for name in ("decoded", "replayed")]
     return found[0], found[1], root
@@ -194,9 +194,9 @@ def test_greedy_replay_is_the_decoders_walk(runs):
 
 def test_a_server_may_run_the_target(runs, models, tmp_path):
     words = ["eval", "bench", f"--target={models['target']}", f"--replay={runs[2] / 'a'}", f"--methods={METHODS}"]
-    words += [f"--draft={models['draft']}", f"--draft={models['eagle']}", f"--output={tmp_path / 'out'}"]
+    words += [f"--head={models['draft']}", f"--head={models['eagle']}", f"--output={tmp_path / 'out'}"]
     with StatesServer(load_lm(models["target"]), (), tmp_path / "states") as server:
-        assert main([*words, f"--target-server={server.url}"]) == 0
+        assert main([*words, f"--server={server.url}"]) == 0
     found = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
     assert [row["tau"] for row in found] == [row["tau"] for row in runs[1]["methods"]]
 
@@ -236,6 +236,6 @@ def test_a_file_of_chats_has_the_last_turns_answers(models, tmp_path, capsys):
     ],
 )
 def test_what_replay_does_not_read_is_refused(runs, models, words, named, capsys, tmp_path):
-    base = ["eval", "bench", f"--target={models['target']}", f"--draft={models['eagle']}", f"--output={tmp_path / 'o'}"]
+    base = ["eval", "bench", f"--target={models['target']}", f"--head={models['eagle']}", f"--output={tmp_path / 'o'}"]
     assert main([*base, f"--replay={runs[2] / 'a'}", *words]) == 2
     assert named in capsys.readouterr().err

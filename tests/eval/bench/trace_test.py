@@ -45,7 +45,7 @@ def test_every_own_method_is_traced_below():
 def traced(models, tmp_path_factory):
     output = tmp_path_factory.mktemp("trace")
     heads = (str(Path(models["eagle"]).with_name(kind)) for kind in learned() if kind != "draft")
-    given = {**draft_options(models), "draft": (models["draft"], *heads)}
+    given = {**draft_options(models), "head": (models["draft"], *heads)}
     config = BenchConfig(
         **given, mid=models["target"], methods=METHODS, split="test", limit=2, max_new_tokens=16, ignore_eos=True,
         repeats=1, temperature="1", output=output, traces=2,

@@ -95,7 +95,7 @@ def gate(heads, chats, capsys, monkeypatch) -> Callable[..., tuple[int, str]]:
     monkeypatch.setenv("COLUMNS", "400")
 
     def call(server: EngineLike, **settings: Any) -> tuple[int, str]:
-        given = {"prompts": str(chats), "target": TARGET, "max_new_tokens": NEW_TOKENS, **settings}
+        given = {"data": str(chats), "target": TARGET, "max_new_tokens": NEW_TOKENS, **settings}
         given = {"directory": heads / server.kind / "export", **given}
         capsys.readouterr()
         code = run(CheckConfig(engine="vllm", server=server.url, **given))

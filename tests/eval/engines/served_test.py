@@ -228,7 +228,7 @@ def url():
 def test_a_running_server_is_measured_by_load(url, engine, label, tau, tmp_path, capsys):
     words = ["eval", "served", "--engine", engine, "--server", url, "--target", "embedded:target", "--limit", "3"]
     words += [
-        "--prompts",
+        "--data",
         "embedded:prompts",
         "--concurrency",
         "2,1",
@@ -248,7 +248,7 @@ def test_a_running_server_is_measured_by_load(url, engine, label, tau, tmp_path,
 def test_a_sweep_of_vllm_writes_the_schedules(tmp_path, monkeypatch, capsys):
     """Servers of known speed: a plain token takes 4 + B, one of K drafts (4 + B (1 + K)) / 1.8."""
     config = served.ServedConfig(
-        engine="vllm", target="embedded:target", draft=tmp_path, prompts="embedded:prompts", limit=8,
+        engine="vllm", target="embedded:target", head=tmp_path, data="embedded:prompts", limit=8,
         concurrency="1,4", num_drafted="1", output=tmp_path / "out",
     )  # fmt: skip
 

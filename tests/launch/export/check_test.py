@@ -269,7 +269,7 @@ def test_a_head_of_our_own_is_no_export(exchange, checked):
         checked(exchange.head("eagle"), "vllm")
 
 
-@pytest.mark.parametrize(("changes", "field"), [({"target": None}, "target"), ({"format": "specdec_pp"}, "draft")])
+@pytest.mark.parametrize(("changes", "field"), [({"target": None}, "target"), ({"format": "specdec_pp"}, "head")])
 def test_the_model_whose_states_are_read_has_to_be_named(exchange, changes, field):
     config = CheckConfig(directory=exchange.export("vllm", "eagle"), format="vllm", target="somewhere")
     with pytest.raises(InputError, match=f"{field}: found none"):

@@ -55,7 +55,7 @@ def test_tau_is_that_of_a_plain_loop_over_transformers_and_the_exported_director
     # Those that the head knows the answers of.
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     config = BenchConfig(
-        target=target, prompts=str(prompts), draft=str(exchange.head("eagle")), methods=f"eagle:k={K}", repeats=1,
+        target=target, data=str(prompts), head=str(exchange.head("eagle")), methods=f"eagle:k={K}", repeats=1,
         max_new_tokens=NEW_TOKENS, output=tmp_path / "bench",
     )  # fmt: skip
     tau = {row["method"]: row for row in bench(config)["methods"]}[f"eagle:k={K}"]["tau"]

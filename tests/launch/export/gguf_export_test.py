@@ -60,7 +60,7 @@ def test_a_head_comes_back_from_its_file(head, target, tmp_path, weights, capsys
 
 def test_a_draft_model_is_written_with_its_targets_tokenizer(target, tmp_path):
     draft, there = tiny_llama_dir(tmp_path / "draft", seed=5), tmp_path / "there"
-    assert export(ExportConfig(format="llamacpp", draft=str(draft), target=target, output=there)) == 0
+    assert export(ExportConfig(format="llamacpp", head=str(draft), target=target, output=there)) == 0
     assert sorted(path.name for path in there.iterdir()) == ["draft.gguf"]
     ids = torch.arange(5, 60)[None]
     assert torch.equal(load_lm(str(there / "draft.gguf")).features(ids), load_lm(str(draft)).features(ids))
@@ -69,8 +69,6 @@ def test_a_draft_model_is_written_with_its_targets_tokenizer(target, tmp_path):
 def test_what_gguf_cannot_hold_is_refused(head, target, tmp_path):
     with pytest.raises(InputError, match="format: found --format vllm"):
         ExportConfig(format="vllm", head=head, output=tmp_path / "there", weights="q8_0")
-    with pytest.raises(InputError, match=r"draft: found .*, expected --head or --draft"):
-        ExportConfig(format="llamacpp", head=head, draft=target, output=tmp_path / "there")
     other = tiny_llama_dir(tmp_path / "other", vocab=400)
     write_gguf_model(tmp_path / "other.gguf", Checkpoint(other))
     config = ExportConfig(

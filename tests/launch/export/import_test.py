@@ -34,7 +34,7 @@ def target(tmp_path_factory) -> str:
 
 
 def lean(path: str) -> Any:
-    return load_lm(path, engine="lean")
+    return load_lm(path, loader="lean")
 
 
 def original(target: str, dtype: torch.dtype = torch.float32, fc_bias: bool = False) -> EagleHead:
@@ -175,7 +175,7 @@ def test_a_head_of_another_width_than_its_model_is_refused(tmp_path, target):
     other = str(tiny_llama_dir(tmp_path / "other", hidden=64))
     assert "64" in refusal(theirs, tmp_path / "ours", target=other)
     theirs = write(tmp_path / "specdec", {"hidden_size": WIDTH, "num_layers": 1}, specdec_weights(1), "head.bin")
-    assert "64" in refusal(theirs, tmp_path / "ours", draft=other)
+    assert "64" in refusal(theirs, tmp_path / "ours", head=other)
     assert not (tmp_path / "ours").exists()
 
 
@@ -190,9 +190,9 @@ def test_nothing_is_overwritten(tmp_path, target):
 def test_a_flag_of_the_other_kind_of_head_is_refused(tmp_path, target):
     eagle = write(tmp_path / "eagle", eagle_fields(target), dict(original(target).named_parameters()), "head.bin")
     acceptance = write(tmp_path / "specdec", {"hidden_size": WIDTH, "num_layers": 1}, specdec_weights(1), "head.bin")
-    assert "--target" in refusal(eagle, tmp_path / "ours", draft=target)
+    assert "--target" in refusal(eagle, tmp_path / "ours", head=target)
     assert "w_rej" in refusal(eagle, tmp_path / "ours", w_rej=6.0)
-    assert "--draft" in refusal(acceptance, tmp_path / "ours", target=target)
+    assert "--head" in refusal(acceptance, tmp_path / "ours", target=target)
     assert "w_rej" in refusal(acceptance, tmp_path / "ours", w_rej=0.0)
 
 
@@ -219,15 +219,15 @@ def test_a_head_of_another_system_is_no_draft_model(tmp_path, target, capsys):
     """Not read, or to be imported first; a draft model passes."""
     state = {"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}
     gone = str(tmp_path / "gone.jsonl")
-    bench = ["eval", "bench", "--target", target, "--methods", "spec", "--prompts", gone, "--output", f"{gone}-out"]
+    bench = ["eval", "bench", "--target", target, "--methods", "spec", "--data", gone, "--output", f"{gone}-out"]
     for name, words in (
         ("Qwen3XPressModel", "an XPress head"),
         ("LlamaForCausalLM", "Import it first: draftsmith import"),
     ):
         theirs = write(tmp_path / name, {"architectures": [name]}, state, "model.safetensors")
-        assert main([*bench, "--draft", theirs]) == 2
+        assert main([*bench, "--head", theirs]) == 2
         assert words in (error := capsys.readouterr().err) and error.count("\n") == 1
-    assert main([*bench, "--draft", target]) == 2 and "gone.jsonl" in capsys.readouterr().err
+    assert main([*bench, "--head", target]) == 2 and "gone.jsonl" in capsys.readouterr().err
 
 
 def test_a_format_that_is_named_is_not_guessed(tmp_path, target):
@@ -240,7 +240,7 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path, target):
 def test_facts_are_the_models_own_tables_on_either_engine(target):
     from draftsmith.eval.check.states import facts_of
 
-    lean, hf = (facts_of(load_lm(target, engine=engine)) for engine in ("lean", "hf"))
+    lean, hf = (facts_of(load_lm(target, loader=engine)) for engine in ("lean", "hf"))
     assert lean.raw == hf.raw == json.loads(Path(target, "config.json").read_text())
     for name in ("embed_tokens", "lm_head"):
         assert torch.equal(getattr(lean, name), getattr(hf, name))

@@ -66,7 +66,7 @@ def test_a_new_drafters_card_says_what_its_own_file_does(echo):
     card = model_card("echo", manifest)
     assert "# echo head\n\nDrafts the last token again.\n\n- hidden_size: `8`\n" in card and "- echo\n" in card
     assert "12 steps of `draftsmith train echo`" in card and "delay: 3" in card
-    assert "decode PROMPT --target owner/model --draft DIR --method echo" in card
+    assert "decode PROMPT --target owner/model --head DIR --method echo" in card
     assert "draftsmith export" not in card
 
 

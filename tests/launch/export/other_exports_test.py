@@ -46,7 +46,7 @@ def theirs(tmp_path) -> tuple[Path, torch.nn.ModuleDict]:
 
 def test_a_head_of_specdec_pp_is_imported_with_its_loss_weight(theirs, draft, tmp_path):
     directory, head = theirs
-    import_head(ImportConfig(directory=str(directory), output=tmp_path / "ours", draft=draft, w_rej=6.0))
+    import_head(ImportConfig(directory=str(directory), output=tmp_path / "ours", head=draft, w_rej=6.0))
     ours, states = load_head(tmp_path / "ours"), torch.randn(50, SIZE)
     assert isinstance(ours, AcceptanceHead) and ours.config.w_rej == 6 and ours.config.tied
     hidden = states
@@ -62,10 +62,10 @@ def test_a_head_of_specdec_pp_is_imported_with_its_loss_weight(theirs, draft, tm
 def test_a_head_of_specdec_pp_is_checked_on_a_draft_models_states_or_a_drafting_heads(theirs, draft, tmp_path):
     directory, _ = theirs
     eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(load_lm(draft).config)), {}, "card")
-    for models in ({"draft": draft}, {"target": draft, "draft": str(eagle)}):
+    for models in ({"head": draft}, {"target": draft, "head": str(eagle)}):
         for format in ("auto", "specdec_pp"):
             assert check(CheckConfig(directory=directory, format=format, **models)) == 0
-    with pytest.raises(InputError, match="draft: found none"):
+    with pytest.raises(InputError, match="head: found none"):
         check(CheckConfig(directory=directory, target=draft))
     with pytest.raises(InputError, match="target: found"):
         import_head(ImportConfig(directory=str(directory), output=tmp_path / "ours", target=draft))

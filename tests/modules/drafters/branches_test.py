@@ -59,7 +59,7 @@ def lm(request, tmp_path_factory):
     engine, family = request.param.split()
     extra = {"sliding_window": 6} if family == "mistral" else {}
     path = tiny_llama_dir(tmp_path_factory.mktemp("model") / "lm", family=family, **extra)
-    lm = load_lm(str(path), dtype="float64", engine="hf" if engine == "hf" else "lean")
+    lm = load_lm(str(path), dtype="float64", loader="hf" if engine == "hf" else "lean")
     if engine == "fixed":
         plain = lm.session
         lm.session = lambda *how, static=None, **more: plain(*how, static=static is None or static, **more)

@@ -83,7 +83,8 @@ def test_a_missing_model_is_told_with_its_flag(label):
     given = {name: name for name in ("target", "draft", "mid", "acceptance", *learned())}
     check_needs(named, given)
     for need in named.method.needs:
-        expected = f"--draft HEAD: a head of kind {need}" if need in learned() and need != "draft" else f"--{need} "
+        expected = {"draft": "--head DIR: a draft model"}.get(need, f"--{need} ")
+        expected = f"--head HEAD: a head of kind {need}" if need in learned() and need != "draft" else expected
         with pytest.raises(InputError, match=f"Pass {expected}"):
             check_needs(named, {name: path for name, path in given.items() if name != need})
 

@@ -70,7 +70,7 @@ def test_a_trained_heads_card_says_what_a_reader_needs():
         "1,500 steps of `draftsmith train eagle`:\n\n```yaml\nlr: 3.0e-05\ninit: random\nbetas:": "Training",
         "| loss | 1.25 |": "Measured on held-out samples",
         "| accept_3 | 0.5 | chance that drafted token 3 is": "Measured on held-out samples",
-        "draftsmith eval bench --target owner/model --draft DIR --methods eagle --prompts FILE ": "tau by task",
+        "draftsmith eval bench --target owner/model --head DIR --methods eagle --data FILE ": "tau by task",
         "draftsmith export --head DIR --format sglang --output DIR-sglang": "How to use it",
         "draftsmith 0.1, torch 2.8, commit 1234.": "Versions",
     }.items():
@@ -108,14 +108,14 @@ def test_an_imported_heads_card_says_what_it_does_not_know(kind):
 
 def test_the_calibration_of_an_acceptance_head_is_on_its_card():
     head = AcceptanceHead(AcceptanceHeadConfig(8, tied=True, w_rej=6.0, calibration=(0.8, -0.1)))
-    manifest = {**TRAINED, "head": head_fields(head), "config": {"draft": "a draft"}}
+    manifest = {**TRAINED, "head": head_fields(head), "config": {"head": "a draft"}}
     manifest |= {"sampling": {"temperature": 0.5}, "metrics": {"ece": 0.2, "ece_platt": 0.05}}
     _, sections = parts(model_card("acceptance", manifest))
     text = sections["Calibration"]
     assert '"temperature": 0.5' in text
     assert "held-out tokens: 0.05" in text
-    assert "--target TARGET --draft 'a draft' --acceptance DIR" in sections["How to use it"]
-    assert "decode PROMPT --target t --draft 'a draft'" in model_card("acceptance", manifest, measured=MEASURED)
+    assert "--target TARGET --head 'a draft' --acceptance DIR" in sections["How to use it"]
+    assert "decode PROMPT --target t --head 'a draft'" in model_card("acceptance", manifest, measured=MEASURED)
 
 
 def test_an_exports_card_says_how_to_serve_it_and_what_was_checked():

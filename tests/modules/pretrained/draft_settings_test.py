@@ -1,4 +1,4 @@
-"""`--draft`: language models and heads are told apart by their directories."""
+"""`--head`: language models and heads are told apart by their directories."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ def eagle(tmp_path) -> str:
 
 
 def test_a_head_is_known_by_its_directory_and_all_else_is_a_model(eagle):
-    both = Command(draft=("embedded:draft", eagle))
+    both = Command(head=("embedded:draft", eagle))
     assert both.drafters == {"draft": "embedded:draft", "eagle": eagle}
     assert both.paths == {"target": "t", **both.drafters}
-    assert replace(both, draft="owner/name", mid="m").paths == {"target": "t", "mid": "m", "draft": "owner/name"}
-    assert Command(draft=None).drafters == Command().drafters == {}
+    assert replace(both, head="owner/name", mid="m").paths == {"target": "t", "mid": "m", "draft": "owner/name"}
+    assert Command(head=None).drafters == Command().drafters == {}
 
 
 @pytest.mark.parametrize(
-    ("words", "draft"),
+    ("words", "heads"),
     [
-        (["--draft", "a", "--draft", "b"], ("a", "b")),
+        (["--head", "a", "--head", "b"], ("a", "b")),
         (["--config", "one.yaml"], ("embedded:draft",)),
         (["--config", "two.yaml"], ("a", "b")),
-        (["--config", "two.yaml", "--draft", "c"], ("c",)),
+        (["--config", "two.yaml", "--head", "c"], ("c",)),
     ],
 )
-def test_words_and_files_name_one_or_several(tmp_path, words, draft):
+def test_words_and_files_name_one_or_several(tmp_path, words, heads):
     for name, text in (("one", "embedded:draft"), ("two", "[a, b]"), ("none", "null")):
-        (tmp_path / f"{name}.yaml").write_text(f"draft: {text}\n")
+        (tmp_path / f"{name}.yaml").write_text(f"head: {text}\n")
     words = [str(tmp_path / word) if word.endswith(".yaml") else word for word in words]
-    assert parse("draftsmith x", Command, words).draft == draft
+    assert parse("draftsmith x", Command, words).head == heads
 
 
 def test_two_of_a_kind_and_heads_that_do_not_draft_are_told(eagle, tmp_path):
     head = save_head(tmp_path / "head", varied_acceptance_head(8), {}, "card")
     for wrong, expected in (
-        ({"draft": ("a", "b")}, "draft: found a and b, two draft models, expected one of a kind. Pass one of them"),
-        ({"draft": (eagle, eagle)}, "two eagle heads"),
-        ({"draft": (str(head),)}, "expected a model or head that drafts. Pass it with --acceptance"),
+        ({"head": ("a", "b")}, "head: found a and b, two draft models, expected one of a kind. Pass one of them"),
+        ({"head": (eagle, eagle)}, "two eagle heads"),
+        ({"head": (str(head),)}, "expected a model or head that drafts. Pass it with --acceptance"),
     ):
         with pytest.raises(InputError, match=expected):
             _ = Command(**wrong).drafters

@@ -203,7 +203,7 @@ def test_code_of_a_model_is_not_run_unasked(models, tmp_path, monkeypatch, capsy
         load_outer,
         lambda path: Checkpoint(path).text,
         load_lm,
-        lambda path: load_lm(path, engine="hf"),
+        lambda path: load_lm(path, loader="hf"),
         lambda path: meta_target(Checkpoint(path), False),
         load_tokenizer,
     ):
@@ -213,7 +213,7 @@ def test_code_of_a_model_is_not_run_unasked(models, tmp_path, monkeypatch, capsy
         words = ["train", "medusa", "--plan", "--data", str(models / "tiny"), "--output", str(tmp_path / "out")]
         assert main([*words, "--target", path]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert "expected a causal model that transformers builds. Plan with --features vllm" in line
+        assert "expected a causal model that transformers builds. Plan with --server URL" in line
     assert not asked and not ran.exists()
 
 
@@ -243,11 +243,11 @@ def test_smollm2_is_the_file_of_its_package(tmp_path, monkeypatch, capsys):
 def test_smollm2_decodes_with_the_head_that_ships(capsys):
     with pytest.raises(InputError, match="one of smollm2:eagle3"):
         resolve_model("smollm2:medusa")
-    assert DraftSettings(draft="smollm2:eagle3").drafters == {"eagle3": resolve_model("smollm2:eagle3")}
+    assert DraftSettings(head="smollm2:eagle3").drafters == {"eagle3": resolve_model("smollm2:eagle3")}
     prompt = "A box holds 12 pens. Tom has 3 boxes and gives 7 pens away. How many pens are left?"
     words = ["decode", prompt, "--target", "smollm2", "--max-new-tokens", "48", "--num-threads", "1", "--json"]
     assert main([*words, "--method", "ar"]) == 0
     alone = json.loads(capsys.readouterr().out)
-    assert main([*words, "--draft", "smollm2:eagle3", "--method", "eagle3:k=3"]) == 0
+    assert main([*words, "--head", "smollm2:eagle3", "--method", "eagle3:k=3"]) == 0
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["answer"] == alone["answer"] and drafted["tau"] > 1.5, drafted

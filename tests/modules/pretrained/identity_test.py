@@ -53,7 +53,7 @@ def test_one_changed_value_is_another_model(pristine, copy, engine):
     state = load_file(copy / "model.safetensors")
     state["model.layers.1.mlp.down_proj.weight"][3, 5] += 0.01
     save_file(state, copy / "model.safetensors", {"format": "pt"})
-    before, after = identity(pristine, engine=engine), identity(copy, engine=engine)
+    before, after = identity(pristine, loader=engine), identity(copy, loader=engine)
     assert [key for key in before if before[key] != after[key]] == ["weights"]
 
 
@@ -64,12 +64,12 @@ def test_shards_types_engines_and_prefixes_are_the_same_model(tmp_path, tied):
     model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16)
     model.save_pretrained(first)
     expected = identity(first)
-    assert identity(first, engine="hf") == identity(first, dtype="float16") == expected
+    assert identity(first, loader="hf") == identity(first, dtype="float16") == expected
     for name, dtype, size in (("float32", torch.float32, "5GB"), ("shards", torch.bfloat16, "20KB")):
         other = Path(shutil.copytree(first, tmp_path / name))
         (other / "model.safetensors").unlink()
         model.to(dtype).save_pretrained(other, max_shard_size=size)
-        assert identity(other) == identity(other, engine="hf") == expected, name
+        assert identity(other) == identity(other, loader="hf") == expected, name
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     state = {name.removeprefix("model."): tensor for name, tensor in load_file(first / "model.safetensors").items()}
     if tied:  # some files have it, some have not
@@ -131,7 +131,7 @@ def head(pristine, tmp_path) -> Path:
 
 
 def test_a_head_of_a_fine_tuned_target_is_refused(pristine, scaled, head, capsys):
-    words = ["decode", "Hi", "--method", "eagle:k=2", "--draft", str(head), "--max-new-tokens", "4"]
+    words = ["decode", "Hi", "--method", "eagle:k=2", "--head", str(head), "--max-new-tokens", "4"]
     assert main([*words, "--target", str(pristine)]) == 0
     capsys.readouterr()
     assert main([*words, "--target", str(scaled)]) == 2

@@ -28,7 +28,7 @@ def test_logits_and_states_are_those_of_the_whole_model(family, tmp_path):
     torch.testing.assert_close(logits, whole.logits[0], rtol=0, atol=1e-5 * whole.logits.std().item())
     assert [*states] == [*range(LAYERS + 1)]
     # transformers' own list ends behind the final norm.
-    last = load_lm(str(tmp_path), engine="hf").features(torch.tensor([text]), aux_layers=(LAYERS,))[0]
+    last = load_lm(str(tmp_path), loader="hf").features(torch.tensor([text]), aux_layers=(LAYERS,))[0]
     for number, state in states.items():
         expected = last if number == LAYERS else whole.hidden_states[number][0]
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-5 * expected.std().item())

@@ -63,16 +63,16 @@ def gpt2(directory: Path) -> Path:
 
 
 def test_engines_and_what_they_run(pristine, tmp_path):
-    lean, hf = load_lm(str(pristine)), load_lm(str(pristine), engine="hf")
+    lean, hf = load_lm(str(pristine)), load_lm(str(pristine), loader="hf")
     assert isinstance(lean, LlamaLM) and isinstance(hf, HFLM) and lean.info == hf.info
     assert lean.info.eos_ids == (load_tokenizer(str(pristine)).eos_token_id,)
     assert not any(p.requires_grad for lm in (lean, hf) for p in lm.model.parameters())
     with pytest.raises(InputError, match="path: found embedded:nothing"):
         resolve_model("embedded:nothing")
     with pytest.raises(InputError, match="model_type: found gpt2"):
-        load_lm(str(gpt2(tmp_path)), engine="lean")
-    with pytest.raises(InputError, match="engine: found vllm"):
-        load_lm(str(pristine), engine="vllm")
+        load_lm(str(gpt2(tmp_path)), loader="lean")
+    with pytest.raises(InputError, match="loader: found vllm"):
+        load_lm(str(pristine), loader="vllm")
 
 
 def test_a_rope_type_that_only_transformers_knows_falls_back_to_it(directory):
@@ -80,7 +80,7 @@ def test_a_rope_type_that_only_transformers_knows_falls_back_to_it(directory):
     change_config(directory, rope_parameters=dynamic)
     assert isinstance(load_lm(str(directory)), HFLM)
     with pytest.raises(InputError, match="rope_type: found dynamic"):
-        load_lm(str(directory), engine="lean")
+        load_lm(str(directory), loader="lean")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_field_that_only_transformers_reads_leaves_the_model_to_it(tmp_path, c
     oracle = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(lm.lm_head(lm.features(ids)), oracle(ids, use_cache=False).logits)
-    assert isinstance(lm, HFLM) and "runs on transformers (engine: lean, whose logits differ" in capsys.readouterr().err
+    assert isinstance(lm, HFLM) and "runs on transformers (loader: lean, whose logits differ" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changes", [{"rms_eps": 1e-2}, {"rope_theta": 9000.0}, {"qkv_bias": True}])
@@ -128,9 +128,9 @@ def test_a_lean_engine_that_computes_something_else_is_not_used(directory, tmp_p
     monkeypatch.setattr(parity, "llama_config", misread)
     assert isinstance(load_lm(str(directory)), LlamaLM), "this config.json was compared before"
     change_config(directory, use_cache=False, rms_norm_eps=2e-6)
-    assert isinstance(load_lm(str(directory)), HFLM) and "engine: lean, whose" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"engine: found lean, whose .*Load it with --engine hf"):
-        load_lm(str(directory), engine="lean")
+    assert isinstance(load_lm(str(directory)), HFLM) and "loader: lean, whose" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"loader: found lean, whose .*Load it with --loader hf"):
+        load_lm(str(directory), loader="lean")
 
 
 def test_identity_is_the_weights_and_the_config_not_how_they_were_loaded(pristine, directory, tmp_path):
@@ -152,10 +152,10 @@ def test_end_tokens_are_those_of_the_files_and_of_the_tokenizer_as_in_vllm(direc
     change_config(directory, eos_token_id=[1, 2])
     generation = directory / "generation_config.json"
     generation.unlink(missing_ok=True)
-    assert load_lm(str(directory), engine=engine).info.eos_ids == (1, 2, 4)
+    assert load_lm(str(directory), loader=engine).info.eos_ids == (1, 2, 4)
     for listed, ends in ((7, (7, 4)), ([4, 7], (4, 7)), (None, (4,))):
         generation.write_text(json.dumps({"eos_token_id": listed}))
-        assert load_lm(str(directory), engine=engine).info.eos_ids == ends
+        assert load_lm(str(directory), loader=engine).info.eos_ids == ends
 
 
 END, RETURN, USER = "<|im_end|>", "<|return|>", "<|User|>"
@@ -244,7 +244,7 @@ def test_tensors_of_other_modules_are_left_out_and_named(pristine, directory, ca
             state["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
 
     change_state(directory, add)
-    found, expected = (load_lm(str(path), engine=engine) for path in (directory, pristine))
+    found, expected = (load_lm(str(path), loader=engine) for path in (directory, pristine))
     ids = torch.arange(5, 30)
     assert torch.equal(found.logits(ids, 9), expected.logits(ids, 9))
     first = "model.layers.0.self_attn.q_proj.bias" if engine == "hf" else "model.layers.2.input_layernorm.weight"
@@ -269,7 +269,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(directory, change, named):
         load_lm(str(directory))
     if change != "extra":  # transformers would fill it with random numbers
         with pytest.raises(InputError, match="model"):
-            load_lm(str(directory), engine="hf")
+            load_lm(str(directory), loader="hf")
 
 
 def test_scales_of_a_servers_cache_leave_the_weights_as_they_are(pristine, directory):
@@ -312,7 +312,7 @@ def test_a_tied_model_without_its_embedding_is_refused(tmp_path, engine):
     tiny_llama_dir(tmp_path, tie_word_embeddings=True)
     change_state(tmp_path, lambda state: state.pop("model.embed_tokens.weight"))
     with pytest.raises(InputError, match=r"embed_tokens\.weight"):
-        load_lm(str(tmp_path), engine=engine)
+        load_lm(str(tmp_path), loader=engine)
 
 
 def test_tokenizers_are_compared_by_content(pristine, directory, tmp_path):
@@ -327,7 +327,7 @@ def test_tokenizers_are_compared_by_content(pristine, directory, tmp_path):
     )
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(str(directory))
-    with pytest.raises(InputError, match="draft: found"):
+    with pytest.raises(InputError, match="head: found"):
         check_same_tokenizer(Checkpoint(pristine), Checkpoint(directory))
     with pytest.raises(InputError, match="without tokenizer files"):
         load_tokenizer(str(gpt2(tmp_path / "bare")))
@@ -337,8 +337,8 @@ def test_a_token_that_the_model_does_not_have_is_one_error(directory, capsys):
     tokenizer = load_tokenizer(str(directory))
     tokenizer.add_tokens(["<|new|>"])  # and no embedding for it: an index error on a CPU, a lost device on a GPU
     tokenizer.save_pretrained(str(directory))
-    for engine in ("lean", "hf"):
-        words = ["decode", "say <|new|>", "--target", str(directory), "--method", "ar", "--engine", engine]
+    for loader in ("lean", "hf"):
+        words = ["decode", "say <|new|>", "--target", str(directory), "--method", "ar", "--loader", loader]
         assert main(words) == 2
         assert "tokens: found id " in capsys.readouterr().err.splitlines()[-1]
     (directory / "rows.jsonl").write_text(json.dumps({"prompt": "say <|new|>"}))

@@ -41,7 +41,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 IDS = torch.tensor([[5, 9, 40, 7]])
 READERS = (
     load_lm,
-    lambda path: load_lm(path, engine="hf"),
+    lambda path: load_lm(path, loader="hf"),
     lambda path: load_transformers(Checkpoint(path), "auto"),
     lambda path: read_layerwise(Checkpoint(path), [1, 2], lambda *_: None),
     lambda path: write_gguf_model(Path("x"), Checkpoint(path)),
@@ -62,7 +62,7 @@ def pair(plain, tmp_path) -> tuple[Path, Path]:
 
 def table() -> dict[str, str]:
     """docs/models.md: method -> engines that compute it."""
-    rows = re.findall(r"^\| ([^|]+) \| (all|`--engine hf`|none) \|", PAGE.read_text("utf-8"), re.M)
+    rows = re.findall(r"^\| ([^|]+) \| (all|`--loader hf`|none) \|", PAGE.read_text("utf-8"), re.M)
     return dict(rows)
 
 
@@ -71,7 +71,7 @@ def test_every_engine_computes_the_weights_that_files_stand_for(method, pair):
     directory, twin = pair
     quantize(directory, twin, *COMPUTED[method])
     assert table()[method] == "all" and Checkpoint(directory).quantized.fp4 == ("FP4" in method)
-    lean, hf, expected = load_lm(str(directory)), load_lm(str(directory), engine="hf"), load_lm(str(twin))
+    lean, hf, expected = load_lm(str(directory)), load_lm(str(directory), loader="hf"), load_lm(str(twin))
     assert isinstance(lean, LlamaLM)
     # Products of numbers and scales are rounded to float32 twice; bitsandbytes adds an offset between.
     for name, weight in expected.model.state_dict().items():
@@ -127,7 +127,7 @@ def test_a_quantized_embedding_is_read_with_its_scale(pair, ends):
     states = torch.randn(3, 64)
     assert torch.equal(quantized.lm_head(states), expected.lm_head(states))
     assert torch.equal(quantized.embed(IDS), expected.embed(IDS))
-    assert quantized.info.identity["lm_head"] == load_lm(str(directory), engine="hf").info.identity["lm_head"]
+    assert quantized.info.identity["lm_head"] == load_lm(str(directory), loader="hf").info.identity["lm_head"]
     assert (quantized.info.identity["lm_head"] == expected.info.identity["lm_head"]) == (ends == "embed_tokens")
 
 
@@ -206,7 +206,7 @@ def test_numbers_without_their_scales_stop_every_engine_before_weights_are_read(
     for read in READERS:
         with pytest.raises(
             InputError,
-            match=rf"quantized \(.*{words}.*vLLM run it: data responses --engine vllm, train --features vllm",
+            match=rf"quantized \(.*{words}.*vLLM run it: data responses --engine vllm, train --server URL",
         ) as error:
             read(str(directory))
         assert "\n" not in str(error.value)
@@ -245,7 +245,7 @@ def test_parts_that_are_missing_or_of_another_type_are_not_guessed(settings, wri
     quantize(*pair, settings, writer)
     for engine in ("lean", "hf"):
         with pytest.raises(InputError, match=f"quantized .*{words}"):
-            load_lm(str(pair[0]), engine=engine)
+            load_lm(str(pair[0]), loader=engine)
 
 
 @pytest.mark.parametrize("key", ["checkpoint_format", "format"])
@@ -294,20 +294,20 @@ def test_blocks_of_unknown_sizes_are_not_guessed(pair):
     quantize(directory, twin, settings | {"weight_block_size": None}, writer)
     for engine in ("lean", "hf"):
         with pytest.raises(InputError, match=r"scales of \[2, .\] for a weight of \[64, .*\], in blocks of None"):
-            load_lm(str(directory), engine=engine)
+            load_lm(str(directory), loader=engine)
 
 
 def test_a_method_of_transformers_alone_runs_there(pair):
     directory, twin = pair
     quantize(directory, twin, {"quant_method": "torchao"}, int8)
-    with pytest.raises(InputError, match=r"quantized .torchao.*--engine hf"):
-        load_lm(str(directory), engine="lean")
+    with pytest.raises(InputError, match=r"quantized .torchao.*--loader hf"):
+        load_lm(str(directory), loader="lean")
     with pytest.raises(InputError, match=r"which needs a package .*torchao"):
         load_lm(str(directory))
     change_config(directory, quantization_config={"quant_method": "nvfp4"})
-    with pytest.raises(InputError, match=r"quantized .nvfp4: .*not supported yet.*train --features vllm"):
+    with pytest.raises(InputError, match=r"quantized .nvfp4: .*not supported yet.*train --server URL"):
         load_lm(str(directory))
-    assert table()["torchao, HQQ, quanto and others of transformers"] == "`--engine hf`"
+    assert table()["torchao, HQQ, quanto and others of transformers"] == "`--loader hf`"
 
 
 def test_a_quantized_cache_leaves_weights_as_they_are(pair):
@@ -319,7 +319,7 @@ def test_a_quantized_cache_leaves_weights_as_they_are(pair):
     save_file(state, directory / "model.safetensors", {"format": "pt"})
     expected = load_lm(str(twin)).features(IDS)
     for engine in ("lean", "hf"):
-        torch.testing.assert_close(load_lm(str(directory), engine=engine).features(IDS), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(load_lm(str(directory), loader=engine).features(IDS), expected, rtol=0, atol=1e-4)
 
 
 def test_the_page_names_every_kind_of_files():

@@ -274,7 +274,7 @@ def test_bench_measures_a_hybrid_with_a_hybrid_draft(tmp_path):
         tokenizer.save_pretrained(str(tmp_path / name))
     asked = [{"messages": [{"role": "user", "content": f"What does function {number} do?"}]} for number in range(2)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    words = ["--target", tmp_path / "target", "--draft", tmp_path / "draft", "--prompts", tmp_path / "prompts.jsonl",
+    words = ["--target", tmp_path / "target", "--head", tmp_path / "draft", "--data", tmp_path / "prompts.jsonl",
              "--methods", "ar,spec:k=3", "--max-new-tokens", 16, "--repeats", 1, "--output", tmp_path]  # fmt: skip
     assert main(["eval", "bench", *map(str, words), "--ignore-eos"]) == 0
     _, spec = json.loads((tmp_path / "results.json").read_text())["methods"]

@@ -70,7 +70,7 @@ class Case:
 
     @cached_property
     def engines(self) -> dict[str, Any]:
-        return {engine: load_lm(str(self.directory), engine=engine) for engine in ("lean", "hf")}
+        return {engine: load_lm(str(self.directory), loader=engine) for engine in ("lean", "hf")}
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """Return [T, V] of a whole sequence by transformers, without a cache."""
@@ -209,7 +209,7 @@ def test_features_are_those_of_decoding_under_a_trainings_autocast(case_of):
 def test_trees_of_a_model_whose_layers_have_different_windows(tmp_path):
     tiny_llama_dir(tmp_path, family="qwen2", **MIXED_WINDOW)
     with pytest.raises(InputError, match="use_sliding_window"):
-        load_lm(str(tmp_path), engine="lean")
+        load_lm(str(tmp_path), loader="lean")
     case, lm = Case(tmp_path, tmp_path), load_lm(str(tmp_path))
     assert case.oracle.config.layer_types == ["full_attention", "sliding_attention"]
     kept, nodes, parents = case.tokens(PREFIX), case.tokens(8, seed=1), random_tree(random.Random(2), 8)

@@ -24,7 +24,7 @@ def target(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rows", [16, -16])
-@pytest.mark.parametrize("loading", [{}, {"packed": True}, {"engine": "hf"}], ids=["lean", "packed", "hf"])
+@pytest.mark.parametrize("loading", [{}, {"packed": True}, {"loader": "hf"}], ids=["lean", "packed", "hf"])
 def test_a_padded_draft_has_its_own_distribution_over_the_targets_tokens(target, tmp_path, loading, rows):
     path = padded(target, tmp_path / "draft", rows)
     lm = load_lm(str(target))
