@@ -337,7 +337,7 @@ def test_what_cannot_be_spread_is_said(artifacts, monkeypatch, tmp_path):
     path = str(artifacts.target)
     with pytest.raises(InputError, match="devices: found 2, expected 1 with --device-map"):
         config(artifacts, tmp_path, device_map=True, devices=2)
-    with pytest.raises(InputError, match="device_map: found the lean engine"):
+    with pytest.raises(InputError, match="device_map: found loader lean"):
         load_lm(path, loader="lean", device_map=True)
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
