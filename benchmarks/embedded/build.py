@@ -1,4 +1,4 @@
-"""`python benchmarks/embedded/build.py --output data/embedded`: the models that ship, with their prompts and card;
+"""`python benchmarks/embedded/build.py --output data/embedded`: the models that ship, with their prompts and scores;
 `--domain prose --output data/embedded/prose` makes the pair for text that does not copy.
 
 Hours rather than minutes on two cores. Stages write into a work folder and are skipped when their file is there, so a
@@ -61,7 +61,7 @@ class BuildConfig:
     """Options of the build of the embedded models.
 
     Attributes:
-        output: Directory that receives target/, draft/, draft-small/, prompts.jsonl, MODEL_CARD.md and NOTICE.md.
+        output: Directory that receives target/, draft/, draft-small/, prompts.jsonl and card.json.
         domain: edits or prose: which pair.
         work: Scratch folder; finished stages in it are not repeated. runs/embedded/DOMAIN where none is named.
         seed: Of the corpus' random parts, the weights and the order of batches.
@@ -108,8 +108,8 @@ def run(config: BuildConfig) -> Path:
     for name in domain.drafts:
         draft = builder.draft(name, target.model, rows, own_text)
         export_model(draft, config.output / name, tokenizer)
-    write_card(domain, config, tokenizer, dev, rows)
-    log(f"card written to {config.output / 'MODEL_CARD.md'}")
+    write_card(domain, config, tokenizer, dev)
+    log(f"scores written to {config.output / 'card.json'}")
     return config.output
 
 
@@ -243,28 +243,17 @@ def source_versions(sources: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def write_card(domain: Domain, config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow]) -> None:
-    """Write MODEL_CARD.md, its numbers as card.json, and NOTICE.md if the text was taken from packages."""
+def write_card(domain: Domain, config: BuildConfig, tokenizer: Any, dev: list[TokenRow]) -> None:
+    """Write card.json: the models' scores, and the versions of the packages whose text they learned."""
     questions = card_questions(config.output / "prompts.jsonl", tokenizer)
     models: dict[str, Any] = {name: load_lm(str(config.output / name)) for name in ("target", *domain.drafts)}
     scores = {name: card.score_pair(models["target"], models[name], questions, config.seed) for name in domain.drafts}
-    held_out = {
+    numbers = card.card_numbers(domain.sums, scores)
+    numbers["held_out"] = {
         name: dict(zip(("loss", "top1"), evaluate(lm.model, dev, tokenizer.pad_token_id), strict=True))
         for name, lm in models.items()
     }
-    stages = {name: recipe for name, (_, recipe) in domain.target_stages.items()}
-    stages |= {"by heart": domain.by_heart} if domain.by_heart is not None else {}
-    for name, draft in domain.drafts.items():
-        stages |= {f"{name}, start": draft.start} if draft.start is not None else {}
-        stages |= {f"{name}, distilled": draft.distil}
-    num_tokens = sum(len(row.ids) for row in rows)
-    facts = card.BuildFacts(source_versions(domain.sources), len(rows), num_tokens, stages, held_out)
-    samples = card.verbatim_samples(models["target"], tokenizer, questions, config.seed)
-    numbers = card.card_numbers(domain, held_out, scores)
-    write_text(config.output / "MODEL_CARD.md", card.render(domain, facts, numbers, samples))
-    write_json(config.output / "card.json", numbers, indent=2)
-    if domain.sources:
-        write_text(config.output / "NOTICE.md", card.notice(domain, facts))
+    write_json(config.output / "card.json", numbers | {"sources": source_versions(domain.sources)}, indent=2)
 
 
 def read_prompts(path: Path) -> list[Turn]:

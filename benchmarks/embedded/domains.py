@@ -68,7 +68,6 @@ class Domain:
         by_heart: A last stage of the target, on the shipped prompts of all splits; None where it is not needed.
         drafts: Name -> recipe.
         sums: Name of a line of the card -> the tasks it sums up.
-        card: Template of the card.
         task_share: How often a training turn of a task is taken: plentiful ones are thinned.
         unmeasured: Tasks that no held-out loss and no distillation looks at.
     """
@@ -79,7 +78,6 @@ class Domain:
     target_stages: Mapping[str, tuple[int, Recipe]]
     drafts: Mapping[str, DraftRecipe]
     sums: Mapping[str, tuple[str, ...]]
-    card: str
     by_heart: Recipe | None = None
     task_share: Mapping[str, float] = field(default_factory=dict)
     unmeasured: tuple[str, ...] = ()
@@ -108,7 +106,6 @@ EDITS = Domain(
         ),
     },
     sums={"all edits": EDIT_TASKS, "edits and explain": HEADLINE_TASKS},
-    card="MODEL_CARD.md",
     task_share={"wrap_in_try": 0.45, "rename": 0.8, "remove_type_hints": 0.6, "add_type_hints": 0.8, "complete": 0.4},
     unmeasured=("complete",),
 )
@@ -129,6 +126,5 @@ PROSE = Domain(
     },
     by_heart=Recipe(steps=500, tokens_per_step=2048, decay_from=0.4, lr=3e-3, min_lr_fraction=0.03, seed=6, bf16=True),
     sums={"all prose": PROSE_TASKS},
-    card="MODEL_CARD_PROSE.md",
 )
 DOMAINS = {"edits": EDITS, "prose": PROSE}
