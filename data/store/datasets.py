@@ -235,7 +235,8 @@ class ArtifactDataset(Dataset):
     def whole_items(self, samples: Sequence[int]) -> Iterator[Item]:
         """Yield the rows that these samples belong to as `item` returns them, whole and each once."""
         rows = copy.copy(self)
-        rows.rows, rows._starts = np.array(list(dict.fromkeys(self.rows[np.asarray(samples)].tolist()))), None
+        own = dict.fromkeys(self.rows[np.asarray(samples, dtype=np.int64)].tolist())
+        rows.rows, rows._starts = np.array(list(own), dtype=np.int64), None
         return (rows.item(row, 0) for row in range(len(rows.rows)))
 
 

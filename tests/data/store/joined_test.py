@@ -76,6 +76,11 @@ def test_an_epoch_has_every_row_as_often_as_its_weight_says(chain, other):
     counts = one.token_counts(range(len(one)), 320) + two.token_counts(range(len(two)), 320)
     assert torch.equal(both.token_counts(every, 320), counts)
     assert both.answer_lengths(every).sum() == one.answer_lengths(range(11)).sum() + two.answer_lengths(range(5)).sum()
+    # Samples of one artifact alone: the other has none of them.
+    for i in (0, len(both) - 1):
+        ((ids, _),), (item,) = both.whole_texts([i]), both.whole_items([i])
+        assert ids.tolist() == item["input_ids"].tolist() == both[i]["input_ids"].tolist()
+        assert both.answer_lengths([i]).tolist() == [int(both[i]["loss_mask"].sum())]
     # The order of the list changes nothing.
     turned = open_dataset([f"{other}*2", str(chain.directory("responses"))])
     assert turned.digest == both.digest == " + ".join(sorted([one.digest, f"{two.digest}*2"]))
