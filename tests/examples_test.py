@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from worlds import quick_eagle3_head, tiny_llama_dir
 
 import draftsmith
-from draftsmith.benchmarks.papers import medusa2
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.tree import StaticTree
@@ -133,17 +132,6 @@ def test_a_folder_that_cannot_be_registered_is_refused_each_time(files, error, t
     for _ in range(2):
         with pytest.raises((draftsmith.InputError, ZeroDivisionError), match=error):
             draftsmith.add_drafters(str(tmp_path))
-
-
-def test_medusa2_saves_another_target_and_heads_that_decode_it(target, responses, tmp_path, drafters_registry):
-    new_target, heads = medusa2.main(responses, target, tmp_path / "run", steps=4, batch_size=4)
-    original, changed = draftsmith.load_target(target), draftsmith.load_target(str(new_target))
-    assert changed.info.identity != original.info.identity
-    with pytest.raises(draftsmith.InputError, match="another model"):
-        draftsmith.load_drafter(str(heads), original, "medusa")
-    drafter = draftsmith.load_drafter(str(heads), changed, "medusa:k=2")
-    answer = draftsmith.generate(changed, "What is 2 + 3?", drafter, max_new_tokens=12)
-    assert answer.tokens == draftsmith.generate(changed, "What is 2 + 3?", max_new_tokens=12).tokens
 
 
 # -- our decoder against reference_decoder.py: the same tokens and accepted drafts, round by round
