@@ -233,7 +233,7 @@ def vllm_client(
 @contextmanager
 def llamacpp_client(
     config: CheckConfig, target: CausalLM, ours: OurDrafter, prompts: Sequence[BenchPrompt]
-) -> Iterator[GateClient]:
+) -> Iterator[LlamaCppClient]:
     """Yield a client of --server, or of a llama.cpp server that is started, and ended.
 
     The server that is started reads copies of target and drafter in float32, in which both sides compute the same.
@@ -241,7 +241,7 @@ def llamacpp_client(
     assert config.target is not None
     chain = our_chain(config, target, ours)
     if config.server is not None:
-        yield GateClient(config.server, config.max_new_tokens, chain.length)
+        yield LlamaCppClient(config.server, config.max_new_tokens, num_drafted=chain.length)
         return
     check_room(config, chain, prompts, target.info.max_position)
     drafter = gguf_file(config.directory)
@@ -262,30 +262,7 @@ def llamacpp_client(
         binary = server_binary(config.engine_path)
         words = llamacpp_words(binary, models, longest, chain.length, config.p_min, exact=True)
         with running(words, {}) as url:
-            yield GateClient(url, config.max_new_tokens, chain.length)
-
-
-class GateClient(LlamaCppClient):
-    """Client that reads the counts of its answers. length: the longest sequence; 0 if unknown."""
-
-    length = 0
-
-    def __init__(self, url: str, max_new_tokens: int, num_drafted: int):
-        super().__init__(url, max_new_tokens)
-        self.num_drafted, self.version = num_drafted, self.build()
-
-    def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
-        """Ask for the greedy answer to a prompt; its rounds are counted by place where all tokens are streamed."""
-        reply = self.complete(prompt)
-        if reply.unsent:
-            return EngineAnswer(self.tokens_of(prompt), (0, reply.accepted), drafted=reply.drafted, by_place=False)
-        # The answer's drafts may all have been shorter.
-        places = (0,) * (1 + self.num_drafted - len(reply.counts))
-        return dataclasses.replace(reply, counts=(*reply.counts, *places))
-
-    def templated(self, question: str) -> list[int]:
-        """Return the token ids of a question by the server's own chat template and tokenizer."""
-        return self.tokenize(self.apply_template(question))
+            yield LlamaCppClient(url, config.max_new_tokens, num_drafted=chain.length)
 
 
 def our_chain(config: CheckConfig, target: CausalLM, ours: OurDrafter, num_drafted: int = 0) -> OurChain:

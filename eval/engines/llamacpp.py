@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -77,10 +78,16 @@ def moved_states(length: int, checkpoints: bool) -> list[tuple[int, int]]:
 
 
 class LlamaCppClient:
-    """Client of a running server that sends token ids and receives token ids. url: such as http://127.0.0.1:8080."""
+    """Client of a running server that sends token ids and receives token ids.
 
-    def __init__(self, url: str, max_new_tokens: int, temperature: float = 0.0):
-        self._server = Server(ServerConfig(server=url), "a llama.cpp server")
+    url: such as http://127.0.0.1:8080. num_drafted: tokens of a draft, where they are known. length: the longest
+    sequence; 0 for unknown.
+    """
+
+    length = 0
+
+    def __init__(self, url: str, max_new_tokens: int, temperature: float = 0.0, num_drafted: int = 0):
+        self._server, self.num_drafted = Server(ServerConfig(server=url), "a llama.cpp server"), num_drafted
         self.url, self.max_new_tokens, self.temperature = self._server.url, max_new_tokens, temperature
 
     def complete(self, prompt: Sequence[int], seed: int = 0, stop: threading.Event | None = None) -> EngineAnswer:
@@ -128,24 +135,27 @@ class LlamaCppClient:
         """Return the sums of the answers' counts."""
         return Counted.of(answers).counts
 
-    def tokens_of(self, prompt: Sequence[int], seed: int = 0) -> tuple[int, ...]:
-        """Return all tokens of the answer to a prompt, also those that are not streamed."""
-        return tuple(self._server.json("completion", TOKENS, self._request(prompt, seed))["tokens"])
+    def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
+        """Ask for the greedy answer to a prompt; its rounds are counted by place where all tokens are streamed."""
+        reply = self.complete(prompt)
+        if reply.unsent:
+            tokens = self._server.json("completion", TOKENS, self._request(prompt, 0))["tokens"]
+            return EngineAnswer(tuple(tokens), (0, reply.accepted), drafted=reply.drafted, by_place=False)
+        # The answer's drafts may all have been shorter.
+        places = (0,) * (1 + self.num_drafted - len(reply.counts))
+        return dataclasses.replace(reply, counts=(*reply.counts, *places))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the server's token ids of a text, special tokens in it included."""
+    @property
+    def version(self) -> str:
+        return str(self._server.json("props", {}).get("build_info", "?"))[:80]
+
+    def templated(self, question: str) -> list[int]:
+        """Return the token ids of a question by the server's own chat template and tokenizer."""
+        body = {"messages": [{"role": "user", "content": question}]}
+        text = self._server.json("apply-template", {"prompt": str}, body)["prompt"]
         body = {"content": text, "add_special": False, "parse_special": True}
         tokens: list[int] = self._server.json("tokenize", TOKENS, body)["tokens"]
         return tokens
-
-    def build(self) -> str:
-        """Return the server's version."""
-        return str(self._server.json("props", {}).get("build_info", "?"))[:80]
-
-    def apply_template(self, text: str) -> str:
-        """Return a question as the server's chat template writes it."""
-        body = {"messages": [{"role": "user", "content": text}]}
-        return str(self._server.json("apply-template", {"prompt": str}, body)["prompt"])
 
     def _request(self, prompt: Sequence[int], seed: int) -> dict[str, Any]:
         """Return the body of a request for an answer."""

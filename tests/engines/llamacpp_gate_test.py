@@ -118,7 +118,7 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
     assert export(draft) == 0
     code, shown = gate(tmp_path / "draft", num_drafted=3)
     assert code == 0 and "beside our chain of 3" in shown
-    assert float(re.findall(r"up to place 3 ([\d.]+)%", shown)[0]) > 20
+    assert float(re.findall(r"at place 3 ([\d.]+)%", shown)[0]) > 20
 
 
 def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):

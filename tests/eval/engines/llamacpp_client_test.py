@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from servers import Request, Server
 
-from draftsmith.eval.check.engine import ComparedPrompt, GateClient, print_comparison
-from draftsmith.eval.engines.llamacpp import moved_states
+from draftsmith.eval.check.engine import ComparedPrompt, print_comparison
+from draftsmith.eval.engines.llamacpp import LlamaCppClient, moved_states
 
 # Two rounds of three drafted tokens: the first ends with 7, the second begins with 8. 7 ends inside of a character.
 EVENTS = [([5], 0, 0), ([6], 3, 1), ([8], 6, 3), ([9], 6, 3), ([2], 6, 3)]
@@ -33,7 +33,7 @@ def reply(request: Request) -> Any:
 @pytest.fixture
 def client():
     with Server(reply) as server:
-        yield GateClient(server.url, 6, 3)
+        yield LlamaCppClient(server.url, 6, num_drafted=3)
 
 
 def test_tokens_that_are_not_streamed_are_asked_for_and_compared_by_sums(client, capsys):
