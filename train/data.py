@@ -420,7 +420,7 @@ class HeadDataModule(pl.LightningDataModule):
         self.config, parts = config, []
         for name, part in (("train", train), ("val", train if val is None else val)):
             if isinstance(part, str | Path) or (
-                isinstance(part, list) and all(isinstance(d, str | Path) for d in part)
+                isinstance(part, list) and part and all(isinstance(d, str | Path) for d in part)
             ):
                 part = open_dataset(part)
                 if part.manifest.kind == "prompts" and "loss_mask" not in part.manifest.field_names:
