@@ -38,9 +38,10 @@ from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.modules.formats.readings import other_weights
-from draftsmith.modules.pretrained.heads import build_head, save_head, stored_tensors
+from draftsmith.modules.pretrained.heads import build_head, load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
+from draftsmith.train.tau import ANSWERS, TauProbe, answer_prompts, read_answers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from worlds import quick_eagle3_head
@@ -56,7 +57,7 @@ TRAIN = [
     "--target",
     TARGET,
     "--tau-prompts",
-    "0",
+    "8",
     "--loggers",
     "csv",
     "--num-threads",
@@ -253,10 +254,22 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
             training.kill()
             training.wait()
         left = sum(path.stat().st_size for path in (tmp_path / "states").rglob("*.safetensors"))
-        assert left < 3e6, "more than the window"
+        assert left < 6e6, "more than two steps"
         assert subprocess.run(words).returncode == 0
         assert not list((tmp_path / "states").rglob("*.safetensors"))
     heads = [load_file(directory / "last" / "model.safetensors") for directory in (expected, output)]
     away = max(float((heads[1][name] - value).norm() / value.norm()) for name, value in heads[0].items())
     FIGURES.append(f"a head from a server, both sides killed: weights within {away:.1e} of those from stored features")
     assert away < 1e-3
+
+    # The server's answers are the target's own, and tau along them is that along its own states.
+    target, kept = load_lm(TARGET), read_answers(output / ANSWERS)
+    here = answer_prompts(target, None, [answered.prompt for answered in kept])
+    same = sum(mine.ids == answered.ids for mine, answered in zip(here, kept, strict=True))
+    head = load_head(output / "last", target, kind="eagle3")
+    layers, depth = head.loss_layers(head.config, target.info.num_layers), 7
+    taus = [TauProbe(target, layers, depth, answers)(head, torch.device("cpu")) for answers in (kept, here)]
+    measured = json.loads((output / "last" / "manifest.json").read_text())["metrics"]
+    FIGURES.append(f"val/tau by a server {measured['tau']:.4f}, here {taus[1]['tau']:.4f}; {same} of 8 answers equal")
+    assert {name: measured[name] for name in taus[0]} == pytest.approx(taus[0])
+    assert len(kept) == 8 and same >= 7 and measured["tau"] == pytest.approx(taus[1]["tau"], rel=0.02)

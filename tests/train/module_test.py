@@ -348,8 +348,7 @@ def test_training_reports_both_losses_and_tau(eagle_run):
     assert [row["step"] for row in reported] == ["6", "12"]
     for name in ("feature_loss", "token_loss", "top1"):
         assert all(float(row[f"val/{name}"]) >= 0 for row in reported), name
-    assert [bool(row["val/tau"]) for row in reported] == [False, True]  # every 12 steps
-    assert float(reported[-1]["val/tau"]) >= 1.0
+    assert all(float(row["val/tau"]) > 1 for row in reported)
     found = losses(eagle_run)
     assert len(found) == 4 and found[-1] < found[0]
 

@@ -8,10 +8,7 @@ import math
 import os
 import platform
 import signal
-import struct
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,75 +30,46 @@ from draftsmith.train.prepare import with_shape
 from draftsmith.train.strategies import resolve_precision
 from draftsmith.train.tracking import CsvLogger, Telemetry, make_loggers, peak_memory_gb
 
-BLOCK, PREFIX = 32768, 7
-
 
 @dataclass
-class OfflineRun:
-    """directory: what `wandb sync` takes. history: one dictionary a logged row, in order. artifacts: their
-    records. best: name of a metric -> max or min, where the summary keeps that of it."""
+class FakeRun:
+    """A run of Weights & Biases that keeps what it is told. options: of `wandb.init`."""
 
-    directory: Path
-    run_id: str = ""
-    record: Any = None
-    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
     history: list[dict[str, Any]] = field(default_factory=list)
-    artifacts: list[Any] = field(default_factory=list)
-    kinds: set[str] = field(default_factory=set)
     best: dict[str, str] = field(default_factory=dict)
+    artifacts: list[tuple[Any, list[str]]] = field(default_factory=list)
+    offline: bool = True
+    resumed: bool = False
+    exit_code: int | None = None
+
+    def __post_init__(self) -> None:
+        Path(self.dir).mkdir(parents=True, exist_ok=True)
+
+    @property
+    def name(self) -> str:
+        return self.options["name"]
+
+    @property
+    def dir(self) -> str:
+        return f"{self.options['dir']}/wandb/run-{self.options['id']}/files"
+
+    def log(self, metrics: dict[str, Any], **_: Any) -> None:
+        self.history.append(metrics)
+
+    def define_metric(self, name: str, summary: str = "", **_: Any) -> None:
+        self.best[name] = summary
+
+    def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
+        self.artifacts.append((artifact, aliases))
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
 
 
-def records(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB. A piece there has a checksum, its
-    length and its kind: 1 is a whole record, 2, 3 and 4 the first, a middle and the last piece of one."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, position, whole = path.read_bytes(), PREFIX, b""
-    assert content[:4] == b":W&B"
-    while position + PREFIX <= len(content):
-        left_in_block = BLOCK - position % BLOCK
-        if left_in_block < PREFIX:
-            position += left_in_block
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + PREFIX])
-        whole += content[position + PREFIX : position + PREFIX + length]
-        position += PREFIX + length
-        if kind in (1, 4):
-            record = Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
-def offline_runs(output: Path) -> list[OfflineRun]:
-    """The offline runs under output/wandb, oldest first, each once it is complete: another process writes them."""
-    found = []
-    for directory in sorted((output / "wandb").glob("offline-run-*")):
-        (file,) = directory.glob("run-*.wandb")
-        deadline = time.monotonic() + 60
-        while not any(record.HasField("exit") for record in records(file)):
-            assert time.monotonic() < deadline, f"{file} has no end"
-            time.sleep(0.05)
-        found.append(_read(directory, file))
-    return found
-
-
-def _read(directory: Path, file: Path) -> OfflineRun:
-    run = OfflineRun(directory)
-    for record in records(file):
-        kind = record.WhichOneof("record_type")
-        run.kinds.add(kind)
-        if kind == "run":
-            run.record, run.run_id = record.run, record.run.run_id
-            run.config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-        elif kind == "history":
-            items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            run.history.append({name: value for name, value in items.items() if not name.startswith("_")})
-        elif kind == "metric" and (record.metric.summary.max or record.metric.summary.min):
-            run.best[record.metric.name] = "max" if record.metric.summary.max else "min"
-        elif kind == "artifact" or (kind == "request" and record.request.HasField("log_artifact")):
-            run.artifacts.append(record.artifact if kind == "artifact" else record.request.log_artifact.artifact)
-    return run
+def offline_runs(output: Path) -> list[Path]:
+    """Return the directories of real offline runs, oldest first."""
+    return sorted((output / "wandb").glob("offline-run-*"))
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -192,10 +160,14 @@ def test_an_offline_run_prints_the_upload_command(no_key, tmp_path):
     for logger in loggers:
         logger.finalize("success")
         logger.finalize("success")  # once is enough
-    (run,) = offline_runs(tmp_path / "out")
-    assert len(said) == 1 and said[0].endswith(f": wandb sync {run.directory}")
-    assert run.history == [{"train/loss": 0.5, "trainer/global_step": 7}]
+    (directory,) = offline_runs(tmp_path / "out")
+    assert len(said) == 1 and said[0].endswith(f": wandb sync {directory}")
     assert rows(tmp_path / "out" / "metrics.csv") == [{"step": "7", "train/loss": "0.5"}]
+    # Neither machine nor process is logged.
+    content = next(directory.glob("run-*.wandb")).read_bytes()
+    assert b"train/loss" in content
+    assert not [own for own in (sys.executable, platform.platform(), platform.node()) if own.encode() in content]
+    assert not [path for path in (directory / "files").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +294,7 @@ class Tracked:
 
     output: Path
     config: TrainDrafterConfig
-    sessions: list[OfflineRun]
+    sessions: list[FakeRun]
     table: list[dict[str, float]]
 
 
@@ -348,19 +320,22 @@ def tracked(artifacts, tmp_path_factory) -> Tracked:
         for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(output.parent / "no netrc"))
+        sessions: list[FakeRun] = []
+        patch.setattr("wandb.init", lambda **options: sessions.append(FakeRun(options)) or sessions[-1])
         with patch.context() as stopping:
             stopping.setattr(LitHead, "training_step", interrupted)
             with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
                 run(drafter_config("eagle")(**shared))
         config = drafter_config("eagle")(**shared)
         run(config)
-    return Tracked(output, config, offline_runs(output), table(output))
+    return Tracked(output, config, sessions, table(output))
 
 
 def test_a_resumed_run_keeps_its_id_and_logs_all_rows_again(tracked):
     first, second = tracked.sessions
-    assert first.run_id == second.run_id == (tracked.output / "wandb_id.txt").read_text().strip()
-    assert first.record.project == second.record.project == "draftsmith"
+    assert first.options["id"] == second.options["id"] == (tracked.output / "wandb_id.txt").read_text().strip()
+    assert first.options["project"] == second.options["project"] == "draftsmith"
+    assert second.exit_code == 0 and second.best["val/tau"] == "max" and second.best["val/loss"] == "min"
     for session, last_step in ((first, STOPPED_AT), (second, STEPS)):
         expected = [{"trainer/global_step": row["step"], **row} for row in tracked.table if row["step"] <= last_step]
         assert len(session.history) == len(expected) > 0
@@ -383,7 +358,7 @@ def test_all_documented_metrics_are_logged(tracked):
 
 def test_config_and_inputs_are_logged(tracked, artifacts):
     for session in tracked.sessions:
-        logged = session.config
+        logged = session.options["config"]
         assert (
             resolved(resolve_precision(with_shape(tracked.config, Checkpoint(tracked.config.target).shape))).items()
             <= logged.items()
@@ -398,30 +373,21 @@ def test_config_and_inputs_are_logged(tracked, artifacts):
 
 
 def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
-    made = [[artifact for artifact in session.artifacts if artifact.type == "model"] for session in tracked.sessions]
-    (artifact,), best = made[1], tracked.output / "best"
-    assert made[0] == [] and not artifact.use_after_commit
+    (artifact, aliases), best = tracked.sessions[1].artifacts[0], tracked.output / "best"
+    assert not tracked.sessions[0].artifacts and len(tracked.sessions[1].artifacts) == 1
     manifest = json.loads((best / "manifest.json").read_text())
     model = Path(tracked.config.target).name
     assert (artifact.type, artifact.name) == ("model", f"eagle-{model}-run-1")
-    assert [[*session.record.tags] for session in tracked.sessions] == [["eagle", model]] * 2
+    assert [session.options["tags"] for session in tracked.sessions] == [["eagle", model]] * 2
     assert artifact.description == (best / "README.md").read_text()
-    assert json.loads(artifact.metadata)["metrics"] == manifest["metrics"]
-    assert set(artifact.aliases) >= {"best", f"step-{manifest['step']}"}
+    assert artifact.metadata["metrics"] == manifest["metrics"]
+    assert aliases == ["best", f"step-{manifest['step']}"]
     # Referred to, not copied: what is uploaded later lies in best/. But for the card, which may be written anew.
-    files = {entry.path: (entry.local_path, entry.size) for entry in artifact.manifest.contents}
+    files = {entry.path: (entry.local_path, entry.size) for entry in artifact.manifest.entries.values()}
     card, size = files.pop("README.md")
     assert Path(card).read_text() == artifact.description and size == Path(card).stat().st_size
-    assert Path(card).parent == tracked.sessions[1].directory.resolve()
+    assert Path(card).parent == Path(tracked.sessions[1].dir).resolve().parent
     assert files == {path.name: (str(path), path.stat().st_size) for path in best.iterdir() if path.name != "README.md"}
-
-
-def test_machine_and_process_are_not_logged(tracked):
-    for session in tracked.sessions:
-        assert not session.kinds & {"environment", "output", "output_raw", "stats"} and session.record.host == ""
-        content = next(session.directory.glob("run-*.wandb")).read_bytes()
-        assert sys.executable.encode() not in content and platform.platform().encode() not in content
-        assert not [path for path in (session.directory / "files").rglob("*") if path.is_file()]
 
 
 def test_tensorboard_has_the_numbers_of_the_csv_file(tracked):
