@@ -267,7 +267,7 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
     here = answer_prompts(target, None, [answered.prompt for answered in kept])
     same = sum(mine.ids == answered.ids for mine, answered in zip(here, kept, strict=True))
     head = load_head(output / "last", target, kind="eagle3")
-    layers, depth = head.loss_layers(head.config, target.info.num_layers), 7
+    layers, depth = head.loss_layers(head.config, target.info.num_layers), 3  # ttt_steps
     taus = [TauProbe(target, layers, depth, answers)(head, torch.device("cpu")) for answers in (kept, here)]
     measured = json.loads((output / "last" / "manifest.json").read_text())["metrics"]
     FIGURES.append(f"val/tau by a server {measured['tau']:.4f}, here {taus[1]['tau']:.4f}; {same} of 8 answers equal")
