@@ -80,7 +80,7 @@ class Runs:
             config |= {"block": 3, "vary_block": True, "anchors": 5, "markov_rank": 4, "accumulate": 2}
             config |= {"tau_prompts": 0, "max_steps": 8}
         else:
-            config |= {"data": str(made.features), "target": str(made.target), "tau_prompts": 3}
+            config |= {"data": str(made.responses), "target": str(made.target), "tau_prompts": 3}
             config |= {"accumulate": 2}
         extra = {key: more.pop(key) for key in ("resumes", "poison", "signal", "full") if key in more}
         return {"head": head, "config": {**config, "output": str(self[name]), "strategy": strategy, **more}, **extra}
@@ -154,6 +154,8 @@ def test_two_ranks_train_as_one_does(runs, head, strategy):
     ours, one = runs[f"{head}-{strategy}"], runs[f"{head}-one"]
     assert len(losses(ours)) >= 8 and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
     assert furthest(ours, one) < 1e-6
+    if head == "eagle":
+        assert losses(ours, "val/tau") == losses(one, "val/tau")
 
 
 @pytest.mark.parametrize(("head", "strategy"), SPANS)
