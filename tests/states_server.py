@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+from servers import Request, Server
 
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.store import feature_codec
@@ -18,8 +16,8 @@ from draftsmith.data.store.spool import SpoolWriter, row_name
 from draftsmith.modules.types import SamplingParams
 
 
-class StatesServer:
-    """Serves states of rows until it is stopped; may be started again on its port.
+class StatesServer(Server):
+    """Serves states of rows.
 
     stored: row name -> states [T, F] to serve as they are. on_row: called with each row before its reply; what it
     raises breaks the connection.
@@ -36,42 +34,23 @@ class StatesServer:
         max_logprobs: int = 2**20,
         max_model_len: int | None = None,
     ):
+        super().__init__(self.respond)
         self.lm, self.layers, self.stored, self.on_row, self.connector = lm, layers, stored or {}, on_row, connector
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
         self.directory, self.writer = directory, SpoolWriter(directory, print)
-        self.lock, self.rows, self.port = threading.Lock(), list[str](), 0
-
-    def __enter__(self) -> StatesServer:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        self.running = True
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler())
-        self.server.daemon_threads = True
-        self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self) -> None:
-        # Connections that are open would be served on.
-        self.running = False
-        self.server.shutdown()
-        self.server.server_close()
+        self.lock, self.rows = threading.Lock(), list[str]()
 
     def states(self, row: list[int]) -> torch.Tensor:
         known = self.stored.get(row_name(row))
         return self.lm.features(torch.tensor([row]), aux_layers=self.layers)[0] if known is None else known
 
+    def respond(self, request: Request) -> Any:
+        try:
+            return self.reply(request.path, request.body)
+        except ValueError as error:
+            return 400, {}, str(error)
+
     def reply(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if not self.running:
-            raise ConnectionError
         if path == "/version":
             return {"version": "0.32.0"}
         if path == "/v1/models":
@@ -127,33 +106,3 @@ class StatesServer:
             }
             for place, following in zip(logits.log_softmax(-1), row[1:], strict=True)
         ]
-
-    def handler(self) -> type[BaseHTTPRequestHandler]:
-        owner = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self.answer({})
-
-            def do_POST(self) -> None:
-                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def answer(self, body: dict[str, Any]) -> None:
-                with suppress(ConnectionError):
-                    try:
-                        status, text = 200, json.dumps(owner.reply(self.path, body)).encode()
-                    except ValueError as error:
-                        status, text = 400, str(error).encode()
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(text)))
-                    self.end_headers()
-                    self.wfile.write(text)
-                    return
-                self.close_connection = True
-
-            def log_message(self, *words: object) -> None:
-                pass
-
-        return Handler

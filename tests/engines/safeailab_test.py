@@ -92,5 +92,5 @@ def test_a_defect_changes_the_draft_exactly_if_the_check_reports_it(defect: str)
 
 
 def test_this_release_has_no_eagle3():
-    """Else compare those heads as `eagle3_vllm_test.py` does. The repository's own code has it."""
+    """Else compare those heads as `vllm_test.py` does. The repository's own code has it."""
     assert not hasattr(cnets, "LlamaDecoderLayeremb") and "draft_vocab_size" not in inspect.getsource(cnets)

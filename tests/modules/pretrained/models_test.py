@@ -6,12 +6,12 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from chats import CHATML, HARMONY, chat_model
+from quantized_files import change_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from worlds import tiny_llama_dir, tiny_tokenizer
@@ -38,11 +38,6 @@ def pristine(tmp_path_factory) -> Path:
 def directory(pristine, tmp_path) -> Path:
     """A copy that a test may spoil."""
     return Path(shutil.copytree(pristine, tmp_path / "model"))
-
-
-def change_config(directory: Path, **changes: Any) -> None:
-    raw = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**raw, **changes}))
 
 
 def change_state(directory: Path, change) -> None:
@@ -270,21 +265,6 @@ def test_tensors_that_do_not_fit_the_config_are_named(directory, change, named):
     if change != "extra":  # transformers would fill it with random numbers
         with pytest.raises(InputError, match="model"):
             load_lm(str(directory), loader="hf")
-
-
-def test_scales_of_a_servers_cache_leave_the_weights_as_they_are(pristine, directory):
-    """ModelOpt writes them beside the weights of a model of which only the cache is FP8."""
-
-    def add_scales(state):
-        state |= {name.replace("weight", f"{name[-13]}_scale"): torch.tensor(0.5) for name in state
-                  if name.endswith(("k_proj.weight", "v_proj.weight"))}  # fmt: skip
-
-    change_state(directory, add_scales)
-    quantization = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
-    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
-    ours, plain = (load_lm(str(path)) for path in (directory, pristine))
-    assert isinstance(ours, LlamaLM)
-    assert torch.equal(ours.features(torch.tensor([[5, 9]])), plain.features(torch.tensor([[5, 9]])))
 
 
 def test_an_output_embedding_of_its_own_counts_in_a_model_that_says_it_is_tied(tmp_path):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import forked
 from quantized_files import COMPUTED, change_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from draftsmith.modules.pretrained import stitch as stitching
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import whole_directory
 from draftsmith.modules.pretrained.stitch import mtp_state, ships_mtp, stitch
@@ -243,26 +240,6 @@ def test_a_snapshot_of_the_hub_and_the_copies_of_the_targets_tables(tmp_path):
     assert shard.readlink().parent == blobs
     assert_equal({name: tensors[name] for name in copies}, copies)
     assert torch.equal(logits(tmp_path / "elsewhere" / "copy"), logits(snapshot))
-
-
-def test_a_kill_leaves_nothing_that_counts(tmp_path, monkeypatch):
-    model = target_of("qwen3_5_text")
-    checkpoint(tmp_path / "target", model)
-    output, state = tmp_path / "place" / "copy", random_state(model, 1)
-
-    def killed() -> None:
-        monkeypatch.setattr(stitching, "write_tensors", lambda *_: os._exit(9))
-        with whole_directory(output) as partial:
-            stitch(Checkpoint(tmp_path / "target"), partial, state)
-
-    process = forked(killed)
-    process.join()
-    assert process.exitcode == 9
-    assert not output.exists()
-    left = list(output.parent.iterdir())
-    assert len(left) == 1 and left[0].name.startswith(".copy.tmp-")
-    stitched(tmp_path / "target", output, state)
-    assert list(output.parent.iterdir()) == [output]
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
