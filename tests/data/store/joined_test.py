@@ -116,7 +116,7 @@ def test_copies_of_labels_are_mixed_anew(chain):
 
 
 def test_joined_features_keep_their_files(chain, make_stage, other, tmp_path):
-    changes = {"responses": other, "output": tmp_path / "features"}
+    changes = {"data": other, "output": tmp_path / "features"}
     made = make_stage("features", dataclasses.replace(chain.configs["features"], **changes))
     directories = [chain.directory("features"), f"{made}*2"]
     both, listed = open_dataset(directories), draftsmith.open_dataset(directories)
