@@ -14,7 +14,7 @@ from pathlib import Path
 
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.labels import MIXED_FIELDS, ROLLOUT_FIELDS, MixedTextLabels, Rollouts
-from draftsmith.data.settings import AcceptanceConfig
+from draftsmith.data.stages import AcceptanceConfig
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import StagePlan, run_stage

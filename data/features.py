@@ -25,7 +25,7 @@ from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_righ
 from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served
 from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates
 from draftsmith.data.ranks import check_one_process, place
-from draftsmith.data.settings import FeaturesConfig, check_drafter
+from draftsmith.data.stages import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtifactDataset, Joined, feature_key, open_dataset
 from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artifact

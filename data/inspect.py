@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells
-from draftsmith.data.settings import InspectConfig
+from draftsmith.data.stages import InspectConfig
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
 from draftsmith.data.store.manifest import Manifest, check_files, open_artifact

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.process import end_with_parent
-from draftsmith.data.settings import SELF, PromptsConfig
+from draftsmith.data.stages import SELF, PromptsConfig
 from draftsmith.data.store.manifest import MANIFEST, STARTED, Field
 from draftsmith.data.store.shards import SPLIT, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer

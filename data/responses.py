@@ -20,7 +20,7 @@ from draftsmith.data.engines.openai import ServerEngine, ServerShards
 from draftsmith.data.engines.own import OwnEngine, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.ranks import pick_device, place
-from draftsmith.data.settings import ResponsesConfig
+from draftsmith.data.stages import ResponsesConfig
 from draftsmith.data.store.datasets import answer_lengths
 from draftsmith.data.store.manifest import Field, Manifest, open_artifact
 from draftsmith.data.store.rows import Rows

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from draftsmith.data.settings import DraftSettings
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.runner import load_models
+from draftsmith.eval.settings import DraftSettings
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Decoder, Generation, Round
 from draftsmith.modules.decoding.plain import PromptAnswer

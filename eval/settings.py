@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from draftsmith.data.settings import (
-    DraftSettings,
     Dtype,
     Loading,
     Sampling,
     ServedLoading,
-    Turns,
     check_left_out,
     check_not_negative,
     check_positive,
     comma_numbers,
+    volatile,
 )
+from draftsmith.data.stages import Turns
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
 if TYPE_CHECKING:
@@ -29,7 +34,72 @@ AnyFormat = Literal["auto", WrittenFormat, "deepspec", "specforge", "modelopt", 
 SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
 MOST_REQUESTS = 4096
+ROLES = ("target", "mid", "acceptance")  # other models, named by their options
 DIVISIONS = ("context", "turn", "kind", "task")  # of a bench's numbers, beside those by a column of its rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSettings:
+    """Options of a command that uses drafters.
+
+    Attributes:
+        head: Directory of a trained head, or a draft model; repeated for several.
+    """
+
+    head: tuple[str, ...] | str | None = volatile(())
+    several: ClassVar[bool] = False  # whether it takes several drafters of one kind
+
+    def __post_init__(self) -> None:
+        value: Any = self.head
+        object.__setattr__(self, "head", (value,) if isinstance(value, str) else tuple(value or ()))
+
+    @property
+    def drafters(self) -> dict[str, str]:
+        """Paths by `draft` (a language model) or the kind of the head; `kind@name` for each of several of a kind."""
+        from draftsmith.modules.pretrained.directory import check_own
+        from draftsmith.modules.pretrained.heads import kind_at
+        from draftsmith.modules.pretrained.hub import CHECK_PATH, repository, resolve_model
+
+        paths: dict[str, str] = {}
+        by_kind: dict[str, list[str]] = {}
+        for path in self.head or ():
+            kind = kind_at(path) or MODEL
+            if kind != MODEL:
+                path = resolve_model(path)
+            elif not os.path.exists(resolved := resolve_model(path)) and repository(resolved) is None:
+                raise InputError("head", f"no directory {path}", "a draft model or a trained head", CHECK_PATH)
+            else:
+                check_own(resolved)
+            if kind == "acceptance":
+                remedy = "Pass it with --acceptance."
+                raise InputError("head", f"{path}, an acceptance head", "a model or head that drafts", remedy)
+            by_kind.setdefault(kind, []).append(path)
+            if kind in paths and not self.several:
+                found = f"{paths[kind]} and {path}, two {'draft models' if kind == MODEL else f'{kind} heads'}"
+                remedy = "Pass one of them; `draftsmith eval bench` measures both."
+                raise InputError("head", found, "one of a kind", remedy)
+            paths.setdefault(kind, path)
+        for kind, own in by_kind.items():
+            if len(own) > 1:
+                paths |= {f"{kind}@{name}": path for name, path in zip(short_names(own), own, strict=True)}
+        return paths
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Paths of `drafters`, and of the command's other models by their options."""
+        names = {field.name for field in dataclasses.fields(self)} & set(ROLES)
+        others = {role: getattr(self, role) for role in ROLES if role in names}
+        return {role: str(path) for role, path in others.items() if path} | self.drafters
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the last part in which all paths differ, for each: a and b of runs/a/best and runs/b/best."""
+    parts = [Path(path).parts for path in paths]
+    for depth in range(1, min(map(len, parts)) + 1):
+        names = [re.sub(r"[^\w.+-]", "_", own[-depth]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(number) for number in range(1, len(paths) + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

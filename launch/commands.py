@@ -70,17 +70,17 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
     "Make training data with the target": {
         "data prompts": Command(
-            "data.settings:PromptsConfig", "data.prompts", "Chat rows to prompts, with the loss mask"
+            "data.stages:PromptsConfig", "data.prompts", "Chat rows to prompts, with the loss mask"
         ),
-        "data responses": Command("data.settings:ResponsesConfig", "data.responses", "The target answers the prompts"),
+        "data responses": Command("data.stages:ResponsesConfig", "data.responses", "The target answers the prompts"),
         "data acceptance": Command(
-            "data.settings:AcceptanceConfig", "data.acceptance", "Label which drafted tokens the target keeps"
+            "data.stages:AcceptanceConfig", "data.acceptance", "Label which drafted tokens the target keeps"
         ),
         "data features": Command(
-            "data.settings:FeaturesConfig", "data.features", "The target's hidden states, to train a draft head"
+            "data.stages:FeaturesConfig", "data.features", "The target's hidden states, to train a draft head"
         ),
         "data inspect": Command(
-            "data.settings:InspectConfig", "data.inspect", "Look at rows, their mask in color", ("data",)
+            "data.stages:InspectConfig", "data.inspect", "Look at rows, their mask in color", ("data",)
         ),
     },
     "Train heads": {

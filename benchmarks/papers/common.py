@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.data.console import Table, format_interval, log_note, print_table, progress_bar
-from draftsmith.data.settings import DraftSettings, comma_numbers
+from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
@@ -22,7 +22,7 @@ from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.runner import EngineRunner, load_run
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.meta import RESULTS, describe
-from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, DraftSettings, PromptChoice, Running
 from draftsmith.eval.tables import to_json
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter

@@ -11,7 +11,7 @@ from typing import Any
 from draftsmith.data.engines.openai import ServerEngine, check_sampled
 from draftsmith.data.engines.process import running
 from draftsmith.data.engines.server import Server
-from draftsmith.data.settings import ServerConfig
+from draftsmith.data.stages import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, TargetTurn
 from draftsmith.modules.pretrained.hub import resolve_model

@@ -17,7 +17,7 @@ from typing import Any
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.server import SHOWN_CHARS, Server
 from draftsmith.data.ranks import place
-from draftsmith.data.settings import ServerConfig
+from draftsmith.data.stages import ServerConfig
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed

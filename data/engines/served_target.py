@@ -18,7 +18,7 @@ from draftsmith.data.console import log_note
 from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.served_proof import Recorded, check_log_probs, prove_served
 from draftsmith.data.engines.vllm_states import ServedStates
-from draftsmith.data.settings import ServerConfig
+from draftsmith.data.stages import ServerConfig
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.console import log_note
 from draftsmith.data.ranks import place
-from draftsmith.data.settings import ServerConfig
+from draftsmith.data.stages import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError

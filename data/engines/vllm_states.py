@@ -26,7 +26,8 @@ from torch import Tensor
 from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server
 from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.ranks import place
-from draftsmith.data.settings import FeatureDtype, ServerConfig
+from draftsmith.data.settings import FeatureDtype
+from draftsmith.data.stages import ServerConfig
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.pretrained.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from draftsmith.data.settings import Turns
+from draftsmith.data.stages import Turns
 from draftsmith.data.text.agents import EMPTY, openai_tool, openai_turns, parse_json
 from draftsmith.data.text.template import Messages, RowError
 from draftsmith.modules.types import InputError

@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.settings import SELF
+from draftsmith.data.stages import SELF
 from draftsmith.data.store.manifest import open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.sources import Row, RowSource

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.console import log_done, log_note, print_table
-from draftsmith.data.settings import (
-    MODEL,
-    check_left_out,
-    check_not_negative,
-    check_positive,
-)
+from draftsmith.data.settings import check_left_out, check_not_negative, check_positive
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.kinds import add_kinds
 from draftsmith.eval.bench.measuring import REMEDY, Journal, PromptRunner
@@ -39,6 +34,7 @@ from draftsmith.eval.bench.tables import results_tables
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.eval.tables import from_json
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.prompts import RowEncoder
-from draftsmith.data.settings import PromptsConfig, Turns
+from draftsmith.data.stages import PromptsConfig, Turns
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import column_text, row_label

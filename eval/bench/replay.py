@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.data.console import progress_bar
 from draftsmith.data.engines.served_target import load_target
-from draftsmith.data.settings import MODEL, ROLES, check_left_out, check_not_negative, check_positive
+from draftsmith.data.settings import check_left_out, check_not_negative, check_positive
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.kinds import KINDS
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -23,7 +23,7 @@ from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bench.tables import replay_tables
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.meta import RESULTS, describe
-from draftsmith.eval.settings import BenchConfig
+from draftsmith.eval.settings import ROLES, BenchConfig
 from draftsmith.eval.tables import to_json
 from draftsmith.modules.along import (
     AlongDrafter,
@@ -35,6 +35,7 @@ from draftsmith.modules.along import (
     read,
     whole,
 )
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import LabeledMethod
 from draftsmith.modules.drafters.methods import FixedLengthMethod

@@ -12,14 +12,15 @@ import torch
 import yaml
 
 from draftsmith.data.console import log_note
-from draftsmith.data.settings import MODEL, ROLES
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
+from draftsmith.eval.settings import ROLES
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, generate_one
 from draftsmith.modules.decoding.stop import Learner, learners_of
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import LabeledMethod, check_needs
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of

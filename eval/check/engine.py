@@ -20,7 +20,7 @@ from torch import Tensor
 from draftsmith.data.console import log_note, print_table, print_text, table_from_cells
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
-from draftsmith.data.settings import ANSWER_S, MODEL
+from draftsmith.data.stages import ANSWER_S
 from draftsmith.data.text.template import prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.check.record import differences as head_differences
@@ -31,6 +31,7 @@ from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, moved
 from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
 from draftsmith.eval.settings import SYSTEMS, CheckConfig
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, Served, TargetFacts
 from draftsmith.modules.formats.commands import served_kind, vllm_command

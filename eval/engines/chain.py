@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.data.settings import MODEL
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import tau
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.sampling import TorchSource

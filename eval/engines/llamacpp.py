@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.engines.server import READ_LOG, Server
-from draftsmith.data.settings import ServerConfig
+from draftsmith.data.stages import ServerConfig
 from draftsmith.eval.engines.chain import Counted, Counts, EngineAnswer, counts_of
 from draftsmith.modules.types import InputError
 

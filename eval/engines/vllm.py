@@ -16,7 +16,7 @@ from pathlib import Path
 
 from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.server import READ_LOG, SHOWN_CHARS, Server
-from draftsmith.data.settings import ServerConfig
+from draftsmith.data.stages import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.engines.chain import Counts, EngineAnswer

@@ -8,7 +8,7 @@ import pytest
 from trainings import config
 
 from draftsmith.data.features import run as make_features
-from draftsmith.data.settings import FeaturesConfig
+from draftsmith.data.stages import FeaturesConfig
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError

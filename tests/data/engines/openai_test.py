@@ -19,7 +19,7 @@ from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.server import MAX_WAIT_S
 from draftsmith.data.engines.vllm import VllmEngine
-from draftsmith.data.settings import ServerConfig
+from draftsmith.data.stages import ServerConfig
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.template import RowError

@@ -12,7 +12,7 @@ import pytest
 from servers import Server, drip
 
 from draftsmith.data.engines import server as http
-from draftsmith.data.settings import ServerConfig
+from draftsmith.data.stages import ServerConfig
 from draftsmith.eval.engines.vllm import VllmClient
 from draftsmith.modules.types import InputError
 

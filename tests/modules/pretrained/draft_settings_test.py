@@ -8,7 +8,7 @@ import pytest
 from oracles.tables import random_eagle_head
 from worlds import varied_acceptance_head
 
-from draftsmith.data.settings import DraftSettings
+from draftsmith.eval.settings import DraftSettings
 from draftsmith.launch.arguments import parse
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.types import InputError

@@ -13,8 +13,8 @@ import pytest
 from servers import Hub
 from worlds import tiny_llama_dir
 
-from draftsmith.data.settings import DraftSettings
 from draftsmith.data.text.sources import open_source
+from draftsmith.eval.settings import DraftSettings
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import hub as places
 from draftsmith.modules.pretrained import tokenizers
