@@ -19,7 +19,6 @@ from worlds import tiny_llama_dir
 from draftsmith.data import prompts, responses
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
-from draftsmith.eval.diagnose import repair
 from draftsmith.eval.diagnose.diagnosis import template
 from draftsmith.eval.settings import DiagnoseConfig
 from draftsmith.launch.export.diagnose import run
@@ -150,29 +149,6 @@ def test_its_own_answers_at_temperature_1_are_no_defect(world, diagnosed, sound,
     assert "Likeliest cause (temperature): " in found["verdict"]
 
 
-PLANTED = {
-    "layers 2, 4, 6 in place of 3, 5, 7": (
-        "layers",
-        lambda c: {"aux_layers": tuple(layer + 1 for layer in c.aux_layers)},
-    ),
-    "the state before the embedding in q, k and v": ("weights", 0),
-}
-
-
-@pytest.mark.parametrize("reading", PLANTED)
-def test_a_head_that_is_not_read_as_it_was_trained(world, diagnosed, sound, tmp_path, reading):
-    """The first cause is the planted one, and what undoes it is named."""
-    name, planted = PLANTED[reading]
-    trained = load_draft_head(sound, load_lm(str(world.target)))
-    state, changes = stored_tensors(trained), {}
-    if callable(planted):
-        changes = planted(trained.config)
-    else:
-        state = list(other_weights(trained.config, state))[planted].state
-    verdict = diagnosed(changed(world, sound, tmp_path / "head", state, **changes))["verdict"]
-    assert verdict.startswith(f"Likeliest cause ({name}): ") and f"better with {reading}" in verdict
-
-
 @pytest.mark.parametrize("layers", [(2, 3, 4, 5, 6, 7, 8, 9), (2, 3, 4, 5, 7, 8, 9), (3, 5, 7)])
 def test_a_server_that_runs_the_target_gives_the_same_diagnosis(world, sound, tmp_path, capsys, layers):
     """Word for word, where it has the states of all layers; readings that it has no states for are left out."""
@@ -195,6 +171,7 @@ def test_a_server_that_runs_the_target_gives_the_same_diagnosis(world, sound, tm
         found = capsys.readouterr()
         assert found.out == expected if 6 in layers else found.out != expected
         assert "Likeliest cause (layers): " in found.out
+        assert 6 not in layers or "better with layers 2, 4, 6 in place of 3, 5, 7" in found.out
         assert ("2 readings of other layers are left out" in found.err) == (6 not in layers)
 
 
@@ -375,19 +352,6 @@ def test_repair_returns_the_code_of_an_export_that_differs(world, sound, tmp_pat
 def test_repair_of_a_weak_head_says_that_it_is_weak(world, tmp_path, capsys):
     code, found = repaired(world, trained_head(world, tmp_path / "run", 8, ttt_steps=2, **WHOLE), tmp_path / "out")
     assert (code, found) == (1, None) and "a weak head" in capsys.readouterr().out
-
-
-def test_of_a_weak_head_two_changes_at_once_are_no_mistake(world, tmp_path, capsys, monkeypatch):
-    """With many readings, one drafts better by chance: the tokens of an answer are not independent."""
-    true, calls = repair.best_of, list[int]()
-
-    def lucky(variants, target, rows):
-        calls.append(len(variants))
-        return (None if len(calls) == 1 else 1), true(variants, target, rows)[1]
-
-    monkeypatch.setattr(repair, "best_of", lucky)
-    code, found = repaired(world, trained_head(world, tmp_path / "run", 8, ttt_steps=2, **WHOLE), tmp_path / "out")
-    assert len(calls) == 2 and (code, found) == (1, None) and "WRONG" not in capsys.readouterr().out
 
 
 def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp_path):

@@ -217,14 +217,6 @@ def child_of(url: str) -> int:
         return int(reply.read())
 
 
-def test_an_engine_ends_with_all_its_processes_also_after_an_error():
-    pids = []
-    with pytest.raises(KeyboardInterrupt), running([sys.executable, "-c", SERVER], {}) as url:
-        pids.append(child_of(url))
-        raise KeyboardInterrupt
-    assert ended(pids[0])
-
-
 def test_an_engine_ends_when_the_check_is_stopped():
     code = (
         "import sys, time\n"
