@@ -144,7 +144,7 @@ def run(config: GpuHeadConfig) -> Path:
             f"--minutes {seconds / 60:.3f} --tokens-per-batch {config.tokens_per_batch} --max-length 512 "
             f"--optimizer muon --lr 3e-3 --schedule hold --val-share 0.01 --val-every 500 --tau-prompts 8 "
             f"--num-workers {WORKERS} --loggers csv "
-            f"--model-dtype {config.dtype} --accelerator {'gpu' if config.device.startswith('cuda') else 'cpu'}"
+            f"--dtype {config.dtype} --device {'cuda' if config.device.startswith('cuda') else 'cpu'}"
         )
         stages.run(f"train {kind}", words, seconds + 30)
         if (out / kind / "training.json").exists():

@@ -344,7 +344,7 @@ def training_settings(config: GpuReportConfig, folder: Path, raw: dict[str, Any]
             tokens_per_batch=config.tokens,
             max_steps=steps,
             num_workers=config.num_workers,
-            accelerator="gpu" if torch.device(config.device).type == "cuda" else "cpu",
+            device="cuda" if torch.device(config.device).type == "cuda" else "cpu",
             tau_prompts=0,
             log_every=steps,
             loggers=("csv",),

@@ -25,13 +25,16 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
+# Positions whose distributions are in memory at once, two rows of the vocabulary's size for each.
+CHUNK = 512
+
 
 @sole_writer(shared=True)
 def run(config: AcceptanceConfig) -> Path:
     """Write the artifact `acceptance` or `rollouts` and return its directory."""
     set_threads(config.num_threads)
 
-    drafts, target_files = kind_at(config.head) is not None, Checkpoint(config.target, config.trust_remote_code)
+    drafts, (config, target_files) = kind_at(config.head) is not None, config.open(config.target)
 
     def load(model: str | Checkpoint) -> CausalLM:
         # Drafts are read in the way of decoding, for which weights are packed.
@@ -75,9 +78,9 @@ def labels_of(
     if drafter.head is None:
         # Labels compare p and q, which must be distributions over the same tokens.
         drafter.lm.fit_vocabulary(target.info.vocab_size)
-        return MixedTextLabels(target, drafter.lm, params, config.batch_size, config.chunk, config.seed)
+        return MixedTextLabels(target, drafter.lm, params, config.batch_size, CHUNK, config.seed)
     # A draft must fit into both contexts.
     context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
-    return Rollouts(target, drafter, config.depth, config.stride, params, config.chunk, config.seed, context)
+    return Rollouts(target, drafter, config.depth, config.stride, params, CHUNK, config.seed, context)

@@ -65,7 +65,7 @@ BATCHES_AHEAD = 2
 def run(config: FeaturesConfig) -> Path:
     """Write the artifact `features` and return its directory."""
     set_threads(config.num_threads)
-    target, lm = Checkpoint(config.target, config.trust_remote_code), None
+    (config, target), lm = config.open(config.target), None
     if config.device_map:
         check_one_process()
     if config.engine != "vllm":
@@ -136,7 +136,7 @@ def open_states(
         examples = rows.read(0, min(ANSWERED_ROWS, len(rows)))
         texts, masks = ([row[name] for row in examples] for name in ("input_ids", "loss_mask"))
         recorded = Recorded(texts, masks, plan.sampling)
-        log_note(str(prove_served(source, load_outer(target, "auto"), recorded, layers, config.feature_dtype)))
+        log_note(str(prove_served(source, load_outer(target, target.dtype), recorded, layers, config.feature_dtype)))
         yield source
 
 

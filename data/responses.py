@@ -19,7 +19,7 @@ from draftsmith.data.engines.llamacpp import LlamaCppEngine, llamacpp_server
 from draftsmith.data.engines.openai import ServerEngine, ServerShards
 from draftsmith.data.engines.own import OwnEngine, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
-from draftsmith.data.ranks import pick_device, place
+from draftsmith.data.ranks import place
 from draftsmith.data.stages import ResponsesConfig
 from draftsmith.data.store.datasets import answer_lengths
 from draftsmith.data.store.manifest import Field, Manifest, open_artifact
@@ -65,7 +65,7 @@ InProcess = OwnEngine | VllmEngine
 def run(config: ResponsesConfig) -> Path:
     """Write the artifact `responses` and return its directory."""
     set_threads(config.num_threads)
-    target = Checkpoint(config.target, config.trust_remote_code)
+    config, target = config.open(config.target)
     made_with = target.text_identity(Manifest.read(config.data).identity)
     manifest = open_artifact(config.data, "prompts", made_with)
     prompts = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.shape.vocab_size)
@@ -129,8 +129,7 @@ def open_engine(
         return VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code)
 
     # The weights are packed, as decoding reads them.
-    how = config.dtype, pick_device(config.device), config.loader, config.trust_remote_code, True
-    return OwnEngine(settings, load_lm(settings.target, *how), config.batch_size)
+    return OwnEngine(settings, load_lm(settings.target, **config.loading, packed=True), config.batch_size)
 
 
 def answer_shard(

@@ -9,9 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from draftsmith.modules.types import InputError, SamplingParams
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from draftsmith.modules.pretrained.checkpoint import Checkpoint
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Loader = Literal["auto", "lean", "hf"]
@@ -37,26 +42,26 @@ class RemoteCode:
         trust_remote_code: Run code that comes with a model or its tokenizer.
     """
 
-    help_group: ClassVar[str] = "Models"
+    help_group: ClassVar[str] = "Target"
     help_rarely: ClassVar[tuple[str, ...]] = ("trust_remote_code",)
 
     trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading(RemoteCode):
-    """Options for loading models.
+class Target(RemoteCode):
+    """The target and what runs beside it: how they are loaded, and where they run.
 
     Attributes:
-        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
+        dtype: Type of the weights; auto is float32 on a CPU, elsewhere the checkpoint's own.
         loader: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies.
         device: cpu, cuda, cuda:1, ... ; auto takes this rank's GPU, or the CPU without one.
     """
 
-    help_group: ClassVar[str] = "Models"
+    help_group: ClassVar[str] = "Target"
     help_rarely: ClassVar[tuple[str, ...]] = ("loader",)
 
-    dtype: Dtype = "float32"
+    dtype: Dtype = "auto"
     loader: Loader = "auto"
     device: str = "auto"
 
@@ -67,6 +72,18 @@ class Loading(RemoteCode):
         return pick_device(self.device)
 
     @property
+    def runs_here(self) -> bool:
+        """Whether this process, or one that it starts, computes the target."""
+        return True
+
+    def open(self, model: str) -> tuple[Self, Checkpoint]:
+        """Open the target, and return these options with the type that `--dtype auto` means for it, to be recorded."""
+        from draftsmith.modules.pretrained.checkpoint import Checkpoint
+
+        target = Checkpoint(model, self.trust_remote_code)
+        return with_dtype(self, target, self.chosen_device) if self.runs_here else self, target
+
+    @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_lm`."""
         names = ("dtype", "loader", "trust_remote_code")
@@ -74,7 +91,7 @@ class Loading(RemoteCode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedLoading(Loading):
+class ServedTarget(Target):
     """Options for loading a target, or for asking a server about it.
 
     Attributes:
@@ -98,7 +115,7 @@ class ServedLoading(Loading):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageLoading(Loading):
+class StageTarget(Target):
     """Options for loading models in a stage, which may be one of many processes.
 
     Attributes:
@@ -108,6 +125,17 @@ class StageLoading(Loading):
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False)
+
+
+C = TypeVar("C", bound="DataclassInstance")
+
+
+def with_dtype(config: C, target: Checkpoint, device: str) -> C:
+    """Return the options with the type that `--dtype auto` means, so that artifacts and runs record it."""
+    from draftsmith.modules.pretrained.models import dtype_of
+
+    changes: Any = {"dtype": dtype_of(vars(config)["dtype"], target, device)}
+    return dataclasses.replace(config, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,20 +169,6 @@ def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any
     if not values or len(set(values)) < len(values):
         raise InputError(field, repr(text), "one or more different numbers", "Correct it.")
     return values
-
-
-def check_positive(config: Any, *names: str) -> None:
-    """Raise InputError for fields that are not 1 or more."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise InputError(name, getattr(config, name), "1 or more", "Pass a positive number.")
-
-
-def check_not_negative(config: Any, *names: str) -> None:
-    """Raise InputError for negative fields, in which 0 means off."""
-    for name in names:
-        if getattr(config, name) < 0:
-            raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")
 
 
 def check_left_out(config: Any, names: Sequence[str], where: str, expected: str) -> None:

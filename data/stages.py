@@ -10,20 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from draftsmith.data.settings import (
-    Dtype,
     FeatureDtype,
-    Loader,
     RemoteCode,
     Sampling,
-    StageLoading,
+    StageTarget,
     check_left_out,
-    check_not_negative,
-    check_positive,
     comma_numbers,
     volatile,
 )
 from draftsmith.modules.drafters import learned
-from draftsmith.modules.types import InputError, SamplingParams, check_range
+from draftsmith.modules.types import InputError, SamplingParams, check_range, check_ranges
 
 Turns = Literal["all", "first", "last", "each"]
 ANSWER_S = 600.0  # longest wait for a server's answer
@@ -92,8 +88,7 @@ class PromptsConfig(RemoteCode):
     trust_remote_code: bool = volatile(False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_positive(self, "rows_per_shard", "num_proc")
-        check_not_negative(self, "limit", "max_length")
+        check_ranges(self, rows_per_shard=1, num_proc=1, limit=0, max_length=0)
         if self.streaming and not self.limit:
             raise InputError("limit", "0 with --streaming", "a number of rows", "Pass --limit, for example 20000.")
         if self.supervised and self.turns == "first":
@@ -162,7 +157,7 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
-class ResponsesConfig(ServerConfig, Sampling, RemoteCode):
+class ResponsesConfig(ServerConfig, Sampling, StageTarget):
     """Options of `data responses`: how the target answers.
 
     Attributes:
@@ -179,10 +174,6 @@ class ResponsesConfig(ServerConfig, Sampling, RemoteCode):
         limit: Only the first so many prompts; 0 takes all.
         batch_size: Prompts answered together. A finished one makes room for the next.
         rows_per_shard: Prompts per shard; what a killed run loses at most.
-        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
-        loader: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
-        device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
-        num_threads: CPU threads; 0 is torch's own choice.
         chat_template: File with the template that the prompts were made with, for later turns, if it is neither the
             tokenizer's own nor still at its former path.
         vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8,
@@ -202,19 +193,17 @@ class ResponsesConfig(ServerConfig, Sampling, RemoteCode):
     limit: int = 0
     batch_size: int = 32
     rows_per_shard: int = 256
-    dtype: Dtype = "float32"
-    loader: Loader = "auto"
-    device: str = volatile("auto")
-    num_threads: int = volatile(0)
-    trust_remote_code: bool = volatile(False, kw_only=True)
     chat_template: Path | None = volatile(None)
     # Its content is compared.
     vllm_args: Path | None = volatile(None)
     engine_path: Path | None = volatile(None)
 
+    @property
+    def runs_here(self) -> bool:
+        return self.engine in ("own", "vllm")
+
     def __post_init__(self) -> None:
-        check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
-        check_not_negative(self, "limit", "num_threads")
+        check_ranges(self, max_new_tokens=1, batch_size=1, rows_per_shard=1, limit=0, num_threads=0)
         ServerConfig.__post_init__(self)
         if self.engine != "openai":
             names = [field.name for field in dataclasses.fields(ServerConfig)]
@@ -226,7 +215,7 @@ class ResponsesConfig(ServerConfig, Sampling, RemoteCode):
 
 
 @dataclass(frozen=True)
-class AcceptanceConfig(StageLoading):
+class AcceptanceConfig(StageTarget):
     """Options of `data acceptance`: the pair to label, and how it decodes.
 
     Attributes:
@@ -244,7 +233,6 @@ class AcceptanceConfig(StageLoading):
         seed: Seed of the drafted tokens; each row has random numbers of its own.
         limit: Only the first so many responses; 0 takes all.
         batch_size: Of a draft model: responses read together.
-        chunk: Positions whose distributions are in memory at once, two rows of the vocabulary's size for each.
         rows_per_shard: Responses per shard; what a killed run loses at most.
     """
 
@@ -260,12 +248,10 @@ class AcceptanceConfig(StageLoading):
     seed: int = 0
     limit: int = 0
     batch_size: int = 8
-    chunk: int = 512
     rows_per_shard: int = 256
 
     def __post_init__(self) -> None:
-        check_positive(self, "batch_size", "chunk", "rows_per_shard", "depth", "stride")
-        check_not_negative(self, "limit", "num_threads")
+        check_ranges(self, batch_size=1, rows_per_shard=1, depth=1, stride=1, limit=0, num_threads=0)
         # Check them: only those of the responses are not known yet.
         _ = self.sampling({})
 
@@ -278,7 +264,7 @@ class AcceptanceConfig(StageLoading):
 
 
 @dataclass(frozen=True)
-class FeaturesConfig(StageLoading):
+class FeaturesConfig(StageTarget):
     """Options of `data features`: which text the target reads.
 
     Attributes:
@@ -313,9 +299,12 @@ class FeaturesConfig(StageLoading):
     vllm_args: Path | None = volatile(None)
     server: str | None = volatile(None)
 
+    @property
+    def runs_here(self) -> bool:
+        return self.server is None
+
     def __post_init__(self) -> None:
-        check_positive(self, "tokens_per_batch", "rows_per_shard")
-        check_not_negative(self, "limit", "num_threads")
+        check_ranges(self, tokens_per_batch=1, rows_per_shard=1, limit=0, num_threads=0)
         check_drafter(self.drafter)
         for name in ("vllm_args", "server"):
             if self.engine != "vllm" and getattr(self, name) is not None:
@@ -344,7 +333,7 @@ class InspectConfig:
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "row", "rows")
+        check_ranges(self, row=0, rows=0)
 
 
 def check_drafter(kind: str | None) -> None:

@@ -66,7 +66,8 @@ def run(config: CertifyConfig) -> int:
         InputError: answers of another target, control answers that were asked for otherwise, or that drift too far.
     """
     torch.set_num_threads(config.num_threads)
-    rows, about = certify_server(config)
+    config, checkpoint = config.open(config.target)
+    rows, about = certify_server(config, checkpoint)
     tables = [certificate(rows)]
     if any(row["sampling"] for row in rows):
         tables.append(shifts(rows))
@@ -180,12 +181,11 @@ class ServerAnswers:
                 place = end
 
 
-def certify_server(config: CertifyConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def certify_server(config: CertifyConfig, checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Test a server's answers beyond what the control's drift. Return a row for each of both, and what meta holds.
 
     The control's bounds and the bets on the server each fail with at most half of alpha.
     """
-    checkpoint = Checkpoint(config.target, config.trust_remote_code)
     answers = {SERVER: ServerAnswers.open(config.data, config, checkpoint)}
     if config.control is not None:
         answers = {CONTROL: ServerAnswers.open(config.control, config, checkpoint), **answers}

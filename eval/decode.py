@@ -10,7 +10,6 @@ from typing import Any
 from rich.text import Text
 
 from draftsmith.data.console import SafeConsole, add_result, log_note
-from draftsmith.data.settings import check_positive
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.answer import Answer, TokenStream
@@ -23,7 +22,7 @@ from draftsmith.modules.drafters.method_names import LabeledMethod, parse_method
 from draftsmith.modules.drafters.methods import by_drafter, chain_drafters
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.types import InputError, without_controls
+from draftsmith.modules.types import InputError, check_ranges, without_controls
 
 DRAFTED, OWN = "green", "yellow"
 
@@ -36,8 +35,8 @@ def run(config: DecodeConfig) -> Generation:
     """
     named = choose_method(config)
     params = config.sampling
-    check_positive(config, "max_new_tokens", "num_threads")
-    target = Checkpoint(config.target, config.trust_remote_code)
+    check_ranges(config, max_new_tokens=1, num_threads=1)
+    config, target = config.open(config.target)
     tokenizer, prompt = encode_prompt(config, target)
     models = load_run(config, target, [named], [BenchPrompt("on the command line", prompt)], [params])
     drafter = named.method.build(models)

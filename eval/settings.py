@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from draftsmith.data.settings import (
-    Dtype,
-    Loading,
     Sampling,
-    ServedLoading,
+    ServedTarget,
+    Target,
     check_left_out,
-    check_not_negative,
-    check_positive,
     comma_numbers,
     volatile,
 )
 from draftsmith.data.stages import Turns
 from draftsmith.modules.drafters import MODEL
-from draftsmith.modules.types import InputError, SamplingParams, check_range
+from draftsmith.modules.types import InputError, SamplingParams, check_range, check_ranges
 
 if TYPE_CHECKING:
     from draftsmith.eval.clock import ClockName
@@ -103,8 +100,8 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running(Loading):
-    """Loading of models that decode, with their threads and seed.
+class Running(Target):
+    """Target of models that decode, with their threads and seed.
 
     Attributes:
         num_threads: CPU threads. With one, speed is measured in CPU time, which does not see other programs.
@@ -181,7 +178,7 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
 
 
 @dataclass(frozen=True)
-class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, ServedLoading):
+class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, ServedTarget):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     Attributes:
@@ -345,8 +342,7 @@ class ServedConfig(PromptChoice):
     again: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_new_tokens", "num_threads", "repeats")
-        check_not_negative(self, "limit", "temperature")
+        check_ranges(self, max_new_tokens=1, num_threads=1, repeats=1, limit=0, temperature=0.0)
         for name, numbers, least in (("num_drafted", self.lengths, 0), ("concurrency", self.loads, 1)):
             if not all(least <= number <= MOST_REQUESTS for number in numbers):
                 raise InputError(name, getattr(self, name), f"numbers from {least} to {MOST_REQUESTS:,}", "Correct it.")
@@ -373,7 +369,7 @@ class ServedConfig(PromptChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(ServedLoading):
+class CertifyConfig(ServedTarget):
     """Certify that a server's answers follow the target. The exit code is 1 if they do not.
 
     Attributes:
@@ -398,8 +394,7 @@ class CertifyConfig(ServedLoading):
     alpha: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_threads")
-        check_not_negative(self, "limit")
+        check_ranges(self, num_threads=1, limit=0)
         check_range("alpha", self.alpha, 0.0, 1.0, "()")
 
     @property
@@ -409,7 +404,7 @@ class CertifyConfig(ServedLoading):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig(ServedLoading):
+class CheckConfig(ServedTarget):
     """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
     vllm or llamacpp, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any
     difference, and with 3 if it cannot tell.
@@ -425,7 +420,7 @@ class CheckConfig(ServedLoading):
         acceptance: The acceptance head that the directory was exported from.
         engine: own reads the files here; vllm and llamacpp serve the directory (a head, or a draft model) with the
             target, greedily.
-        dtype: Type of the weights; auto takes the checkpoint's, and for a served directory float32.
+        dtype: Type of the weights; auto is float32 on a CPU and beside a server, else the checkpoint's own.
         engine_path: Python of an environment with vLLM, or llama-server of llama.cpp, which is started. Default: that
             of `make engines` in this directory, else this Python, or llama-server on the PATH.
         server: Address of a server: with --engine own a vLLM server that runs the target (`draftsmith launch vllm`),
@@ -436,7 +431,6 @@ class CheckConfig(ServedLoading):
         max_new_tokens: Longest answer.
         num_drafted: Drafted tokens per round; 0 means 5, of a block drafter all of a block, or what a vLLM server
             drafts.
-        p_min: Confidence below which llama.cpp ends a draft of a DSpark head (--spec-draft-p-min).
     """
 
     directory: Path
@@ -445,7 +439,6 @@ class CheckConfig(ServedLoading):
     target_gguf: Path | None = None
     head: str | None = None
     acceptance: str | None = None
-    dtype: Dtype = "auto"
     engine: Literal["own", "vllm", "llamacpp"] = "own"
     engine_path: Path | None = None
     data: str | None = None
@@ -453,15 +446,11 @@ class CheckConfig(ServedLoading):
     limit: int = 12
     max_new_tokens: int = 96
     num_drafted: int = 0
-    p_min: float = 0.0
 
     def __post_init__(self) -> None:
-        check_positive(self, "limit", "max_new_tokens")
-        check_not_negative(self, "num_drafted", "p_min")
+        check_ranges(self, limit=1, max_new_tokens=1, num_drafted=0)
         if self.target_gguf is not None and self.engine != "llamacpp":
             raise InputError("target_gguf", self.target_gguf, "--engine llamacpp, which serves it", "Leave it out.")
-        if self.p_min and self.engine != "llamacpp":
-            raise InputError("p_min", self.p_min, "--engine llamacpp, which cuts drafts by it", "Leave it out.")
         for name in ("engine_path", "data"):
             if getattr(self, name) is not None and self.engine not in SYSTEMS:
                 expected = "--engine vllm or llamacpp, which read it"
@@ -480,7 +469,7 @@ class CheckConfig(ServedLoading):
 
 
 @dataclass(frozen=True)
-class DiagnoseConfig(ServedLoading):
+class DiagnoseConfig(ServedTarget):
     """Measure a trained draft head, its data and its target, and name the likeliest cause of low acceptance with its
     remedy. With --write, find what is wrong in a head's files, by how it drafts under every plausible reading, and
     write it corrected.
@@ -505,4 +494,4 @@ class DiagnoseConfig(ServedLoading):
     max_new_tokens: int = 96
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_new_tokens", *(["limit"] if self.limit is not None else []))
+        check_ranges(self, max_new_tokens=1, limit=1)

@@ -74,9 +74,7 @@ def parse(
     everything = "--help-all" in before
     app = CommandApp(prog, config_class, positional, printing="--print-config" in before, everything=everything)
     if everything or not {"-h", "--help"}.isdisjoint(before):
-        from rich.console import Console
-
-        app.help_print([], console=Console(width=min(Console().width, MAX_WIDTH)))
+        app.print_help()
         return None
     if "--print-config" not in before:
         app.fallback = fallback
@@ -132,6 +130,15 @@ class CommandApp(App):
         self.fallback: Fallback | None = None
         fields, bases = get_field_infos(config_class), config_class.__mro__
         self.rare = {name for base in bases for name in vars(base).get("help_rarely", ())}
+        # Options whose help another command prints, once for all commands that share them.
+        shared = next((base for base in bases if "help_command" in vars(base)), None)
+        self.elsewhere = vars(shared)["help_command"] if shared is not None else prog
+        self.shared = set[str]()
+        if shared is not None and shared is not config_class:
+            same = get_field_infos(shared)
+            self.shared = {
+                name for name in same if not fields[name].required and fields[name].default == same[name].default
+            }
         # The command's own options come before those it inherits, which stand in groups of their own: `help_group` of
         # the class that introduces them.
         declared = ((name, base) for base in bases for name in inspect.get_annotations(base) if name in fields)
@@ -168,9 +175,11 @@ class CommandApp(App):
             name=prog,
             help=one_line((config_class.__doc__ or "").split("Attributes:")[0]),
             help_formatter=DefaultFormatter(column_specs=(names, ColumnSpec(renderer=shown_meaning, overflow="fold"))),
-            help_epilogue="Every command takes --json, --quiet, --verbose and --debug: draftsmith --help.",
+            help_epilogue=self.epilogue(),
             default_command=command,
             config=self.read_values,
+            # Markdown would take the stars of two words for emphasis.
+            help_format="plaintext",
             help_flags=(),
             version_flags=(),
             result_action="return_value",
@@ -179,6 +188,18 @@ class CommandApp(App):
             verbose=False,
             default_parameter=Parameter(allow_repeating=True, negative_iterable=()),
         )
+
+    def print_help(self) -> None:
+        """Print the help of the command."""
+        from rich.console import Console
+
+        self.help_print([], console=Console(width=min(Console().width, MAX_WIDTH)))
+
+    def epilogue(self) -> str:
+        """Return where the help of further options is."""
+        every = "Every command takes --json, --quiet, --verbose and --debug: draftsmith --help."
+        shared = f"{self.elsewhere} --help explains {len(self.shared)} options of every training. "
+        return shared + every if self.shared else every
 
     def assemble_argument_collection(self, **options: Any) -> ArgumentCollection:
         """Give the options that cyclopts has read our order, groups, limits, and the names of other projects."""
@@ -192,7 +213,8 @@ class CommandApp(App):
         shipped = ", ".join(shipped_configs(self.prog))
         if shipped:
             add(arguments["--config"], help=f"settings: a YAML file, or the name of a shipped one ({shipped})")
-        add(arguments["--help-all"], help=f"list {len(self.rare)} rarely needed options too", show=bool(self.rare))
+        hidden = self.rare | self.shared
+        add(arguments["--help-all"], help=f"list {len(hidden)} further options too", show=bool(hidden))
         return arguments
 
     def settings(self, arguments: ArgumentCollection) -> ArgumentCollection:
@@ -202,10 +224,10 @@ class CommandApp(App):
     def complete(self, argument: Argument) -> None:
         """Complete what cyclopts knows of an option."""
         name, default = argument.keys[0], argument.field_info.default
-        show = self.everything or name not in self.rare
+        show = self.everything or name not in self.rare | self.shared
         theirs = [f"--{dashed(word)}" for word in SAME.get(name, "").split() if word not in self.group_of]
         add(argument, name=[*argument.names[:1], *theirs], group=self.group_of[name], show=show)
-        add(argument, validator=number_limits(name))
+        add(argument, help=one_line(argument.parameter.help or ""), validator=number_limits(name))
         kinds = [kind for kind in members(argument.hint) if kind is not NoneType]
         several = [kind for kind in kinds if get_origin(kind) in {list, tuple}]
         # A text may stand for a list in Python only. `null` is None, and a text such as `none` is not.

@@ -20,6 +20,8 @@ from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS, TRUTH
 from draftsmith.launch.commands import (
     COMMANDS,
     SECTIONS,
+    SHARED,
+    Command,
     add_trainers,
     check_dashes,
     command_name,
@@ -190,8 +192,17 @@ def dispatch(args: list[str]) -> int:
     groups = {command.split()[0] for command in COMMANDS}
     if (not words or words[0] in groups) and set(args[min(len(words), 1) :]) <= {"-h", "--help", "--help-all"}:
         print(overview(words[0] if words else None))
+        if words and (shared := SHARED.get(words[0])) is not None:
+            print_options(*shared, everything="--help-all" in args)
         return 0
     raise unknown_command(args)
+
+
+def print_options(prog: str, settings: str, everything: bool) -> None:
+    """Print the help of options that several commands share."""
+    from draftsmith.launch.arguments import CommandApp
+
+    CommandApp(prog, Command(settings, "", "").config_class(), everything=everything).print_help()
 
 
 def run_config(run: Callable[[Any], Any], config: Any, name: str = "") -> int:

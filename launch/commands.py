@@ -153,6 +153,8 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
     },
 }
+# Groups whose help also prints the options that their commands share: the name it is printed for, and the dataclass.
+SHARED = {"train": ("draftsmith train KIND", "train.config:TrainDrafterConfig")}
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
 
 

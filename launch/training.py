@@ -53,7 +53,7 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     from draftsmith.launch.yaml_files import read_yaml, shipped_configs
 
     recipe = shipped_configs(f"draftsmith train {kind}").get(f"smollm2-135m-{kind}")
-    if kind != "eagle3" or recipe is None or "target" not in given or given.get("accelerator", "auto") == "gpu":
+    if kind != "eagle3" or recipe is None or "target" not in given or given.get("device", "auto") == "cuda":
         return {}
     import torch
 
@@ -63,7 +63,7 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     from draftsmith.modules.pretrained.reading import read_object
 
     elsewhere = "plan" in given and given.keys() & {"plan_gb", "plan_tflops"}
-    if (torch.cuda.device_count() or elsewhere) and given.get("accelerator") != "cpu":
+    if (torch.cuda.device_count() or elsewhere) and given.get("device") != "cpu":
         return {}
     try:
         target = Checkpoint(given["target"]).shape
@@ -83,7 +83,7 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     taken = {name: values[name] for name in names}
     if taken and place().rank == 0 and not begun.is_file():
         listed = ", ".join(f"{name} {value}" for name, value in taken.items())
-        log_note(f"on a CPU, as in {recipe.stem}: {listed}. Options have precedence; --accelerator gpu, and --config "
+        log_note(f"on a CPU, as in {recipe.stem}: {listed}. Options have precedence; --device cuda, and --config "
                  "FILE, even an empty one (`{}`), keep the defaults, which are for GPUs")  # fmt: skip
     return taken
 

@@ -65,7 +65,7 @@ def responses(target, tmp_path_factory) -> Path:
 def test_a_loss_of_ones_own_trains_and_resumes_with_itself_only(target, responses, tmp_path):
     focal = Path(shutil.copy(EXAMPLES / "focal.py", tmp_path))
     settings = {"data": responses, "target": target, "output": tmp_path / "run", "max_steps": 3, "batch_size": 8}
-    quick = {"loggers": ("csv",), "tau_prompts": 0, "val_share": 0.2, "accelerator": "cpu", "num_threads": 1}
+    quick = {"loggers": ("csv",), "tau_prompts": 0, "val_share": 0.2, "device": "cpu", "num_threads": 1}
     best = draftsmith.run("train eagle3", loss=f"{focal}:focal", config="eagle3-embedded", **settings, **quick)
     assert len(json.loads((best / "manifest.json").read_text())["inputs"]["loss"]) == 16
     with pytest.raises(draftsmith.InputError, match="without a function 'other'"):

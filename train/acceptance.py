@@ -45,7 +45,7 @@ from draftsmith.train.config import TrainAcceptanceConfig
 from draftsmith.train.data import HeadDataModule, MicroBatch, train_and_val
 from draftsmith.train.metrics import gather_rows
 from draftsmith.train.module import LitHead
-from draftsmith.train.strategies import local_device, model_dtype
+from draftsmith.train.strategies import local_device
 
 
 def with_shape(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
@@ -98,7 +98,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
     # The drafter, and labels of its drafts.
     load = functools.partial(
         load_lm,
-        dtype=model_dtype(config),
+        dtype=config.dtype,
         device=local_device(config),
         loader=config.loader,
         trust_remote_code=config.trust_remote_code,

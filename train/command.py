@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from draftsmith.data.engines.own import set_threads
+from draftsmith.data.settings import with_dtype
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.train import plan
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
 from draftsmith.train.metrics import rank
 from draftsmith.train.prepare import TrainedConfig, prepare, with_shape
-from draftsmith.train.strategies import resolve_precision
+from draftsmith.train.strategies import device_kind, resolve_precision
 
 if TYPE_CHECKING:
     from draftsmith.train.data import HeadDataModule
@@ -40,6 +41,7 @@ def run(config: TrainedConfig, explain: Explain | None = None) -> Path | None:
     if isinstance(config, TrainDrafterConfig):
         target = Checkpoint(config.target, config.trust_remote_code)
         config = resolve_precision(with_shape(config, target.shape))
+        config = with_dtype(config, target, device_kind(config))
         if config.plan:
             plan.show(config, target)
             return None
@@ -50,13 +52,15 @@ def run(config: TrainedConfig, explain: Explain | None = None) -> Path | None:
 def train(config: TrainedConfig, target: Checkpoint | None, since: float, explain: Explain | None = None) -> Path:
     """Train a head in its output directory, which this process holds. target: of a drafter."""
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.acceptance import with_shape
+    from draftsmith.train.acceptance import read_model, with_shape
     from draftsmith.train.fit import finished, fit
     from draftsmith.train.module import LitDrafter
     from draftsmith.train.tracking import check_loggers
 
     if isinstance(config, TrainAcceptanceConfig):
         config = resolve_precision(with_shape(config))
+        model = Checkpoint(read_model(config), config.trust_remote_code)
+        config = with_dtype(config, model, device_kind(config))
     done = finished(config)
     if done is not None:
         return done

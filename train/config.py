@@ -111,7 +111,7 @@ class Hardware:
         dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
         loader: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
         devices: Devices of this machine to use; under torchrun it is what torchrun started.
-        accelerator: Kind of device.
+        device: cpu or cuda; auto takes GPUs where there are some.
         strategy: How several devices work together; auto takes ddp when there are several. The DeepSpeed stages
             partition the optimizer state, then the gradients, then the weights; offload keeps the parts in host memory.
         num_threads: CPU threads; 0 is torch's own choice.
@@ -119,12 +119,12 @@ class Hardware:
     """
 
     help_group: ClassVar[str] = "Hardware"
-    help_rarely: ClassVar[tuple[str, ...]] = ("loader", "accelerator", "num_workers")
+    help_rarely: ClassVar[tuple[str, ...]] = ("loader", "device", "num_workers")
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     loader: Loader = volatile("auto")
     devices: int = volatile(1)
-    accelerator: Literal["auto", "cpu", "gpu"] = volatile("auto")
+    device: Literal["auto", "cpu", "cuda"] = volatile("auto")
     strategy: Strategy = volatile("auto")
     num_threads: int = volatile(0)
     num_workers: int = volatile(0)
@@ -169,6 +169,7 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
     """
 
     help_group: ClassVar[str] = "Data"
+    help_command: ClassVar[str] = "draftsmith train"
 
     data: tuple[str, ...] | str | Path = volatile()
     output: Path = volatile()
@@ -272,6 +273,7 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
 
     kind: ClassVar[str]
     help_group: ClassVar[str] = "Data"
+    help_command: ClassVar[str] = "draftsmith train"
     help_rarely: ClassVar[tuple[str, ...]] = (
         "feature_dtype",
         "device_map",

@@ -56,7 +56,7 @@ from draftsmith.train.tracking import make_loggers
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 # Flags of Lightning's Trainer that an option decides.
 OPTION_OF_FLAG = dict.fromkeys(("check_val_every_n_epoch", "val_check_interval"), "val_every")
-OPTION_OF_FLAG |= {name: name for name in ("accelerator", "devices", "max_steps", "precision", "strategy")}
+OPTION_OF_FLAG |= {"accelerator": "device"} | {name: name for name in ("devices", "max_steps", "precision", "strategy")}
 OPTION_OF_FLAG |= {"accumulate_grad_batches": "accumulate", "default_root_dir": "output", "gradient_clip_val": "clip"}
 OPTION_OF_FLAG |= {"log_every_n_steps": "log_every", "max_epochs": "epochs", "max_time": "minutes"}
 OPTION_OF_FLAG |= dict.fromkeys(("fast_dev_run", "limit_train_batches", "overfit_batches"), "max_steps")

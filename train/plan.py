@@ -42,7 +42,7 @@ from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
 from draftsmith.train.optimizers import hidden_matrices
 from draftsmith.train.prepare import head_config, needs_layers
-from draftsmith.train.strategies import device_kind, model_dtype, process_memory, world_size
+from draftsmith.train.strategies import device_kind, process_memory, world_size
 
 FLOAT32 = 4
 # The largest part is looked for in this many steps of the first epoch.
@@ -195,7 +195,7 @@ def plan_of(
     drafter, world = config.drafter, world_size(config)
     # Target and head, without weights. Of a target elsewhere only the embeddings are here.
     files, served = opened or Checkpoint(config.target), config.server is not None
-    shape, width = files.shape, weight_type(model_dtype(config), files).itemsize
+    shape, width = files.shape, weight_type(config.dtype, files, device_kind(config)).itemsize
     paths = [part.path for part in config.parts]
     stored = all((path / MANIFEST).exists() and Manifest.read(path).kind == "features" for path in paths)
     target = meta_target(files, served or (stored and not needs_layers(config)))

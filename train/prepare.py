@@ -31,7 +31,7 @@ from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
 from draftsmith.train.metrics import rank, say_on_rank_zero
-from draftsmith.train.strategies import local_device, model_dtype, world_size
+from draftsmith.train.strategies import local_device, world_size
 
 if TYPE_CHECKING:
     from draftsmith.train.data import HeadDataModule, Samples
@@ -68,15 +68,15 @@ def prepare(
 
     # The target, and the config of the head.
     checkpoint = opened or Checkpoint(config.target, config.trust_remote_code)
-    drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
+    drafter, device = config.drafter, local_device(config)
     target: CausalLM
     if needs_layers(config):
         if config.device_map:
             check_one_process()
-        how = (dtype, device, config.loader, config.trust_remote_code)
+        how = (config.dtype, device, config.loader, config.trust_remote_code)
         target = load_lm(checkpoint, *how, device_map=config.device_map)
     else:
-        target = load_outer(checkpoint, dtype, device)
+        target = load_outer(checkpoint, config.dtype, device)
     shape = checkpoint.shape
     head_shape = head_config(config, shape)
     layers = drafter.loss_layers(head_shape, target.info.num_layers)
@@ -179,7 +179,8 @@ def feature_source(
         items = [samples[0].item(i, 0) for i in range(min(ANSWERED_ROWS, len(samples[0])))]
         rows, masks = ([item[name].tolist() for item in items] for name in ("input_ids", "loss_mask"))
         # Spread over devices (--device-map), it is another.
-        outer = target if isinstance(target, OuterLM) else load_outer(checkpoint_of(target), "auto")
+        files = checkpoint_of(target)
+        outer = target if isinstance(target, OuterLM) else load_outer(files, files.dtype)
         if rank() == 0:
             recorded = Recorded(rows, masks, samples[0].dataset.manifest.sampling)
             log_note(str(prove_served(server, outer, recorded, states, config.feature_dtype)))

@@ -21,8 +21,8 @@ C = TypeVar("C", bound=TrainConfig)
 
 def device_kind(config: TrainConfig) -> str:
     """Return cpu or gpu. A GPU that is asked for need not exist, as a plan may be for another machine."""
-    if config.accelerator != "auto":
-        return config.accelerator
+    if config.device != "auto":
+        return {"cuda": "gpu"}.get(config.device, config.device)
     return "gpu" if torch.cuda.device_count() else "cpu"
 
 
@@ -57,7 +57,7 @@ def local_device(config: TrainConfig) -> str:
         return "cpu"
     available, needed = torch.cuda.device_count(), _devices(config)[0]
     if available < needed:
-        raise InputError("devices", f"{available} CUDA devices", str(needed), "Pass --accelerator cpu.")
+        raise InputError("devices", f"{available} CUDA devices", str(needed), "Pass --device cpu.")
     return f"cuda:{place().local_rank}"
 
 
@@ -65,12 +65,6 @@ def process_memory() -> int:
     """Return the peak memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def model_dtype(config: TrainConfig) -> str:
-    """Return the type of the frozen model's weights."""
-    # On a CPU float32 is faster than bf16 at the row counts of small models.
-    return "float32" if config.dtype == "auto" and device_kind(config) == "cpu" else config.dtype
 
 
 def resolve_precision(config: C) -> C:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.console import log_done, log_note, print_table
-from draftsmith.data.settings import check_left_out, check_not_negative, check_positive
+from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.kinds import add_kinds
 from draftsmith.eval.bench.measuring import REMEDY, Journal, PromptRunner
@@ -37,11 +37,11 @@ from draftsmith.eval.tables import from_json
 from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
-from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
+from draftsmith.modules.pretrained.checkpoint import checkpoint_of
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import changes, file_sha256
 from draftsmith.modules.pretrained.reading import read_object
-from draftsmith.modules.types import InputError, without_controls
+from draftsmith.modules.types import InputError, check_ranges, without_controls
 
 # Options that change nothing of what is measured: a resumed run may have others.
 INCIDENTAL = ("output", "card", "traces", "again")
@@ -83,7 +83,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     journal = Journal(config.output)
 
     # Load.
-    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    config, checkpoint = config.open(config.target)
     sources, choice = task_sources(config.data), (config.split, config.tasks, config.limit)
     files = read_questions(sources, checkpoint, *choice, config.turns, config.columns)
     prompts = [prompt for file in files for prompt in file]
@@ -183,8 +183,7 @@ def check(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, str]
     Raises:
         InputError: an option out of range, a missing model, ...
     """
-    check_positive(config, "repeats", "num_threads", "max_new_tokens")
-    check_not_negative(config, "limit", "traces")
+    check_ranges(config, repeats=1, num_threads=1, max_new_tokens=1, limit=0, traces=0)
     check_methods(named, config.paths)
     used = {need for item in named for need in item.keys(config.paths) if need.partition("@")[0] not in (MODEL, "mid")}
     heads = {need: path for need, path in config.paths.items() if need in used}

@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.data.console import progress_bar
 from draftsmith.data.engines.served_target import load_target
-from draftsmith.data.settings import check_left_out, check_not_negative, check_positive
+from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.kinds import KINDS
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -42,11 +42,11 @@ from draftsmith.modules.drafters.methods import FixedLengthMethod
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupMethod
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.card import WEIGHTS
-from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
+from draftsmith.modules.pretrained.checkpoint import checkpoint_of
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, check_ranges
 
 # Options of decoding, which nothing reads here.
 OF_DECODING = (
@@ -64,15 +64,14 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
             target's.
     """
     check_left_out(config, OF_DECODING, "with --replay", "none: nothing is decoded")
-    check_not_negative(config, "limit")
-    check_positive(config, "num_threads")
+    check_ranges(config, num_threads=1, limit=0)
     for item in named:
         if not isinstance(item.method, FixedLengthMethod | PromptLookupMethod):
             expected = "chains of a fixed length, such as spec:k=5 and eagle3:k=5, or pld"
             raise InputError("methods", f"{item.label} with --replay", expected, "Measure it with --data.")
 
     # Load.
-    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    config, checkpoint = config.open(config.target)
     texts, params = read_recorded(config, checkpoint)
     torch.set_num_threads(config.num_threads)
     loading, longest = config.loading, max(len(text.ids) for text in texts)

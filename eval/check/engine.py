@@ -261,7 +261,7 @@ def llamacpp_client(
         models = ServedModels(target_file, drafter_file, kind)
         longest = max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length
         binary = server_binary(config.engine_path)
-        words = llamacpp_words(binary, models, longest, chain.length, config.p_min, exact=True)
+        words = llamacpp_words(binary, models, longest, chain.length, exact=True)
         with running(words, {}) as url:
             yield LlamaCppClient(url, config.max_new_tokens, num_drafted=chain.length)
 
@@ -273,18 +273,15 @@ def our_chain(config: CheckConfig, target: CausalLM, ours: OurDrafter, num_draft
         return OurChain(target, length, config.max_new_tokens)
     shape = checkpoint_of(target).shape
     moved = partial(moved_states, checkpoints=shape.hybrid or shape.windowed)
-    return OurChain(target, length, config.max_new_tokens, False, config.p_min, moved)
+    return OurChain(target, length, config.max_new_tokens, False, moved)
 
 
 def check_served(config: CheckConfig, ours: OurDrafter) -> None:
-    """Raise InputError for a block drafter or a threshold that the engine does not serve."""
+    """Raise InputError for a block drafter that the engine does not serve."""
     drafts = getattr(ours.drafter.config, "drafts", config.num_drafted)
     if config.num_drafted > drafts:
         found = f"{config.num_drafted} drafted tokens"
         raise InputError("num_drafted", found, f"at most {drafts}, as the head's blocks have", "Lower it.")
-    if config.p_min and not getattr(ours.drafter.config, "confidence", False):
-        found = f"{config.p_min:g} for a {ours.kind} drafter without confidences"
-        raise InputError("p_min", found, "a DSpark head with a confidence head", "Leave it out.")
     if config.engine == "vllm" and ours.kind in ("dflash2", "dspark") and config.server is None:
         words = [str(engine_python(config.engine_path)), "-c", "import triton"]
         if subprocess.run(words, capture_output=True, check=False).returncode:

@@ -111,7 +111,6 @@ class OurChain:
 
     whole: the last draft of an answer is as long as the others and counts whole, also beyond an end token or the length
     limit, as in vLLM. Otherwise it ends before the limit, as here and in llama.cpp.
-    p_min: confidence of a DSpark head below which a draft ends, as llama.cpp's --spec-draft-p-min.
     moved: prompt length -> rows whose state an EAGLE-3 head reads of another token, and that token, as in llama.cpp.
     """
 
@@ -119,7 +118,6 @@ class OurChain:
     length: int
     max_new_tokens: int
     whole: bool = True
-    p_min: float = 0.0
     moved: Callable[[int], Sequence[tuple[int, int]]] = lambda length: ()
 
     def room(self, prompt: Sequence[int]) -> int:
@@ -132,8 +130,7 @@ class OurChain:
         # A block misread may be a token shorter.
         length = min(self.length, getattr(drafter.config, "drafts", self.length))
         name = "spec" if kind == MODEL else kind
-        confident = f"dspark-confidence:k={length}:t={self.p_min}"
-        method = parse_method(confident if self.p_min else f"{name}:k={length}")
+        method = parse_method(f"{name}:k={length}")
         # `Models.ends` stays empty: engines draft beyond an end token.
         chain = method.build(Models(self.target, capacity=self.room(prompt) + self.length + 1, **loaded))
         if kind == "eagle3" and (rows := self.moved(len(prompt))):

@@ -59,7 +59,7 @@ def run(config: DiagnoseConfig) -> int:
     if config.write is not None:
         with writing_alone(config.write):
             return repair(config, config.write)
-    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    config, checkpoint = config.open(config.target)
     rows, manifest = read_rows(config, checkpoint, ("responses", "features", "prompts"), LIMIT, "size")
     if "input_ids" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses)."
@@ -96,7 +96,7 @@ def repair(config: DiagnoseConfig, output: Path) -> int:
         served: Any = {"loader": config.loader, "server": config.server}
         declared, its_target = ImportConfig(config.head, output / DECLARED, config.target, **served), True
         directory = import_head(declared, its_target)
-    checkpoint = Checkpoint(config.target, config.trust_remote_code)
+    config, checkpoint = config.open(config.target)
     target = load_target(checkpoint, **config.loading)
     head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
     rows, data = read_rows(config, checkpoint, ("responses", "prompts"), LIMIT_TO_WRITE)

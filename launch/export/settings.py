@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from draftsmith.data.settings import Dtype, Loader, ServedLoading
+from draftsmith.data.settings import Loader, ServedTarget
 from draftsmith.eval.settings import AnyFormat, WrittenFormat
 from draftsmith.modules.formats import GGUF, ORIGINAL
 from draftsmith.modules.types import InputError, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(ServedLoading):
+class ExportConfig(ServedTarget):
     """Write a head as another system loads it, check what was written, and print the command that serves it.
 
     Attributes:
@@ -32,7 +32,6 @@ class ExportConfig(ServedLoading):
         weights: Type of the exported weights; auto keeps the head's. fp8 and int8 are for vllm and sglang: the layers'
             matrices in 8 bits, all else in 16, with the acceptance before and after. q8_0 is llama.cpp's.
         license: License of the head, for the card.
-        dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
         push: Hub id: upload the directory there, with its model card. A new repository is private.
     """
 
@@ -44,7 +43,6 @@ class ExportConfig(ServedLoading):
     num_drafted: int = 0
     weights: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "q8_0"] = "auto"
     license: str = ""
-    dtype: Dtype = "auto"
     push: str | None = None
 
     def __post_init__(self) -> None:

@@ -86,5 +86,5 @@ ROWS = [
     # Devices that are not there.
     Row("decode: no GPU", f"decode Hi {TARGET}--method ar --device cuda", ("device", "cuda")),
     Row("decode: no such device", f"decode Hi {TARGET}--method ar --device cpu:3", ("device", "cpu:3")),
-    Row("train: no GPU", f"train eagle --data {{features}} {TARGET}{OUT}--accelerator gpu", ("CUDA",)),
+    Row("train: no GPU", f"train eagle --data {{features}} {TARGET}{OUT}--device cuda", ("CUDA",)),
 ]  # fmt: skip

@@ -47,7 +47,7 @@ def training(inputs: dict[str, Path], data: Path, output: Path) -> list[str]:
     settings = {"data": data, "head": inputs["draft"], "output": output, "max_steps": STEPS, "batch_size": 8}
     # A learning rate at which two runs that add up in another order stay together for all steps.
     settings |= {"lr": 2e-4, "val_share": 0.25, "val_every": 100, "log_every": LOG_EVERY, "save_every": SAVE_EVERY}
-    settings |= {"loggers": "csv", "num_threads": 1, "accelerator": "cpu"}
+    settings |= {"loggers": "csv", "num_threads": 1, "device": "cpu"}
     return ["train", "acceptance", *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
 
 

@@ -16,6 +16,7 @@ from oracles.tables import PROMPT, LogitTable, V, enumerate_branches
 from transformers import AutoModelForCausalLM
 from worlds import padded, tiny_llama_dir, tiny_tokenizer
 
+from draftsmith.data import acceptance
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
 from draftsmith.data.labels import MixedTextLabels, Rollouts, label_tokens, reached
@@ -281,12 +282,13 @@ def check_mixed(directory: Path, p_of, q_of, params: SamplingParams) -> list[flo
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"temperature": 0.7, "top_k": 7, "chunk": 2}, {"temperature": 0.0, "top_k": 0, "top_p": 1.0}],
+    [{}, {"temperature": 0.7, "top_k": 7}, {"temperature": 0.0, "top_k": 0, "top_p": 1.0}],
 )
-def test_labels_are_the_papers_formulas(chain, remake, oracles, settings):
+def test_labels_are_the_papers_formulas(chain, remake, oracles, settings, monkeypatch):
+    monkeypatch.setattr(acceptance, "CHUNK", 2)
     directory = remake("acceptance", **settings) if settings else chain.directory("acceptance")
     manifest = Manifest.read(directory)
-    warp = {"temperature": 1.0, "top_k": 40, "top_p": 0.95} | {n: v for n, v in settings.items() if n != "chunk"}
+    warp = {"temperature": 1.0, "top_k": 40, "top_p": 0.95} | settings
     assert manifest.sampling == warp
     responses = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses")))
     rows = Rows(directory, manifest).read(0, 99)

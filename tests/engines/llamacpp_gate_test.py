@@ -36,7 +36,6 @@ from draftsmith.modules.formats.llama import to_adjacent, to_halves
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.gguf import copied_metadata, open_gguf, read_tensor
 from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model
-from draftsmith.modules.types import InputError
 
 torch.set_num_threads(1)
 SERVED = Path(os.environ["DRAFTSMITH_ENGINES"]) / "served"
@@ -94,23 +93,6 @@ CASES = ["three", "whole", "residual", *BLOCKS]
 def test_an_export_is_served_as_it_drafts_here(gate, case: str):
     code, shown = gate(SERVED / case / "llamacpp", head=SERVED / case / "head")
     assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown
-
-
-@pytest.mark.parametrize("case", ["dspark", "filling"])
-def test_a_draft_is_cut_by_the_confidence_head(gate, case: str):
-    """As many drafted tokens, fewer than whole blocks have, from the same slots."""
-    code, shown = gate(SERVED / case / "llamacpp", head=SERVED / case / "head", p_min=0.7)
-    assert code == 0 and "equal: text, drafts and accepted tokens" in shown
-    drafts, tokens = (
-        int(re.findall(rf"{what} ([\d,]+)", shown)[0].replace(",", "")) for what in ("drafts", "drafted tokens")
-    )
-    assert drafts < tokens < 5 * drafts
-
-
-def test_a_threshold_needs_a_confidence_head():
-    given = {"target": TARGET, "engine": "llamacpp", "engine_path": SERVER, "limit": 1, "p_min": 0.3}
-    with pytest.raises(InputError, match=r"p_min: found 0\.3 for a dflash drafter without confidences"):
-        run(CheckConfig(directory=SERVED / "dflash/llamacpp", **given))
 
 
 def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):

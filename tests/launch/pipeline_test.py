@@ -148,7 +148,7 @@ stages:
   - {title: Answers, run: "data responses --data {output}/prompts --target embedded:target --temperature 0
       --max-new-tokens 16 --num-threads 1 --output {output}/responses"}
   - {title: Head, run: "train eagle3 --data {output}/responses --target embedded:target --max-steps 1 --val-every 1
-      --tau-prompts 0 --num-threads 1 --accelerator cpu --loggers csv --output {output}/head"}
+      --tau-prompts 0 --num-threads 1 --device cpu --loggers csv --output {output}/head"}
   - {title: Export, run: "export --head {output}/head/best --format vllm --output {output}/x"}
 """
 

@@ -34,7 +34,7 @@ COST = "cost/"
 def settings(artifacts, output: Path, **changes) -> dict[str, str]:
     base = {"data": artifacts.acceptance, "head": artifacts.draft, "output": output, "lr": 2e-3, "batch_size": 8}
     base |= {"val_share": 0.25, "val_every": 100, "save_every": 7, "log_every": 10, "loggers": "csv", "num_threads": 1}
-    return {name: str(value) for name, value in {**base, "max_steps": STEPS, "accelerator": "cpu", **changes}.items()}
+    return {name: str(value) for name, value in {**base, "max_steps": STEPS, "device": "cpu", **changes}.items()}
 
 
 def command(options: dict[str, str]) -> list[str]:
@@ -45,7 +45,7 @@ def in_process(options: dict[str, str]) -> Path:
     paths: dict[str, Any] = {"data": options["data"], "output": Path(options["output"])}
     numbers = {name: int(options[name]) for name in ("batch_size", "val_every", "save_every", "log_every", "max_steps")}
     shares = {name: float(options[name]) for name in ("lr", "val_share")}
-    words = {name: options[name] for name in ("head", "accelerator")}
+    words = {name: options[name] for name in ("head", "device")}
     return run(TrainAcceptanceConfig(**paths, **numbers, **shares, **words, loggers=("csv",), num_threads=1))
 
 

@@ -52,7 +52,7 @@ def rows(target) -> list[dict[str, torch.Tensor]]:
 
 def module_of(target: Any, output: Path, kind: str = "eagle", learner: type[LitDrafter] = LitDrafter, **values: Any):
     plain = {"lr": 1e-2, "schedule": "constant", "warmup_share": 0, "clip": 0, "batch_size": 4, "log_every": 1}
-    plain |= {"loggers": ("csv",), "tau_prompts": 0, "accelerator": "cpu", "max_steps": 2, "output": output}
+    plain |= {"loggers": ("csv",), "tau_prompts": 0, "device": "cpu", "max_steps": 2, "output": output}
     config = dataclasses.replace(draftsmith.settings(kind, **plain | values), target=target.info.path)
     return learner(draftsmith.new_head(config, target).double(), target, config)
 

@@ -64,7 +64,7 @@ class Runs:
     def job(self, name: str, head: str, strategy: str = "auto", **more: Any) -> dict[str, Any]:
         """more: keys of the job that rank_jobs.py explains; everything else is configuration."""
         config = {"lr": 2e-3, "batch_size": 8, "val_share": 0.25, "val_every": 10, "save_every": 7, "keep": 99}
-        config |= {"log_every": 1, "loggers": ("csv",), "num_threads": 1, "max_steps": STEPS, "accelerator": "cpu"}
+        config |= {"log_every": 1, "loggers": ("csv",), "num_threads": 1, "max_steps": STEPS, "device": "cpu"}
         made = self.artifacts
         if head == "acceptance":
             config |= {"data": str(made.acceptance), "head": str(made.draft)}
@@ -307,7 +307,7 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on(artifacts, tmp_path):
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
     made = {"data": artifacts.acceptance, "head": artifacts.draft, "lr": 2e-3, "batch_size": 8, "val_share": 0.25}
     made |= {"val_every": 6, "save_every": 1, "log_every": 1, "num_threads": 1, "max_steps": 6, "accumulate": 2}
-    made |= {"accelerator": "cpu"}
+    made |= {"device": "cpu"}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in made.items()}
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, rank_jobs.__file__, "dying", "1", "train", "acceptance", *words, "--devices", "2"]
@@ -343,7 +343,7 @@ if "MARK" in os.environ:
 def test_torchrun_leaves_a_validation_at_ctrl_c_and_the_run_goes_on(artifacts, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_LOSS)
     made = {"data": artifacts.responses, "target": artifacts.target, "layers": "0,1", "lr": 2e-3, "batch_size": 4}
-    made |= {"val_share": 0.5, "val_every": 3, "save_every": 2, "max_steps": 5, "accelerator": "cpu", "num_threads": 1}
+    made |= {"val_share": 0.5, "val_every": 3, "save_every": 2, "max_steps": 5, "device": "cpu", "num_threads": 1}
     made |= {"tau_prompts": 0, "loggers": "csv", "loss": f"{tmp_path / 'slow.py'}:loss"}
     words = [word for name, value in made.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "draftsmith", "launch", "torchrun", "--nproc-per-node", "2", "--", "train"]

@@ -129,7 +129,7 @@ def plans(tmp_path_factory) -> dict[str, tuple[Any, Any]]:
         if (target := yaml.safe_load(file.read_text("utf-8")).get("target")) in PUBLISHED:
             directory = tmp_path_factory.mktemp(file.stem)
             (directory / "config.json").write_text(json.dumps(PUBLISHED[target] | {"torch_dtype": "bfloat16"}))
-            config = parsed(file, "--target", str(directory), "--accelerator", "gpu")
+            config = parsed(file, "--target", str(directory), "--device", "cuda")
             found[file.stem] = (config, plan_of(config))
     return found
 

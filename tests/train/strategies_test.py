@@ -33,7 +33,7 @@ def alone(monkeypatch):
 
 
 def settings(tmp_path, **changes) -> TrainConfig:
-    return TrainConfig(data=tmp_path, output=tmp_path, accelerator="cpu", **changes)
+    return TrainConfig(data=tmp_path, output=tmp_path, device="cpu", **changes)
 
 
 def test_torchrun_sets_the_number_of_ranks(tmp_path, monkeypatch):
@@ -45,7 +45,7 @@ def test_torchrun_sets_the_number_of_ranks(tmp_path, monkeypatch):
 
 def test_precision_depends_on_the_device(tmp_path, monkeypatch):
     """bf16 on a GPU that has it, with TF32 while it trains; an explicit setting is kept."""
-    gpu = TrainConfig(data=tmp_path, output=tmp_path, accelerator="gpu")
+    gpu = TrainConfig(data=tmp_path, output=tmp_path, device="cuda")
     assert (resolve_precision(settings(tmp_path)).precision, resolve_precision(gpu).precision) == ("32", "bf16")
     assert resolve_precision(settings(tmp_path, precision="bf16")).precision == "bf16"
     assert resolve_precision(dataclasses.replace(gpu, precision="32")).precision == "32"
@@ -121,7 +121,7 @@ def check_run(output: Path, precision: str) -> None:
 def test_steps_are_taken_with_a_probe(artifacts, tmp_path, device):
     """On packed batches."""
     kind, precision = KINDS[device]
-    run(config(artifacts, tmp_path / "run", accelerator=kind, **SHORT))
+    run(config(artifacts, tmp_path / "run", device=kind, **SHORT))
     check_run(tmp_path / "run", precision)
 
 
@@ -137,7 +137,7 @@ def test_every_strategy_takes_steps_on_one_device(artifacts, tmp_path, device):
             "config": {key: value for key, value in dataclasses.asdict(made).items() if value is not None},
         }
         for name in STRATEGIES
-        for made in [config(artifacts, tmp_path / name, accelerator=kind, strategy=name, **SHORT)]
+        for made in [config(artifacts, tmp_path / name, device=kind, strategy=name, **SHORT)]
     ]
     run_on_ranks(jobs, 1, tmp_path / "work")
     for name in STRATEGIES:
@@ -152,7 +152,7 @@ def test_batches_reach_a_device_as_they_were_read(artifacts, device, workers):
     samples = Samples(dataset, range(6))
     settings = TrainConfig(
         data=Path("."), output=Path("."), batch_size=2, num_workers=workers,
-        accelerator="gpu" if device == "cuda" else "cpu",
+        device="cuda" if device == "cuda" else "cpu",
     )  # fmt: skip
     count = partial(EagleHead.loss_count, settings=EagleHead.Settings())
     module = HeadDataModule(samples, samples, settings, pack_features, count)

@@ -305,7 +305,7 @@ def table(output: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def tracked(artifacts, tmp_path_factory) -> Tracked:
     output = tmp_path_factory.mktemp("tracking") / "run 1"
-    shared = {"data": artifacts.features, "target": str(artifacts.target), "output": output, "accelerator": "cpu"}
+    shared = {"data": artifacts.features, "target": str(artifacts.target), "output": output, "device": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "token_weight": 1.0, "num_threads": 1}
     shared |= {"loggers": ("wandb-offline", "tensorboard")}

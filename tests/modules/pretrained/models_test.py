@@ -22,7 +22,7 @@ from draftsmith.modules.pretrained import parity
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, load_tokenizer
 from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import resolve_model
-from draftsmith.modules.pretrained.models import load_lm, load_outer
+from draftsmith.modules.pretrained.models import dtype_of, load_lm, load_outer
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.targets.shape import llama_config
@@ -216,17 +216,19 @@ def test_without_an_index_a_stray_file_is_no_shard(directory):
     assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)
 
 
-def test_dtypes(directory):
+def test_auto_is_float32_on_a_cpu_and_else_the_checkpoints_own_type(directory):
+    def auto(device: str) -> str:
+        return dtype_of("auto", Checkpoint(directory), device)
+
     assert load_lm(str(directory), dtype="bfloat16").dtype == torch.bfloat16
     change_config(directory, dtype="bfloat16")
-    assert load_lm(str(directory), dtype="auto").dtype == torch.bfloat16
+    assert (auto("cpu"), auto("cuda"), auto("cuda:1")) == ("float32", "bfloat16", "bfloat16")
+    assert load_lm(str(directory)).dtype == load_outer(str(directory)).dtype == torch.float32
     with pytest.raises(InputError, match="dtype: found int8"):
         load_lm(str(directory), dtype="int8")
     change_config(directory, dtype=None)
     change_state(directory, lambda state: state.update({name: value.half() for name, value in state.items()}))
-    assert load_lm(str(directory), dtype="auto").dtype == torch.float16, (
-        "as transformers, without a type in config.json"
-    )
+    assert auto("cuda") == "float16", "as transformers, without a type in config.json"
 
 
 @pytest.mark.parametrize("engine", ["lean", "hf"])
