@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from draftsmith.data.console import Table, format_interval, log_note, print_table, progress_bar
 from draftsmith.data.settings import comma_numbers
-from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import read_rows
@@ -32,7 +31,6 @@ from draftsmith.modules.drafters.method_names import parse_methods
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import load_head
-from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, check_range
 
@@ -160,8 +158,8 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Return label -> row of a bench at one temperature, written to OUTPUT/NAME-tT.
 
-    All methods are in one run, which interleaves them. A complete run of the same settings is reused until the script
-    itself is complete. changes: settings of the bench that differ from the script's.
+    All methods are in one run, which interleaves them; a finished one of the same settings is read. changes: settings
+    of the bench that differ from the script's.
     """
     shared = {item.name for item in dataclasses.fields(BenchConfig)} & {f.name for f in dataclasses.fields(config)}
     settings = {name: getattr(config, name) for name in shared - {"output", "temperatures"}} | changes
@@ -172,11 +170,7 @@ def measure(
         temperature=str(params.temperature),
         output=bench_directory(config, params, name),
     )
-    path, results = bench_config.output / RESULTS, None
-    if path.exists() and not (config.output / RESULTS).exists():
-        results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
-        results = results if results["meta"]["settings"] == resolved(bench_config) else None
-    return {row["method"]: row for row in (results or bench(bench_config))["methods"]}
+    return {row["method"]: row for row in bench(bench_config)["methods"]}
 
 
 def bench_directory(config: PaperConfig, params: SamplingParams, name: str = "bench") -> Path:
@@ -188,12 +182,7 @@ def bench_rows(directory: Path) -> list[Row]:
     return [row for row in read_rows(directory) if row["error"] is None]
 
 
-def write_results(
-    kind: str,
-    config: Any,
-    loaded: Loaded,
-    tables: Sequence[Table],
-) -> Path:
+def write_results(kind: str, config: Any, loaded: Loaded, tables: Sequence[Table]) -> Path:
     """Write results.json last, and print the tables."""
     models = loaded.models
     smaller = {"draft": models.draft, "mid": models.mid}

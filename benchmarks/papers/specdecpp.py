@@ -1,15 +1,15 @@
 """Repeat the experiments of SpecDec++ (Huang et al. 2024) on a pair of models.
 
-    python benchmarks/papers/specdecpp.py --output runs/specdecpp
+    sh benchmarks/papers/specdecpp.sh
+    python benchmarks/papers/specdecpp.py --heads runs/specdecpp/heads --output runs/specdecpp/results
 
-Makes acceptance labels, trains heads of several depths and loss weights, replays every fixed K and every threshold of
-every head (figure 4), fits the cost model T = t_draft N_draft + t_target N_target (eq. 2.1, section 4.2) and decodes
-with the best settings (tables 1 and 3). Run again, it continues with what is there.
+specdecpp.sh makes acceptance labels and trains heads of several depths and loss weights. This script reads off what
+every fixed K and every threshold of every head would do (figure 4), fits the cost model T = t_draft N_draft + t_target
+N_target (eq. 2.1, section 4.2) and decodes with the best settings (tables 1 and 3).
 """
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.tables import drawn_data
-from draftsmith.launch.cli import dispatch, main_of
+from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
 from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
@@ -38,7 +38,6 @@ from draftsmith.modules.types import InputError, check_range
 PUBLISHED_W_REJ, PUBLISHED_DEPTH, PUBLISHED_H = 6.0, 3, 0.7
 # The paper's table of eval KL: w_rej = 6, by depth 0..4.
 PAPER_EVAL_KL = dict(enumerate((0.637, 0.596, 0.589, 0.582, 0.575)))
-PAPER_GAIN = "+7.2 to +11.1 %"  # over the best fixed K with llama-2-chat 7B for 70B
 MIX = 0.15  # share of tokens that the draft reads from the target's text instead of its own (section 3.3)
 BEST_K, BEST_T, BEST_HEAD = "best fixed K", "best threshold on q", "best head and h"
 PUBLISHED = "published: w_rej 6, D 3, h 0.7"
@@ -47,47 +46,35 @@ BOUND, KNOWN, ORACLE = "best calibrated head, h by theorem 3.1", "true p/q, h by
 
 @dataclass(frozen=True, kw_only=True)
 class SpecDecPPConfig(common.PaperConfig):
-    """Trains acceptance heads of several depths and loss weights, and measures what SpecDec++ gains by them.
+    """Measures what acceptance heads of several depths and loss weights gain.
 
     Attributes:
         temperatures: One temperature; the paper samples at 1.
         head: The draft model.
-        heads: Folder of acceptance heads to use instead of training some.
-        train_split: Prompts to train heads on.
+        heads: Folder of acceptance heads, or of the outputs of their trainings.
+        labels: Folder with train/acceptance and eval/acceptance, the labels that heads are compared on.
         dev_split: Prompts to choose settings on.
         limit: Prompts to report.
-        depths: Residual blocks of the heads, D in the paper.
-        weights: Loss weights of rejected tokens, w_rej in the paper.
         ks: Fixed draft lengths.
         thresholds: Values of h.
         min_drafted: Shortest draft under a threshold.
         max_drafted: Longest draft under a threshold.
-        train_prompts: Prompts to train on.
-        label_prompts: Dev prompts whose labels the heads are compared on.
+        label_prompts: Rows of each artifact of labels that are read.
         dev_prompts: Dev prompts to choose settings on.
-        epochs: Passes over the training labels.
-        batch_size: Responses in one training step.
-        lr: Peak learning rate; the paper has 5e-5 for a draft of 4096 units.
     """
 
     head: tuple[str, ...] = ("embedded:draft",)
     temperatures: str = "1"
-    heads: Path | None = None
-    train_split: str = "train"
+    heads: Path = Path("runs/specdecpp/heads")
+    labels: Path = Path("runs/specdecpp/data")
     dev_split: str = "dev"
     limit: int = 48
-    depths: tuple[int, ...] = (0, 1, 2, 3, 4)
-    weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
     ks: tuple[int, ...] = tuple(range(2, 15))
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     min_drafted: int = 2
     max_drafted: int = 20
-    train_prompts: int = 480
     label_prompts: int = 60
     dev_prompts: int = 24
-    epochs: int = 4
-    batch_size: int = 8
-    lr: float = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,9 +85,8 @@ class SpecDecPPConfig(common.PaperConfig):
         check_range("ks", min(self.ks), 1)
         check_range("min_drafted", self.min_drafted, 1)
         check_range("max_drafted", self.max_drafted, self.min_drafted)
-        splits = (self.train_split, self.dev_split, self.split)
-        if None in splits or len(set(splits)) < len(splits):
-            raise InputError("split", ", ".join(map(str, splits)), "three different splits", "Name three.")
+        if None in (self.dev_split, self.split) or self.dev_split == self.split:
+            raise InputError("split", f"{self.dev_split}, {self.split}", "two different splits", "Name two.")
 
 
 @dataclass(frozen=True)
@@ -138,59 +124,8 @@ class ForwardTimes:
 
 @sole_writer()
 def run(config: SpecDecPPConfig) -> Path:
-    """Make whatever is missing, then measure; write OUTPUT/results.json."""
-    # Each command continues what is there, and refuses what was begun with other settings.
-    for words in commands(config):
-        log_note(f"\ndraftsmith {shlex.join(words)}")
-        if code := dispatch(words):  # the command has printed why
-            raise SystemExit(code)
+    """Measure; write OUTPUT/results.json."""
     return Study(config).measure()
-
-
-def command_words(command: str, **settings: object) -> list[str]:
-    """Return `COMMAND --name value ...`; several values are joined by commas, and settings that are None left out."""
-    words = command.split()
-    for name, value in settings.items():
-        if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
-    return words
-
-
-def commands(config: SpecDecPPConfig) -> Iterator[list[str]]:
-    """Yield the commands that make labels and train heads; with --heads, only the labels that they are compared on."""
-    (params,) = config.modes
-    sampling = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-    common_options: dict[str, Any] = {
-        **sampling,
-        **{name: getattr(config, name) for name in ("seed", "dtype", "device", "num_threads")},
-    }
-    data, draft = config.output / "data", config.drafters["draft"]
-    sets = {"train": (config.train_split, config.train_prompts), "eval": (config.dev_split, config.label_prompts)}
-    for name, (split, limit) in sets.items():
-        if name == "train" and config.heads is not None:
-            continue
-        options: dict[str, dict[str, Any]] = {
-            "prompts": {"source": config.data, "split": split, "limit": limit, "tasks": config.tasks},
-            "responses": {
-                "data": data / name / "prompts", "max_new_tokens": config.max_new_tokens, "batch_size": 128,
-                **common_options,
-            },
-            "acceptance": {"data": data / name / "responses", "head": draft, **common_options},
-        }  # fmt: skip
-        for kind, settings in options.items():
-            yield command_words(f"data {kind}", target=config.target, **settings, output=data / name / kind)
-    if config.heads is not None:
-        return
-    training: dict[str, Any] = {
-        **{name: getattr(config, name) for name in ("epochs", "batch_size", "lr", "seed", "num_threads")},
-        "config": "acceptance-embedded", "head": draft, "loggers": "csv",
-        "data": data / "train" / "acceptance", "val": data / "eval" / "acceptance",
-    }  # fmt: skip
-    for weight in config.weights:
-        for depth in config.depths:
-            output = config.output / "heads" / f"w{weight:g}-d{depth}"
-            yield command_words("train acceptance", w_rej=weight, num_blocks=depth, **training, output=output)
 
 
 class Study:
@@ -205,7 +140,7 @@ class Study:
         models = self.loaded.models
         assert models.draft is not None
         self.draft = models.draft
-        self.places = common.head_directories(config.heads or config.output / "heads")
+        self.places = common.head_directories(config.heads)
         self.heads = common.load_heads(self.places, self.draft)
         depth = max(config.max_drafted, *config.ks)
         self.rollouts = dict[str, list[Rollouts]]()
@@ -277,12 +212,8 @@ class Study:
             runs[head], _ = self.bench(split, config.limit, methods, head)
 
         throughput = self.throughput_rows(chosen, times, runs, clock)
-        theory = [
-            {"run": head, **row}
-            for head, rows in runs.items()
-            for row in theory_rows(rows, ForwardTimes.fit(drafting(rows), clock), times, clock)
-        ]
         fits = {"dev": times, **{head: ForwardTimes.fit(drafting(rows), clock) for head, rows in runs.items()}}
+        theory = [{"run": head, **row} for head, rows in runs.items() for row in theory_rows(rows, fits[head], clock)]
         tables = [
             throughput_table(throughput),
             self.rate_table(chosen[BEST_HEAD], times),
@@ -328,7 +259,6 @@ class Study:
                 "head": policy.head if policy.head in self.heads else None,
             }
             row |= dict.fromkeys(("gain_theory", "gain_theory_ci", "gain_measured", "gain_measured_ci"))
-            row["paper"] = PAPER_GAIN if role == BEST_HEAD else None
             row |= {"dev_theory": common.rate(self.pairs(config.dev_split, policy, times))}
             pairs, base = (self.pairs(split, own, times) for own in (policy, fixed))
             row["test_theory"] = common.rate(pairs)
@@ -365,8 +295,6 @@ class Study:
             "confidence: until q(y) < t": [policy for policy in totals if policy.rule == "t"],
             ORACLE: [Policy("oracle")],
         }
-        if self.published is not None and best.predictor != self.published + RAW:
-            series["published head, raw"] = [own for own in of_heads if own.predictor == self.published + RAW]
 
         def point(name: str, policy: Policy) -> Row:
             own = totals[policy]
@@ -385,7 +313,7 @@ class Study:
         """
         config, labels = self.config, dict[str, tuple[torch.Tensor, torch.Tensor]]()
         for name in ("train", "eval"):
-            directory = config.output / "data" / name / "acceptance"
+            directory = config.labels / name / "acceptance"
             if not directory.exists():
                 continue
             identity = {"draft": self.draft.info.identity}
@@ -427,16 +355,16 @@ def gain_text(ends: Sequence[float] | None) -> str | None:
     return format_interval(ends, "+.1%", " to ") or None
 
 
-def theory_rows(rows: Sequence[Row], fitted: ForwardTimes, dev: ForwardTimes, clock: str) -> Iterator[Row]:
+def theory_rows(rows: Sequence[Row], fitted: ForwardTimes, clock: str) -> Iterator[Row]:
     """Yield measured throughput per method beside the cost model's for the same counts."""
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method]
-        names = ("tokens", "num_draft_tokens", "num_target_calls")
-        tokens, drafted, calls = (sum(row[name] for row in own) for name in names)
+        tokens, drafted, calls = (
+            sum(row[name] for row in own) for name in ("tokens", "num_draft_tokens", "num_target_calls")
+        )
         measured = common.rate(measured_pairs(own, method, clock))
-        theory, by_dev = (tokens / (times.t_draft * drafted + times.t_target * calls) for times in (fitted, dev))
-        row = {"method": method, "measured": measured, "theory": theory, "difference": theory / measured - 1}
-        yield {**row, "difference_dev": by_dev / measured - 1}
+        theory = tokens / (fitted.t_draft * drafted + fitted.t_target * calls)
+        yield {"method": method, "measured": measured, "theory": theory, "difference": theory / measured - 1}
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -456,7 +384,7 @@ def throughput_table(rows: Sequence[Row]) -> Table:
         Column("test_theory", "cost model, test (tok/s)", ".1f"), Column("gain_theory", "over best K", "+.1%"),
         Column("gain_theory_ci", "95 % interval"), Column("measured", "measured (tok/s)", ".1f"),
         Column("speedup", "over ar", ".2fx"), Column("gain_measured", "over best K", "+.1%"),
-        Column("gain_measured_ci", "95 % interval"), Column("paper", "paper, over best K"),
+        Column("gain_measured_ci", "95 % interval"),
     ]  # fmt: skip
     note = (
         "Settings are the fastest by the cost model on the dev prompts. Cost model: replayed counts, times fitted to "
@@ -484,27 +412,21 @@ def kl_table(rows: Sequence[Row]) -> Table:
 def regression_tables(fits: Mapping[str, ForwardTimes], theory: Sequence[Row]) -> list[Table]:
     """Build table 2 and the comparison of section 4.2."""
     fitted = [
-        {
-            "of": name, "rows": own.rows, "t_draft": own.t_draft * 1e3, "t_target": own.t_target * 1e3,
-            "c": own.t_draft / own.t_target, "r2": own.r2, "paper": ">= 0.98",
-        }
+        {"of": name, "rows": own.rows, "t_draft": own.t_draft * 1e3, "t_target": own.t_target * 1e3, "r2": own.r2}
         for name, own in fits.items()
-    ]  # fmt: skip
+    ]
     times = [
         Column("of", "rows"), Column("rows", "number", "d"), Column("t_draft", "t_draft (ms)", ".3f"),
-        Column("t_target", "t_target (ms)", ".3f"), Column("c", "c", ".3f"), Column("r2", "R2", ".4f"),
-        Column("paper", "R2, paper"),
+        Column("t_target", "t_target (ms)", ".3f"), Column("r2", "R2", ".4f"),
     ]  # fmt: skip
     compared = [
         Column("run", "head"), Column("method", "method"), Column("measured", "measured (tok/s)", ".1f"),
         Column("theory", "theory (tok/s)", ".1f"), Column("difference", "theory / measured - 1", "+.1%"),
-        Column("difference_dev", "with times of dev", "+.1%"), Column("paper", "paper"),
     ]  # fmt: skip
-    rows = [{**row, "paper": None if row["method"] == "ar" else "within 6.2 %"} for row in theory]
     note = "The run's own counts, at times fitted to the same run. ar was not part of the fits."
     return [
         Table("specdecpp-forward-times", "Forward times by regression (section 4.2)", times, json_values(fitted)),
-        Table("specdecpp-theory", "Theoretical and measured throughput", compared, json_values(rows), note),
+        Table("specdecpp-theory", "Theoretical and measured throughput", compared, json_values(theory), note),
     ]
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache, partial
@@ -68,12 +71,24 @@ def test_eagle2_runs(tmp_path):
 
 
 def test_specdecpp_runs(tmp_path):
-    words = [*SMALL, "--depths", "0", "--weights", "6", "--train-prompts", "4", "--label-prompts", "2"]
-    words += ["--dev-prompts", "2"]
-    words += ["--epochs", "1", "--ks", "2", "--ks", "4", "--thresholds", "0.5", "--max-drafted", "4"]
-    output = tmp_path / "specdecpp"
-    assert main_of(specdecpp.SpecDecPPConfig, specdecpp.run, [*words, "--output", str(output)]) == 0
-    tables = results_of(output)
+    """specdecpp.sh is a script of commands that a user has on the path."""
+    (tmp_path / "draftsmith").write_text(f'#!/bin/sh\nexec {sys.executable} -m draftsmith "$@"\n')
+    (tmp_path / "draftsmith").chmod(0o755)
+    small = {
+        "TRAIN_PROMPTS": "4",
+        "LABEL_PROMPTS": "2",
+        "NEW_TOKENS": "20",
+        "WEIGHTS": "6",
+        "DEPTHS": "0",
+        "EPOCHS": "1",
+    }
+    out = tmp_path / "run"
+    env = {**os.environ, **small, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(out)}
+    subprocess.run(["sh", Path(specdecpp.__file__).with_suffix(".sh")], env=env, check=True, capture_output=True)
+    words = [*SMALL, "--heads", str(out / "heads"), "--labels", str(out / "data"), "--dev-prompts", "2"]
+    words += ["--ks", "2", "--ks", "4", "--thresholds", "0.5", "--max-drafted", "4", "--output", str(out / "results")]
+    assert main_of(specdecpp.SpecDecPPConfig, specdecpp.run, words) == 0
+    tables = results_of(out / "results")
     assert [row["role"] for row in tables["specdecpp-throughput"]][:2] == [specdecpp.BEST_K, specdecpp.BEST_T]
     assert tables["specdecpp-rates"] and tables["specdecpp-kl"] and tables["specdecpp-forward-times"]
 
