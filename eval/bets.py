@@ -9,7 +9,6 @@ direction grow exponentially; having many bets costs the logarithm of their numb
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,23 +22,21 @@ from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
-# Strengths l of bets on a score, on single tokens (both with both signs), and on a repeated answer.
+# Strengths l of bets on a score, and on single tokens, both with both signs.
 STRENGTHS = (0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 0.95)
 TOKEN_STRENGTHS = (0.03, 0.1, 0.3, 0.95)
-COPY_STRENGTHS = (0.05, 0.5)
 LOWEST = 8.0  # nats below the best token at which the score of probable tokens reaches 0
 SCORES = (
     "what was drafted",
     "the draft's first choice",
     "tokens drafted more often than they are the target's",
     "probable tokens",
-    "high token ids, first of a round",
-    "high token ids, drafted later",
+    "high token ids, drafted",
     "high token ids, the target's own",
 )
 SHIFTS = SCORES[:4]  # whose smallest detectable shift is reported
 POWER_SIGMAS = 1.28  # of a normal variable, exceeded with probability 0.9 from below
-TOKENS, COPIES = "single tokens", "the answer before"
+TOKENS = "single tokens"
 CELLS = 2**21  # entries of [N, V] that are tested at once
 # A probability whose square, what log(1 - l p) differs by from -l p, does not count in a sum over all tokens.
 NEGLIGIBLE = 1e-7
@@ -59,13 +56,11 @@ class DraftedPlace:
     what came before, and a stop policy keeps the token that it looked at.
 
     Attributes:
-        first: the token is the first of its round.
         distribution: [V], the distribution that a draft, or a tree node's first child, was sampled from, if one was.
         children: tokens drafted as children of a tree node, without sampling; beside a distribution, its likeliest
             token, which may have been drafted in place of a drawn one.
     """
 
-    first: bool = False
     distribution: Tensor | None = None
     children: tuple[int, ...] = ()
 
@@ -86,16 +81,12 @@ class DecidedTokens:
         target: [N, V] float64, the target's distribution.
         draft: [N, V], the distribution a draft was sampled from; 0 where none was.
         children: [N, V] bool, tokens drafted without sampling.
-        first: [N] bool, the first token of a round.
-        copied: [N] int64, the token of the prompt's previous answer if that answer is equal up to here, else -1.
     """
 
     token: Tensor
     target: Tensor
     draft: Tensor
     children: Tensor
-    first: Tensor
-    copied: Tensor
 
     def take(self, rows: slice | Tensor) -> DecidedTokens:
         """Return some of the tokens, by index or mask."""
@@ -125,7 +116,6 @@ def decided_tokens(
     prompt: Sequence[int],
     answer: Sequence[int],
     places: Sequence[DraftedPlace],
-    previous: Sequence[int],
     params: SamplingParams,
     max_gap: float,
 ) -> tuple[DecidedTokens, int]:
@@ -140,10 +130,7 @@ def decided_tokens(
         if place.distribution is not None:
             draft[row] = place.distribution
         children[row, list(place.children)] = True
-    first = torch.tensor([place.first for place in places], device=lm.device)
-    same = [i < len(previous) and answer[:i] == previous[:i] for i in range(len(answer))]
-    copied = torch.tensor([previous[i] if equal else -1 for i, equal in enumerate(same)], device=lm.device)
-    tokens = DecidedTokens(token, target, draft, children, first, copied)
+    tokens = DecidedTokens(token, target, draft, children)
     if known is not None and not params.top_k and not bool(known.all()):
         return with_tail(tokens, logits, known), 0
 
@@ -170,17 +157,12 @@ def with_tail(tokens: DecidedTokens, logits: Tensor, known: Tensor) -> DecidedTo
     rest = torch.where(known, 0, tokens.draft).sum(-1, keepdim=True)
     drafted = (tokens.children & ~known).any(-1, keepdim=True)
 
-    def stand_in(ids: Tensor) -> Tensor:
-        is_known = known.gather(1, ids.clamp_min(0)[:, None])[:, 0]
-        return torch.where((ids < 0) | is_known, ids, tail[:, 0])
-
-    return dataclasses.replace(
-        tokens,
-        token=stand_in(tokens.token),
+    is_known = known.gather(1, tokens.token[:, None])[:, 0]
+    return DecidedTokens(
+        token=torch.where(is_known, tokens.token, tail[:, 0]),
         target=target / target.sum(-1, keepdim=True),
         draft=torch.where(known, tokens.draft, 0).scatter(1, tail, rest),
         children=(tokens.children & known).scatter(1, tail, drafted),
-        copied=stand_in(tokens.copied),
     )
 
 
@@ -221,12 +203,6 @@ class Evidence:
             token_logs.append((-strength * mass).index_add(0, likely[1], curve).index_add(0, tokens.token, hits))
         add_logs(TOKENS, torch.stack(token_logs))
 
-        # Bets that the prompt's previous answer is repeated, as with a seed that is used twice.
-        before = tokens.copied.clamp_min(0)
-        chance = torch.where(tokens.copied >= 0, p.gather(1, before[:, None])[:, 0], 0)
-        copies = torch.where(chance > 0, (before == tokens.token) / chance - 1, 0)
-        add_logs(COPIES, log_factors(COPY_STRENGTHS, copies))
-
     @property
     def p_value(self) -> float:
         """Upper bound of the probability of such evidence against a lossless method.
@@ -244,7 +220,7 @@ class Evidence:
         The logarithm of a stake on a shift d of gains with variance v grows by d^2 / 2v a token, give or take d /
         sqrt(v) times the root of their number; it must exceed that of the number of bets over the level.
         """
-        log = math.log(2 * len(STRENGTHS) * (len(SCORES) + 2) / level)
+        log = math.log(2 * len(STRENGTHS) * (len(SCORES) + 1) / level)
         sigmas, count = POWER_SIGMAS + math.sqrt(POWER_SIGMAS**2 + 2 * log), self.moments.count
         return {
             name: sigmas * math.sqrt(square / count / count) + self.drift.get(name, (0.0, 0.0))[1]
@@ -261,8 +237,6 @@ class Evidence:
         if name == TOKENS:
             strength, token = divmod(int(stakes.argmax()), stakes.shape[1])
             return f"token {token} comes too {'often' if strength < len(TOKEN_STRENGTHS) else 'seldom'}"
-        if name == COPIES:
-            return f"repeats {name}"
         return f"{'towards' if int(stakes.argmax()) < len(STRENGTHS) else 'away from'} {name}"
 
 
@@ -287,8 +261,7 @@ def score_gains(tokens: DecidedTokens) -> dict[str, Tensor]:
         of_children * sampled,
         more_often * sampled,
         probable.gather(1, tokens.token[:, None])[:, 0] - (p * probable).sum(-1),
-        order * (verified & tokens.first),
-        order * (verified & ~tokens.first),
+        order * verified,
         order * ~verified,
     )
     return dict(zip(SCORES, gains, strict=True))

@@ -124,7 +124,7 @@ def sampling_test(
         if not one.tokens:
             continue
         places = one.places or [DraftedPlace()] * len(one.tokens)
-        decided, impossible = decided_tokens(target, one.prompt, one.tokens, places, (), params, MAX_GAP)
+        decided, impossible = decided_tokens(target, one.prompt, one.tokens, places, params, MAX_GAP)
         evidence.impossible += impossible
         for part in decided.parts():
             evidence.add(part)
@@ -253,7 +253,7 @@ class FirstDrafts:
             likeliest = best_tokens(logits)
             for start, q, token in zip(starts[piece], probabilities(logits, params), likeliest.tolist(), strict=True):
                 # Which of the two a server does is not known: most draft the likeliest token at any temperature.
-                places[start - len(prompt)] = DraftedPlace(False, q, (token,))
+                places[start - len(prompt)] = DraftedPlace(q, (token,))
             return likeliest
 
         if starts:

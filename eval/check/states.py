@@ -52,13 +52,11 @@ MAX_NEW_TOKENS = 80
 class StateSource:
     """A model whose hidden states a head reads.
 
-    drafter: the model, with a drafting head on it if an acceptance head reads that one's states.
-    facts: of the model. head_path: of the drafting head.
+    drafter: the model, with a drafting head on it if an acceptance head reads that one's states. facts: of the model.
     """
 
     drafter: FrozenDrafter
     facts: TargetFacts
-    head_path: str | None = None
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -92,9 +90,8 @@ def state_source(predicts: bool, target: str | None, draft: str | Path | None, l
         raise InputError("head", "none", "the drafter whose hidden states the head reads", "Pass --head.")
     # A drafting head brings the target with it; a draft model is read alone.
     drafter = load_drafter(draft, named_target, lambda path: load_target(path, **{**loading, "server": None}))
-    head_path = None if drafter.head is None else str(draft)
     # An acceptance head reads states alone.
-    return StateSource(drafter, checkpoint_of(drafter.lm).facts, head_path)
+    return StateSource(drafter, checkpoint_of(drafter.lm).facts)
 
 
 def facts_of(lm: CausalLM) -> TargetFacts:

@@ -150,10 +150,10 @@ def test_log_probabilities_of_a_server_give_what_the_target_gives(models, tmp_pa
     lm, params = load_lm(models["target"]), SamplingParams(**{"temperature": 1.0, **cut})
     prompt, own = [5, 6, 7], [DraftedPlace()] * 4
     (answer,) = generate_all(lm, [prompt], SamplingParams(), 4, 1, eos_ids=())
-    expected, _ = decided_tokens(lm, prompt, answer, own, (), params, 0.5)
+    expected, _ = decided_tokens(lm, prompt, answer, own, params, 0.5)
     with StatesServer(lm, (), tmp_path / "states", connector=False, max_logprobs=20) as server:
         served = load_target(models["target"], server.url, dtype="float32", device="cpu")
-        found, impossible = decided_tokens(served, prompt, answer, own, (), params, 0.5)
+        found, impossible = decided_tokens(served, prompt, answer, own, params, 0.5)
     assert len(found.token) == len(expected.token) == 4 and not impossible
     # All are asked for where the likeliest do not suffice.
     assert ("20 are asked for" in capsys.readouterr().err) == (cut == {} or "top_k" in cut)
