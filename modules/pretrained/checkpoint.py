@@ -359,6 +359,23 @@ def opened(model: str | Path | Checkpoint) -> Checkpoint:
     return model if isinstance(model, Checkpoint) else Checkpoint(model)
 
 
+# The model that was opened to read a command's settings, for the command itself.
+_settled: list[Checkpoint] = []
+
+
+def open_for_settings(path: str) -> Checkpoint:
+    """Open a model to read a command's settings."""
+    _settled[:] = [Checkpoint(path)]
+    return _settled[0]
+
+
+def open_once(path: str, trust_remote_code: bool) -> Checkpoint:
+    """Open a command's model, or take the one that was opened to read its settings."""
+    known = _settled.pop() if _settled else None
+    same = known is not None and (known.path, known.trust_remote_code) == (path, trust_remote_code)
+    return known if known is not None and same else Checkpoint(path, trust_remote_code)
+
+
 def load_tokenizer(model: str | Path | Checkpoint) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model."""
     return opened(model).tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 import torch
 from hybrid_models import CONTEXT, HYBRIDS, VOCAB, hybrid_model, language_model
 from oracles.tables import V, decoded_distribution, target_distribution, total_variation
-from worlds import in_rows, tiny_tokenizer
+from worlds import in_rows
 
-from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
@@ -260,22 +258,3 @@ def test_states_that_do_not_come_back_are_refused_by_name(name, mistake, monkeyp
     model = hybrid_model(name)
     with pytest.raises(InputError, match=rf"{type(model).__name__}, which gives other logits for what follows dropped"):
         self_test(model, lm := language_model(model), lm.mixers)
-
-
-@pytest.mark.slow
-def test_bench_measures_a_hybrid_with_a_hybrid_draft(tmp_path):
-    tokenizer = tiny_tokenizer()
-    model = hybrid_model("Qwen3.5", len(tokenizer))
-    model.config.eos_token_id = tokenizer.eos_token_id
-    for name, noise in (("target", 0.0), ("draft", 0.01)):
-        for weight in model.parameters():
-            weight.data += noise * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(str(tmp_path / name))
-    asked = [{"messages": [{"role": "user", "content": f"What does function {number} do?"}]} for number in range(2)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    words = ["--target", tmp_path / "target", "--head", tmp_path / "draft", "--data", tmp_path / "prompts.jsonl",
-             "--methods", "ar,spec:k=3", "--max-new-tokens", 16, "--repeats", 1, "--output", tmp_path]  # fmt: skip
-    assert main(["eval", "bench", *map(str, words), "--ignore-eos"]) == 0
-    _, spec = json.loads((tmp_path / "results.json").read_text())["methods"]
-    assert spec["matches_ar"] is True and 1.2 < spec["tau"] < 4
