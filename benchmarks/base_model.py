@@ -1,4 +1,4 @@
-"""Prepare a base model and its texts for gemma3-270m.yaml.
+"""Prepare a base model and its texts for gemma3-270m.sh.
 
 A GGUF file of an architecture that Draftsmith does not read becomes a directory as transformers saves it. Of
 conversations the beginnings of answers are kept, for a model that continues text.

@@ -55,12 +55,6 @@ class Command:
 # Commands by sections of the overview, in the order in which a newcomer needs them.
 SECTIONS: dict[str, dict[str, Command]] = {
     "Start here": {
-        "run": Command(
-            "launch.pipeline:RunConfig",
-            "launch.pipeline",
-            "Run a pipeline: demo, laptop, refresh, or a YAML file",
-            ("pipeline",),
-        ),
         "decode": Command(
             "eval.settings:DecodeConfig",
             "eval.decode",

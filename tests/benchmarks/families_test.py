@@ -1,20 +1,15 @@
-"""Small targets of other families, and the pipelines that train heads for them."""
+"""Small targets of other families."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from draftsmith.benchmarks.embedded import families
 from draftsmith.benchmarks.embedded.language_model import PaddedBatch
-from draftsmith.launch.pipeline import RunConfig, run
 from draftsmith.modules.pretrained.models import load_lm
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_a_family_has_two_to_four_million_weights_and_its_loss_is_that_of_transformers(name):
@@ -42,10 +37,3 @@ def test_a_target_is_saved_with_its_tokenizer_and_finished_stages_are_not_traine
 
     monkeypatch.setattr(families, "train_steps", pytest.fail)
     families.run(config)
-
-
-@pytest.mark.parametrize("file", ["embedded/families.yaml", "gemma3-270m.yaml"])
-def test_the_pipelines_commands_are_accepted(tmp_path, capsys, file):
-    words = ("text=chats.jsonl",) if file.startswith("gemma3") else ()
-    run(RunConfig(str(BENCHMARKS / file), set=words, output=tmp_path, dry_run=True))
-    assert "train dspark" in capsys.readouterr().out
