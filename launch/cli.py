@@ -31,11 +31,10 @@ from draftsmith.launch.commands import (
     unknown_command,
 )
 from draftsmith.launch.errors import UsageError, user_message
-from draftsmith.launch.finished import run_once
+from draftsmith.launch.finished import CONTINUED, run_once
 from draftsmith.modules.types import without_controls
 
 DRAFTERS = "DRAFTSMITH_DRAFTERS"  # environment variable: folders of a user's own drafters, separated as in PATH
-CONTINUED = ("data ", "train ", "eval bench ")  # commands whose finished work is kept
 # Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
