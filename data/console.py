@@ -184,7 +184,7 @@ def log_note(text: str | Text) -> None:
 
 def log_done(command: str, output: object, measures: bool = False) -> None:
     """Note that a command has nothing to do: its output is finished. measures: it has the option --again."""
-    anew = "--again measures anew" if measures else "for another, choose another --output or delete it"
+    anew = "--again measures anew" if measures else "choose another --output or delete it"
     log_note(f"already done: {command} in {output} ({anew})")
 
 
