@@ -117,7 +117,14 @@ def test_what_is_run_by_another_program_is_there(name, capsys):
         if words[0] == "make":
             for word in words[1:]:
                 variable, assigned, _ = word.partition("=")
-                assert re.search(rf"^{variable} [?:]?=|^{word}:" if assigned else rf"^{word}:", makefile, re.M), words
+                script = ROOT / "examples" / f"{words[1]}.sh"
+                if assigned and script.is_file():
+                    assert re.search(rf"^: .\${{{variable}:[=?]", script.read_text(), re.M), words
+                else:
+                    sought = rf"^{variable} [?:]?=" if assigned else rf"^([\w-]+ )*{word}( [\w-]+)*:"
+                    assert re.search(sought, makefile, re.M), words
+        elif words[0] == "sh":
+            assert (ROOT / words[1]).is_file(), words
         elif words[0] == "python" and words[1] != "-m":
             script = ROOT / words[1]
             assert script.is_file(), words

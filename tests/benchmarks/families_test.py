@@ -11,6 +11,7 @@ from draftsmith.benchmarks.embedded import families
 from draftsmith.benchmarks.embedded.language_model import PaddedBatch
 from draftsmith.modules.pretrained.models import load_lm
 
+
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_a_family_has_two_to_four_million_weights_and_its_loss_is_that_of_transformers(name):
     torch.manual_seed(0)

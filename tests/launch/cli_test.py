@@ -187,7 +187,7 @@ def test_a_defect_keeps_its_traceback_and_code_1():
     assert "Traceback" in result.stderr and "KeyError: 'a defect'" in result.stderr
 
 
-@pytest.mark.parametrize("words", [["eval", "bench"], ["data", "prompts"], ["run"], ["export"]])
+@pytest.mark.parametrize("words", [["eval", "bench"], ["data", "prompts"], ["export"]])
 def test_an_interrupt_says_whether_the_same_command_continues(words, capsys):
     def interrupt(args: list[str]) -> int:
         raise KeyboardInterrupt

@@ -51,7 +51,12 @@ def commands(tmp_path: Path, script: str, given: dict[str, str]) -> tuple[int, l
     for name, text in {"draftsmith": DRAFTSMITH, "python3": PYTHON, "llama-server": "#!/bin/sh\n"}.items():
         (stubs / name).write_text(text)
         (stubs / name).chmod(0o755)
-    environment = {"PATH": f"{stubs}:{os.environ['PATH']}", "CALLS": str(calls), "OUTPUT": str(tmp_path / "out"), **given}
+    environment = {
+        "PATH": f"{stubs}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "OUTPUT": str(tmp_path / "out"),
+        **given,
+    }
     code = subprocess.run(["sh", script], cwd=ROOT, env=environment, check=False, capture_output=True).returncode
     return code, [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
