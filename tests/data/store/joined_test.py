@@ -11,10 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from chats import rows_of
 
 import draftsmith
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.parts import Part, parts_of
+from draftsmith.eval.settings import DiagnoseConfig
+from draftsmith.launch.export.diagnose import read_rows
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.types import InputError
 
 
@@ -221,3 +225,12 @@ def test_a_row_has_the_same_hash_in_every_artifact(chain, remake):
     assert np.array_equal(of["responses"], of["features"]) and np.array_equal(of["responses"], of["acceptance"])
     few = open_dataset(remake("responses", limit=4))
     assert few.hashes.tolist() == of["responses"][:4].tolist() and len(set(of["responses"].tolist())) == 11
+
+
+def test_a_diagnosis_reads_as_many_rows_of_each_as_an_epoch_has(chain, other):
+    target = Checkpoint(chain.target)
+    config = DiagnoseConfig("head", (str(chain.directory("responses")), f"{other}*2.2"), str(chain.target), limit=8)
+    rows, manifest = read_rows(config, target, ("responses",), 200)
+    # Of 11 rows and 2.2 times 5.
+    expected = [rows_of(directory)[:4] for directory in (chain.directory("responses"), other)]
+    assert rows == [*expected[0], *expected[1]] and manifest.kind == "responses"
