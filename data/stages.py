@@ -118,7 +118,7 @@ class ServerConfig:
     """A running server that answers.
 
     Attributes:
-        server: Base address with its version, such as http://127.0.0.1:8000/v1.
+        server: Its address, such as http://127.0.0.1:8000, with a path where that is not /v1.
         server_model: Name of the model at the server; default: the value of `target`.
         dialect: vllm sends and receives token ids, and so does llamacpp, at llama-server's own endpoint; openai sends
             chat messages, receives text, and has no top_k.
@@ -134,7 +134,7 @@ class ServerConfig:
     help_group: ClassVar[str] = "Server"
     help_rarely: ClassVar[tuple[str, ...]] = ("timeout_s", "retries", "max_failed", "api_key_env")
 
-    server: str = volatile("http://127.0.0.1:8000/v1")
+    server: str = volatile("http://127.0.0.1:8000")
     server_model: str | None = volatile(None)
     dialect: Literal["vllm", "llamacpp", "openai"] = "vllm"
     concurrency: int = volatile(32)
@@ -153,7 +153,7 @@ class ServerConfig:
             remedy = "Set the environment variable that --api-key-env names."
             raise InputError("server", "an address with @, ? or #", "no user, password or query", remedy)
         if not self.server.startswith(("http://", "https://")):
-            raise InputError("server", repr(self.server), "http://HOST:PORT/v1, or https", "Correct it.")
+            raise InputError("server", repr(self.server), "http://HOST:PORT, or https", "Correct it.")
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def explain_error(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         return f"found {error.unused_tokens[0]!r} without a name, expected --name value."
     if isinstance(error, UnknownOptionError) and error.token.source != "cli":
-        key = str(error.token.keyword).strip("[]").replace("][", ".")
+        key = str(error.token.keyword).strip("[]")
         names = [argument.name.removeprefix("--").replace("-", "_") for argument in error.argument_collection]
         return f"{error.token.source}: unknown key {key}.{did_you_mean(key, names)}"
     if isinstance(error, UnknownOptionError):

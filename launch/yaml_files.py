@@ -3,7 +3,6 @@ command line."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
@@ -92,8 +91,4 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 def as_yaml(settings: Mapping[str, Any]) -> str:
     """Format options as --config reads them."""
-
-    def plain(value: Any) -> Any:
-        return vars(value) if dataclasses.is_dataclass(value) else str(value)
-
-    return yaml.safe_dump(json.loads(json.dumps(settings, default=plain)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(json.loads(json.dumps(settings, default=str)), sort_keys=False, allow_unicode=True)

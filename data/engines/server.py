@@ -38,8 +38,8 @@ READ_LOG = "Read the server's log, or check the address."
 class Server:
     """Requests to a server, without or with retries. Paths are relative to its address.
 
-    kind: expected kind of server, for errors. root: paths begin before the version, /v1. max_wait_s: longest pause
-        between attempts, in seconds.
+    kind: expected kind of server, for errors. root: paths begin before the version, /v1; else an
+        address without a path gets it. max_wait_s: longest pause between attempts, in seconds.
     """
 
     def __init__(
@@ -48,7 +48,10 @@ class Server:
         need_extra()
         self.config, self.kind, self.max_wait_s = config, kind, max_wait_s
         self.url = config.server.rstrip("/")
-        self.url = self.url.removesuffix("/v1") if root else self.url
+        if root:
+            self.url = self.url.removesuffix("/v1")
+        elif self.url.count("/") == 2:
+            self.url += "/v1"
         key = os.environ.get(config.api_key_env, "").strip()
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None

@@ -231,14 +231,10 @@ def command_line(stage: str, config: Any) -> str:
     return shlex.join(words)
 
 
-def options_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    """Yield dotted name, field and value of a configuration's options, with inherited shared options last."""
+def options_of(config: Any) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Yield name, field and value of a configuration's options, with inherited shared options last."""
     for spec in sorted(dataclasses.fields(config), key=lambda field: bool(field.kw_only)):
-        value = getattr(config, spec.name)
-        if dataclasses.is_dataclass(value):
-            yield from options_of(value, f"{prefix}{spec.name}.")
-        else:
-            yield prefix + spec.name, spec, value
+        yield spec.name, spec, getattr(config, spec.name)
 
 
 # -- artifacts that are joined

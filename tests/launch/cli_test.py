@@ -29,17 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb", "pyarrow", "numpy", "safetensors")
 
 
-@dataclasses.dataclass(frozen=True)
-class Inner:
-    """Inner.
-
-    Attributes:
-        depth: how deep.
-    """
-
-    depth: int = 1
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
     """Shared settings.
@@ -63,7 +52,6 @@ class ProbeConfig(Shared):
             on two lines.
         ignore_case: a flag.
         files: several.
-        inner: nested.
         where: a path.
         scale: a number.
     """
@@ -72,7 +60,6 @@ class ProbeConfig(Shared):
     count: int = 3
     ignore_case: bool = False
     files: tuple[str, ...] = ()
-    inner: Inner = dataclasses.field(default_factory=Inner)
     where: Path = Path("runs/probe")
     scale: float = 1.0
 
@@ -133,7 +120,6 @@ def test_a_wrong_word_ends_with_code_2_and_one_line(probe, capsys, args, expecte
     ("content", "expected"),
     [
         ("cuont: 4", ["unknown key cuont", "count"]),
-        ("inner: {deptth: 4}", ["unknown key inner.deptth", "depth"]),
         ("count: [1", ["line 1"]),
         ("a: &a [x, x, x, x, x, x, x, x, x]\n"
          + "".join(f"{b}: &{b} [{', '.join(9 * [f'*{a}'])}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
@@ -205,7 +191,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(probe, capsys):
     assert capsys.readouterr().err == "draftsmith: interrupted\n"
 
 
-def test_flags_lists_negative_numbers_and_nested_settings():
+def test_flags_lists_and_negative_numbers():
     assert words("x", "--ignore-case").ignore_case is True
     assert words("x", "--ignore_case", "--count", "-4") == ProbeConfig("x", -4, True)
     assert words("x", "--no-ignore-case").ignore_case is False
@@ -218,7 +204,6 @@ def test_flags_lists_negative_numbers_and_nested_settings():
     assert words("x", "a", "b").files == ("a", "b")  # the last positional takes the rest
     assert words("x", "--maybe", "null").maybe is None
     assert words("x", "--count", "4", "--count", "5").count == 5
-    assert words("x", "--inner.depth", "7").inner == Inner(7)
     assert words("--", "--not-an-option").name == "--not-an-option"
 
 
@@ -250,7 +235,7 @@ def test_a_flag_in_a_file_is_what_it_is_on_the_command_line(tmp_path, text):
 
 
 def test_print_config_gives_back_every_setting_and_words_win_over_the_file(tmp_path, capsys):
-    line = "x --count 9 --ignore-case --files a b --inner.depth 4 --where out --scale 0.5"
+    line = "x --count 9 --ignore-case --files a b --where out --scale 0.5"
     args = line.split()
     direct = words(*args)
     assert words(*args, "--print_config") is None
@@ -318,11 +303,9 @@ def test_every_setting_of_every_command_is_explained(name, capsys):
     assert cli.main([*name.split(), "--help-all"]) == 0
     shown = capsys.readouterr().out
     said = "".join(shown.replace("│", " ").split())
-    nested = {field.name for field in fields if dataclasses.is_dataclass(field.default_factory)}
     for field in fields:
-        if field.name not in nested:
-            assert f"--{field.name.replace('_', '-')}" in shown
-            assert [word for word in meanings[field.name].split() if word not in said] == []
+        assert f"--{field.name.replace('_', '-')}" in shown
+        assert [word for word in meanings[field.name].split() if word not in said] == []
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] in ("data", "train", "eval")])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from trainings import config
 
+from draftsmith.data.settings import with_dtype
 from draftsmith.data.store.manifest import Manifest, resolved
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.provenance import git_commit
@@ -359,10 +360,9 @@ def test_all_documented_metrics_are_logged(tracked):
 def test_config_and_inputs_are_logged(tracked, artifacts):
     for session in tracked.sessions:
         logged = session.options["config"]
-        assert (
-            resolved(resolve_precision(with_shape(tracked.config, Checkpoint(tracked.config.target).shape))).items()
-            <= logged.items()
-        )
+        target = Checkpoint(tracked.config.target)
+        asked = with_dtype(resolve_precision(with_shape(tracked.config, target.shape)), target, "cpu")
+        assert resolved(asked).items() <= logged.items() and logged["dtype"] == "float32"
         made_from = logged["made_from"]
         assert made_from["inputs"] == {"data": Manifest.read(artifacts.features).digest}
         assert made_from["git_commit"] == git_commit()
