@@ -60,6 +60,7 @@ logging.disable(logging.ERROR)
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+import yaml  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from worlds import tiny_llama_dir  # noqa: E402
@@ -258,49 +259,6 @@ def speculators_drafts(kind: str, path: Path, text: Text) -> Drafts:
     return [whole(part, ids, vocab) for part in logits[:, first:].unbind(1)]
 
 
-def speculators() -> Iterator[Case]:
-    plain = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
-    variants: dict[str, dict[str, dict[str, Any]]] = {
-        "eagle3": {
-            "default": {}, "reduced": {"drafted": DRAFTED}, "plain": plain, "fc_norm": {**plain, "fc_norm": True},
-            "window": {"window": WINDOW}, "full": {"full": (0,)}, "layers": {"target_layer_ids": [1, 3, 6]},
-            "4 states": {"target_layer_ids": [1, 3, 5, 6]}, "embedding state": {"target_layer_ids": [0, 3, 6]},
-            "qwen3": {"arch": "qwen3"}, "2 layers": {"layers": 2}, "own embedding": {"embed_requires_grad": True},
-            "last state": {"target_layer_ids": [2, 4, LAYERS]}, "unsorted": {"target_layer_ids": [5, 2, 4]},
-        },
-        "dflash": {
-            "default": {}, "full": {"full": (0, 1)}, "window": {"window": WINDOW}, "mixed": {"full": (0,)},
-            "anchor": {"sample_from_anchor": True}, "reduced": {"drafted": DRAFTED},
-            "non-causal": {"window": WINDOW, "sliding_window_non_causal": True},
-            "last state": {"target_layer_ids": [2, 4, LAYERS]},
-        },
-        "dflash2": {
-            "default": {}, "full": {"full": (0, 1)}, "anchor": {"full": (0, 1), "sample_from_anchor": True},
-            "causal": {"window": WINDOW, "sliding_window_non_causal": False}, "window": {"window": WINDOW},
-        },
-        "dspark": {
-            "default": {}, "full": {"full": (0, 1)}, "gated": {"markov_head_type": "gated"},
-            "rnn": {"markov_head_type": "rnn"}, "fill-in": {"sample_from_anchor": False},
-            "no confidence": {"enable_confidence_head": False}, "reduced": {"drafted": DRAFTED},
-            "confidence of the state": {"confidence_head_with_markov": False}, "mixed": {"full": (0,)},
-            "rank 0": {"markov_rank": 0, "enable_confidence_head": False}, "window": {"window": WINDOW},
-            "non-causal": {"window": WINDOW, "sliding_window_non_causal": True},
-        },
-        "peagle": {"default": {}},
-        "xpress": {"default": {}},
-    }  # fmt: skip
-    for kind, cases in variants.items():
-        for name, arguments in cases.items():
-            both = name in ("default", "reduced", "full")
-            for family in ("qwen3", "llama") if both else ("qwen3",):
-                layers = {} if kind == "eagle3" else {"layers": 2}
-                write = functools.partial(write_speculators, kind, **layers | arguments)
-                drafts = None if kind in ("peagle", "xpress") else functools.partial(speculators_drafts, kind)
-                # Of a block that is not causal no slot may see less, so that every one shows in all.
-                near = WINDOW - BLOCK if arguments.get("window") else 2**31
-                yield Case("speculators", kind, name, write, drafts, family, near)
-
-
 # -- what other trainers' classes have in common
 
 
@@ -460,37 +418,10 @@ def markov_bias(head: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     return lambda logits, previous, hidden: head.apply_block_logits(logits, token_ids=previous, hidden_states=hidden)
 
 
-def automodel() -> Iterator[Case]:
-    variants: dict[str, dict[str, dict[str, Any]]] = {
-        "eagle3": {
-            "default": {}, "reduced": {"drafted": DRAFTED}, "3.1": {"fc_norm": True, "norm_output": True},
-            "3.1 reduced": {"fc_norm": True, "norm_output": True, "drafted": DRAFTED},
-            "own embedding": {"trained": ("embed_tokens",)},
-        },
-        "dflash": {"default": {}, "window": {"window": WINDOW}},
-        "dflash2": {"default": {}, "window": {"window": WINDOW}},
-        "dspark": {
-            "default": {}, "no confidence": {"confidence_head_alpha": 0.0}, "gated": {"markov_head_type": "gated"},
-            "rnn": {"markov_head_type": "rnn"}, "rank 0": {"markov_rank": 0, "confidence_head_alpha": 0.0},
-            "confidence of the state": {"confidence_head_with_markov": False},
-            "embedding state": {"target_layer_ids": [-1, 3, 5]}, "last state": {"target_layer_ids": [1, 3, LAYERS - 1]},
-        },
-        "peagle": {"default": {"mask_token_id": MASK, "num_hidden_layers": 2}},
-        "eagle": {"default": {}},
-    }  # fmt: skip
-    for kind, cases in variants.items():
-        for name, options in cases.items():
-            families = ("qwen3", "llama", "qwen2") if (kind, name) == ("eagle3", "default") else ("qwen3",)
-            for family in ("qwen3", "llama") if name == "reduced" else families:
-                write = functools.partial(write_automodel, kind, **options)
-                drafts = None if kind in ("peagle", "eagle") else functools.partial(automodel_drafts, kind)
-                yield Case("Automodel", kind, name, write, drafts, family)
-
-
 # -- SpecForge
 
 
-def write_specforge(kind: str, export: str, target: Path, output: Path, *, drafted: int | None = None,
+def write_specforge(kind: str, target: Path, output: Path, *, export: str = "hf", drafted: int | None = None,
                     inner: Any = None, **fields: Any) -> None:  # fmt: skip
     from specforge.export import export_to_hf, export_to_sglang
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
@@ -563,37 +494,6 @@ def unrolled_specforge(model: Any, text: Text, states: Tensor, ids: Tensor | Non
     return in_passes(text, hidden, step, model.compute_logits, ids)
 
 
-def specforge() -> Iterator[Case]:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5], "use_aux_hidden_state": True}}
-    window = {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
-    mixed = {**window, "layer_types": ["full_attention", "sliding_attention"]}
-    variants: dict[str, dict[str, dict[str, Any]]] = {
-        "eagle3": {
-            "default": {}, "reduced": {"drafted": DRAFTED}, "yarn": {"rope_scaling": yarn, "rope_parameters": yarn},
-            "layers": layers, "fc_norm": {"fc_norm": True}, "norm_output": {"fc_norm": True, "norm_output": True},
-            "no norm": {"norm_output": False},
-        },
-        "dflash": {"default": {}, "window": window, "mixed": mixed},
-        "dspark": {
-            "default": {}, "gated": {"inner": {"markov_head_type": "gated"}}, "window": window, "mixed": mixed,
-            "rnn": {"inner": {"markov_head_type": "rnn"}}, "rank 0": {"inner": {"markov_rank": 0}},
-            "confidence": {"inner": {"enable_confidence_head": True, "confidence_head_with_markov": True}},
-            "confidence of the state": {"inner": {"enable_confidence_head": True}},
-        },
-    }  # fmt: skip
-    for kind, cases in variants.items():
-        for name, options in cases.items():
-            for saved in ("hf", "sglang") if kind == "eagle3" else ("hf",):
-                for family in ("qwen3", "llama") if name in ("default", "reduced") else ("qwen3",):
-                    write = functools.partial(write_specforge, kind, saved, **options)
-                    drafts = functools.partial(specforge_drafts, kind)
-                    label = f"{name}, {saved}" if kind == "eagle3" else name
-                    apart = {"norm_output": "feeds states back unnormed", "no norm": "norms no logits"}.get(name, "")
-                    yield Case("SpecForge", kind, label, write, drafts, family, apart=apart)
-
-
 # -- Unsloth
 
 
@@ -633,27 +533,6 @@ def unsloth_drafts(kind: str, path: Path, text: Text) -> Drafts:
         anchors=(anchors, torch.ones_like(anchors, dtype=torch.bool)),
     )  # fmt: skip
     return list(head.logits(out["hidden"], out["prev_ids"])[0].unbind(1))
-
-
-def unsloth() -> Iterator[Case]:
-    variants: dict[str, dict[str, dict[str, Any]]] = {
-        "eagle3": {
-            "default": {}, "reduced": {"drafted": DRAFTED}, "layers": {"aux_layer_ids": [1, 3, 6]},
-            "residual": {"norm_before_residual": True},
-        },
-        "dspark": {
-            "default": {}, "no confidence": {"confidence_head": False},
-            "embedding state": {"target_layer_ids": [-1, 3]},
-            "rank 0": {"markov_rank": 0, "confidence_head": False},
-            "last state": {"target_layer_ids": [1, 3, LAYERS - 1]},
-        },
-    }  # fmt: skip
-    for kind, cases in variants.items():
-        for name, options in cases.items():
-            both = kind == "eagle3" and name in ("default", "reduced")
-            for family in ("qwen3", "llama") if both else ("qwen3",):
-                write = functools.partial(write_unsloth, kind, **options)
-                yield Case("Unsloth", kind, name, write, functools.partial(unsloth_drafts, kind), family)
 
 
 # -- verl-SpeCo
@@ -712,22 +591,6 @@ def verl_drafts(kind: str, path: Path, text: Text) -> Drafts:
     return by_anchors(text, text.outputs(model.target_layer_ids), int(kind == "dflash"), run, add)
 
 
-def verl() -> Iterator[Case]:
-    variants: dict[str, dict[str, dict[str, Any]]] = {
-        "eagle3": {"default": {}, "reduced": {"drafted": DRAFTED}, "fc_norm": {"fc_norm": True}},
-        "dflash": {"default": {}},
-        "dspark": {
-            "default": {}, "rnn": {"markov_head_type": "rnn"},
-            "confidence": {"enable_confidence_head": True},
-        },
-    }  # fmt: skip
-    for kind, cases in variants.items():
-        for name, options in cases.items():
-            for family in ("qwen3", "llama") if name in ("default", "reduced") else ("qwen3",):
-                write = functools.partial(write_verl, kind, **options)
-                yield Case("verl", kind, name, write, functools.partial(verl_drafts, kind), family)
-
-
 # -- ModelOpt
 
 
@@ -760,7 +623,7 @@ def modelopt_model(kind: str, target: Path, options: dict[str, Any]) -> tuple[An
     return model, model.dflash_module
 
 
-def write_modelopt(kind: str, options: dict[str, Any], target: Path, output: Path) -> None:
+def write_modelopt(kind: str, target: Path, output: Path, **options: Any) -> None:
     model, module = modelopt_model(kind, target, options)
     randomized(module, ())
     model.get_exporter().export(output)
@@ -803,30 +666,47 @@ def modelopt_drafts(kind: str, options: dict[str, Any], path: Path, text: Text) 
                       add if kind == "dspark" else None)  # fmt: skip
 
 
-def modelopt() -> Iterator[Case]:
-    window, causal = {"dflash_swa_window_size": WINDOW}, {"dflash_draft_attention": "causal"}
-    variants: dict[str, dict[str, dict[str, Any]]] = {
-        "eagle3": {
-            "default": {}, "states normed once": {"once": True}, "2 layers": {"num_hidden_layers": 2},
-            "2 layers, normed once": {"num_hidden_layers": 2, "once": True},
-        },
-        "dflash": {
-            "default": {}, "window": window, "causal": causal, "causal window": window | causal,
-            "sinks": {"dflash_attention_sink": True},
-        },
-        "dspark": {
-            "default": {}, "gated": {"markov_head_type": "gated"}, "rnn": {"markov_head_type": "rnn"},
-            "confidence": {"use_confidence_head": True},
-        },
-    }  # fmt: skip
-    for kind, cases in variants.items():
-        for name, options in cases.items():
-            drafts = None if name == "sinks" else functools.partial(modelopt_drafts, kind, options)
-            apart = "norms the first layer's states twice" if kind == "eagle3" and "once" not in options else ""
-            yield Case("ModelOpt", kind, name, functools.partial(write_modelopt, kind, options), drafts, apart=apart)
+# -- all cases
+
+MAKERS: dict[str, tuple[Callable[..., None], Callable[..., Drafts]]] = {
+    "speculators": (write_speculators, speculators_drafts),
+    "Automodel": (write_automodel, automodel_drafts),
+    "SpecForge": (write_specforge, specforge_drafts),
+    "Unsloth": (write_unsloth, unsloth_drafts),
+    "verl": (write_verl, verl_drafts),
+    "ModelOpt": (write_modelopt, modelopt_drafts),
+}
+# What a trainer computes otherwise than every server.
+APART = {
+    ("SpecForge", "norm_output"): "feeds states back unnormed",
+    ("SpecForge", "no norm"): "norms no logits",
+    ("ModelOpt", "default"): "norms the first layer's states twice",
+    ("ModelOpt", "2 layers"): "norms the first layer's states twice",
+}
 
 
-MAKERS = (speculators, automodel, specforge, unsloth, verl, modelopt)
+def all_cases() -> Iterator[Case]:
+    """Yield the cases of makers.yaml: maker -> kind -> name -> options of the trainer's `write`.
+
+    `families` of a case are those of its targets; `unread: true` says that the head cannot be read here.
+    """
+    for maker, kinds in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items():
+        write, drafts = MAKERS[maker]
+        for kind, names in kinds.items():
+            for name, given in names.items():
+                options = dict(given or {})
+                families, unread = options.pop("families", ["qwen3"]), options.pop("unread", False)
+                # Of a block that is not causal no slot may see less, so that every one shows in all.
+                near = WINDOW - BLOCK if maker == "speculators" and "window" in options else 2**31
+                read = functools.partial(drafts, kind, *([options] if maker == "ModelOpt" else []))
+                apart = APART.get((maker, name), "") if kind == "eagle3" else ""
+                exports = ["hf", "sglang"] if (maker, kind) == ("SpecForge", "eagle3") else [""]
+                for saved, family in itertools.product(exports, families):
+                    own = {**options, "export": saved} if saved else options
+                    label = f"{name}, {saved}" if saved else name
+                    made = functools.partial(write, kind, **own)
+                    yield Case(maker, kind, label, made, None if unread else read, family, near, apart)
+
 
 # -- ours
 
@@ -856,7 +736,7 @@ def difference(ours: Drafts, theirs: Drafts, near: int) -> float:
     return worst
 
 
-def judged(case: Case, text: Text, folder: Path) -> tuple[str, str]:
+def compare_with_maker(case: Case, text: Text, folder: Path) -> tuple[str, str]:
     """Return a verdict and why."""
     theirs, ours = folder / "theirs", folder / "ours"
     torch.manual_seed(0)
@@ -914,10 +794,10 @@ def main(words: Sequence[str]) -> None:
         for family in ("qwen3", "llama", "qwen2"):
             path = tiny_llama_dir(Path(scratch) / family, layers=LAYERS, family=family)
             texts[family] = Text.of(path)
-        for number, case in enumerate(case for maker in MAKERS for case in maker()):
+        for number, case in enumerate(all_cases()):
             if not all(word in str(case).split(maxsplit=2) or word in str(case) for word in words):
                 continue
-            verdict, why = judged(case, texts[case.family], Path(scratch) / str(number))
+            verdict, why = compare_with_maker(case, texts[case.family], Path(scratch) / str(number))
             counts[case.maker, verdict] += 1
             sys.stdout.write(f"{verdict:13} {case}: {why}\n")
             sys.stdout.flush()
