@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import os
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import json
 from collections.abc import Iterator

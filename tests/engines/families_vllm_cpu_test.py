@@ -3,15 +3,6 @@ logits is found, and a wrong one is refused. Run by `make test-engines`."""
 
 from __future__ import annotations
 
-import os
-
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
-
 import json
 import multiprocessing
 import shutil

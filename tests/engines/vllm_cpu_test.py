@@ -5,14 +5,7 @@ from __future__ import annotations
 
 import os
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else its one thread waits for a core that others use
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import json
 from collections.abc import Iterator
@@ -59,7 +52,7 @@ def served(directory: Path, length: int, rows: int = 1, **more: Any) -> Iterator
     try:
         yield llm
     finally:
-        llm.lloader.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
 
