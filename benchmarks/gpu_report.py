@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from draftsmith.benchmarks.measured import Measured, report
-from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
+from draftsmith.benchmarks.synthetic import SHAPES, random_head, random_pair
 from draftsmith.data.console import log_note
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.runner import EngineRunner
@@ -31,8 +31,6 @@ from draftsmith.launch.cli import main_of
 from draftsmith.modules import flops
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.plain import PromptAnswer, RowPool
-from draftsmith.modules.drafters import head_class
-from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.files import make_directory, write_json
@@ -155,7 +153,7 @@ class Subjects:
     def of(cls, config: GpuReportConfig) -> Subjects:
         weights, small = random_pair(config.shape, config.dtype, config.device)
         target = weights.lean(packed=False)
-        heads = {"eagle": random_eagle_head(target), "eagle3": random_eagle3_head(target)}
+        heads = {kind: random_head(kind, target) for kind in ("eagle", "eagle3")}
         models = Models(target, small.lean(packed=False), heads=heads, capacity=config.prompt + config.new_tokens + 8)
         read = {kind: sum(weight.nbytes for weight in head.parameters()) for kind, head in heads.items()}
         read["eagle"] += weights.state["lm_head.weight"].nbytes  # its own is the target's
@@ -163,14 +161,6 @@ class Subjects:
         cached = 2 * llama.num_layers * llama.num_kv_heads * llama.head_dim * config.dtype.itemsize
         drafts = {"draft": small.forward_bytes, **read}
         return cls(weights.raw, models, weights.forward_bytes, drafts, cached)
-
-
-def random_eagle3_head(target: LlamaLM) -> DraftHead:
-    """Return an untrained EAGLE-3 head of the target's shape with the default draft vocabulary."""
-    torch.manual_seed(0)
-    drafter: Any = head_class("eagle3")
-    head = drafter(drafter.new_config(drafter.Settings(), target.config))
-    return head.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
 def decoding(config: GpuReportConfig, subjects: Subjects, machine: Machine) -> Iterator[Measured]:

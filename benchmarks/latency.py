@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.benchmarks.measured import Measured, report
-from draftsmith.benchmarks.synthetic import random_eagle_head, random_pair
+from draftsmith.benchmarks.synthetic import random_head, random_pair
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import EngineRunner
@@ -111,7 +111,7 @@ class Pair:
         if method == "spec":
             drafter = ChainDrafter(DraftModelNet(timed(self.draft)), FixedLengthStop(K), capacity)
         elif method == "tree":
-            net = random_eagle_head(self.target).net(target)
+            net = random_head("eagle", self.target).net(target)
             drafter = TreeDrafter(net, TREE, capacity)
             if forwards is not None:
                 assert isinstance(net.cache, OneRow)

@@ -25,18 +25,16 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from draftsmith.benchmarks.measured import describe_run
 from draftsmith.benchmarks.papers.drafters import FOLDER, register
 from draftsmith.data.console import Column, Table, format_interval, print_text
-from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import BASELINE, MeasuredResamples, Row, of_methods, read_rows, totals_of
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
-from draftsmith.eval.meta import hardware
 from draftsmith.eval.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.pretrained.files import write_json, write_text
-from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, check_range
 from draftsmith.train.fit import fit
@@ -55,16 +53,6 @@ CHAINS = {kind: f"{kind}:k={K}" for kind in ("eagle", "eagle3", "mtp", "dflash",
 PAPERS = ("medusa", "hydra")
 CHAINS |= {kind: kind for kind in PAPERS}
 EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
-
-# Beside EAGLE-3.
-KINDS = {
-    "eagle": "EAGLE-1",
-    "medusa": "Medusa-1",
-    "hydra": "Hydra",
-    "mtp": "MTP",
-    "dflash": "DFlash",
-    "dspark": "DSpark",
-}
 
 
 @dataclass(frozen=True)
@@ -100,7 +88,7 @@ class Recipe:
         return [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in self.settings.items()]
 
     def text(self, answers: int, late_layers: Sequence[int]) -> str:
-        parts = [KINDS[self.kind]] if self.kind in KINDS else []
+        parts = [self.kind] if self.kind != "eagle3" else []
         parts += [f"{answers:,} answers"] if self.other_data else []
         parts += [f"layers {' '.join(map(str, late_layers))}"] if self.late else []
         return ", ".join([*parts, *(f"{name} {value}" for name, value in self.settings.items())])
@@ -309,7 +297,7 @@ def step_costs(config: RecipesConfig) -> dict[str, float]:
     for name in map(costs_like, config.names):
         if name not in costs:
             costs[name] = step_cost(config, name)
-            write_json(path, {"costs": costs, "hardware": hardware("cpu"), "packages": package_versions()})
+            write_json(path, {"costs": costs, "meta": describe_run(config)})
     return costs
 
 
@@ -462,9 +450,7 @@ def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
     shown = tables(found, f"{what}, {config.cpu_seconds:g} CPU seconds, {config.seeds} seeds, {drafts}")
     text = "\n".join(markdown(table) for table in shown)
     write_text(path.with_suffix(".md"), text)
-    meta: dict[str, Any] = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}
-    meta["git_commit"] = git_commit()
-    write_json(path, {"meta": meta, "recipes": found})
+    write_json(path, {"meta": describe_run(config), "recipes": found})
     print_text(f"{text}\nWritten to {path.with_suffix('.md')}")
     return path
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters import head_class
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.targets.base import ModelInfo
@@ -128,7 +128,9 @@ def random_pair(shape: str, dtype: torch.dtype, device: str) -> tuple[Weights, W
     return target, Weights({**raw, "num_hidden_layers": 1}, first)
 
 
-def random_eagle_head(target: LlamaLM) -> Any:
-    """Return an untrained EAGLE head of the target's shape."""
+def random_head(kind: str, target: LlamaLM) -> Any:
+    """Return an untrained head of the target's shape, with its kind's default options."""
     torch.manual_seed(0)
-    return EagleHead(EagleConfig.for_target(target.config)).to(target.device, target.dtype).eval().requires_grad_(False)
+    drafter: Any = head_class(kind)
+    head = drafter(drafter.new_config(drafter.Settings(), target.config))
+    return head.to(target.device, target.dtype).eval().requires_grad_(False)
