@@ -54,7 +54,7 @@ SHAPE: dict[str, Any] = {
     "tables?": [{"name": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}],
 }
 METRICS, SETTINGS, FINISHED = "metrics.csv", "config.yaml", "training.json"  # of a training
-DEPTH = re.compile(r"val/(agreement|top1|accepted)_(\d+)$")  # acceptance of a draft's token at this depth
+DEPTH = re.compile(r"val/(top1|accepted)_(\d+)$")  # acceptance of a draft's token at this depth
 CURVES = {
     "training-loss": "Loss by steps",
     "training-tau": "Tau of held-out prompts by steps",
@@ -196,7 +196,7 @@ def points_of(rows: Sequence[Row], name: str) -> Iterator[dict[str, Any]]:
                 "training-depth": f"token {depth[2]}" if depth else {"val/top1": "token 1"}.get(key),
                 "training-speed": {"cost/tokens_per_s": "training"}.get(key),
             }.get(name)
-            if series is not None and not (key == "val/top1" and "val/agreement_1" in row):
+            if series is not None and not (key == "val/top1" and "val/accepted_1" in row):
                 yield {"at_step": row["step"], "series": series, "value": value}
 
 

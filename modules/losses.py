@@ -419,30 +419,6 @@ def sampled_columns(lm_head: LmHead, wanted: Tensor, labels: Tensor, size: int, 
     return Columns(tokens, torch.where(places < num_kept, 0.0, log_count))
 
 
-def along_drafts(
-    accepted: Tensor, right: Tensor, counted: Tensor, places: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, Tensor]]:
-    """Return sums, counts and `LossOutput.rounds` of what M drafts of n tokens of the text would come to, drawn and
-    greedily.
-
-    accept_j, agreement_j: probability that token j is accepted, where those before it are. chain_length,
-    chain_length_greedy: tokens of a round, over drafts all of whose tokens count. Drafts read the tokens of the text:
-    greedily, a draft that is right so far is what would be drafted.
-
-    accepted, right: [M, n], probability that a token is accepted, and whether it is the target's choice. counted:
-    [M, n] bool. places: [M], flat in the batch, of the token before each draft.
-    """
-    sums, counts, whole = dict[str, Tensor](), dict[str, Tensor](), counted.all(1)
-    for name, length, chance in (("accept", "chain_length", accepted), ("agreement", "chain_length_greedy", right)):
-        reached = (chance * counted).cumprod(1)  # [M, n], P(tokens 1 .. j are accepted)
-        before = F.pad(reached[:, :-1], (1, 0), value=1.0) * counted  # [M, n], P(tokens 1 .. j - 1 are), where j counts
-        for j, (numerator, denominator) in enumerate(zip(reached.sum(0), before.sum(0), strict=True)):
-            sums[f"{name}_{j + 1}"], counts[f"{name}_{j + 1}"] = numerator, denominator
-        tokens = 1 + reached.sum(1)  # [M]
-        sums[length], counts[length] = (tokens * whole).sum(), whole.sum()
-    return sums, counts, (places[whole], tokens[whole])
-
-
 # -- the acceptance head
 
 

@@ -93,15 +93,11 @@ class FeatureBatch:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss to back-propagate, and what is needed to average it over ranks: sums and counts, never means.
-
-    rounds: in validation, the flat place in the batch that each greedy draft follows, and the tokens of its round.
-    """
+    """A loss to back-propagate, and what is needed to average it over ranks: sums and counts, never means."""
 
     loss: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
-    rounds: tuple[Tensor, Tensor] | None = None  # [M] each
 
 
 # Lowest value, or lowest and highest value and the brackets of their interval: "(" and ")" leave the end out.

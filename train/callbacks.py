@@ -27,7 +27,7 @@ from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.metrics import rank, say_on_rank_zero
-from draftsmith.train.module import SIGNALS, LitHead
+from draftsmith.train.module import SIGNALS, LitDrafter, LitHead
 from draftsmith.train.tracking import TrackedRun
 
 REQUEUE_S = 60
@@ -35,6 +35,8 @@ REQUEUE_S = 60
 LEAST_VALIDATIONS = 3
 # Relative changes below this one are noise: the next 16 held-out prompts move tau by about as much.
 NOISE = 0.02
+# Say that longer contexts are untested if the target reads texts so many times as long as the longest row.
+MANY_TIMES = 8
 # Warn if tau_general is below this fraction of tau.
 LEAST_GENERAL = 0.9
 
@@ -252,8 +254,8 @@ def training_loss(module: LitHead) -> str:
 def best_metric(module: LitHead, metrics: Mapping[str, float]) -> tuple[str, int]:
     """Return the metric that picks best/, and 1 if its largest value does, -1 if its smallest.
 
-    tau picks where it is measured: a head can lose teacher-forced accuracy and gain tau. If no answer is as long as a
-    draft, the head's own metric is missing, and the loss picks.
+    tau picks where it is measured: a head can lose teacher-forced accuracy and gain tau. Else it is the head's own
+    metric, and the loss if that is missing.
     """
     if "tau" in metrics:
         return "tau", 1
@@ -339,4 +341,20 @@ def mismatch(metrics: Mapping[str, float]) -> str:
     return (
         f"warning: tau is {own:.2f} on held-out text of the training's own kind and {general:.2f} on general prompts: "
         "what is served decides. Train on prompts like those (--tau-data measures on them)"
+    )
+
+
+def untested_lengths(module: LitHead, lengths: np.ndarray) -> str:
+    """Say that longer contexts are untested if a drafter's target reads texts many times as long as the longest row
+    [N] that it was trained on; else an empty string."""
+    longest = int(lengths.max())
+    if not isinstance(module, LitDrafter) or (context := module.target.info.max_position) < MANY_TIMES * longest:
+        return ""
+    window = module.head.shape(module.head.config).get("window")
+    if window:
+        return ""
+    remedy = "Train on longer rows (--max-length)" + (", or with --window N" if window == 0 else "")
+    return (
+        f"note: the longest row has {longest:,} tokens and the target reads {context:,}: drafts in longer contexts "
+        f"are untested (eval bench --by context measures them). {remedy}"
     )

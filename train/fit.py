@@ -41,13 +41,13 @@ from draftsmith.train.callbacks import (
     exit_code,
     judge,
     mismatch,
+    untested_lengths,
 )
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import HeadDataModule
-from draftsmith.train.lengths import length_warning
 from draftsmith.train.metrics import rank, say_on_rank_zero
-from draftsmith.train.module import IN_PYTHON, LitDrafter, LitHead
+from draftsmith.train.module import IN_PYTHON, LitHead
 from draftsmith.train.optimizers import TimeLimit
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
 from draftsmith.train.tau import MeasureTau
@@ -213,7 +213,7 @@ def _conclude(module: LitHead, data: HeadDataModule, trainer: pl.Trainer, save: 
     trainer.strategy.barrier("finished")
     if rank() == 0:
         print_text(f"{kind} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
-        for line in filter(None, (verdict, mismatch(latest), at_length(module, data))):
+        for line in filter(None, (verdict, mismatch(latest), untested_lengths(module, data.train.lengths))):
             print_text(line)
     # A signal in the last step: the training is complete, but nothing more was wanted.
     if interrupted in {signal.SIGINT, signal.SIGTERM}:
@@ -227,15 +227,6 @@ def different_sampling(data: HeadDataModule) -> str:
     ways = {json.dumps(manifest.sampling): str(manifest.directory) for manifest in manifests}
     listed = "; ".join(f"{directory} {way}" for way, directory in ways.items())
     return f"note: answers sampled in {len(ways)} ways: {listed}" if len(ways) > 1 else ""
-
-
-def at_length(module: LitHead, data: HeadDataModule) -> str:
-    """Warn of what a drafter's validation and its rows say of long contexts; else an empty string."""
-    if not isinstance(module, LitDrafter):
-        return ""
-    window = module.head.shape(module.head.config).get("window")
-    longest, context = int(data.train.lengths.max()), module.target.info.max_position
-    return length_warning(module.rounds.cpu().numpy(), longest, context, window)
 
 
 @contextmanager

@@ -39,8 +39,7 @@ from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_con
 from draftsmith.train.data import HeadDataModule, MicroBatch
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.features import FeatureSource, feature_std
-from draftsmith.train.lengths import rounds_of
-from draftsmith.train.metrics import BadSteps, Means, gather_rows, num_ranks, rank, say_on_rank_zero, sum_over_ranks
+from draftsmith.train.metrics import BadSteps, Means, num_ranks, rank, say_on_rank_zero, sum_over_ranks
 from draftsmith.train.optimizers import lr_share, make_optimizer
 from draftsmith.train.strategies import resolve_precision
 from draftsmith.train.tracking import Telemetry, features_flops
@@ -395,9 +394,7 @@ class LitDrafter(LitHead):
         self.target, self.settings = target, with_loss(self.config)
         self.source = source or FeatureSource(target, head.loss_layers(head.config, target.info.num_layers))
         self.monitor, self.larger_is_better = head.monitor, True
-        self._validation, self._rounds = Means(), list[Tensor]()
-        # Of the last validation: `lengths.fall_by_length`.
-        self.rounds = torch.zeros(0, 3)
+        self._validation = Means()
 
     def loss(self, inputs: FeatureBatch, step: TrainStep | None) -> LossOutput:
         """Return the mean over `DraftHead.loss_count`, with sums and counts to log.
@@ -442,16 +439,15 @@ class LitDrafter(LitHead):
             self.source.stream.signal_received = lambda: self.signal_received
 
     def on_validation_epoch_start(self) -> None:
-        self._validation, self._rounds = Means(), []
+        self._validation = Means()
 
     def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
         with self.autocast():
             output = self.validation(self.read_validation(batch))
         self._validation.add(output)
-        self._rounds.append(rounds_of(output, batch))
 
     def validation_metrics(self) -> dict[str, float]:
-        metrics, self.rounds = self._validation.take(), gather_rows(torch.cat(self._rounds))
+        metrics = self._validation.take()
         if not metrics:
             raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
         return metrics

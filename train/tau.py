@@ -147,7 +147,7 @@ class MeasureTau(pl.Callback):
     """Callback that gives a drafter its probe before it learns anything."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if isinstance(pl_module, LitDrafter) and pl_module.config.tau_prompts:
+        if isinstance(pl_module, LitDrafter) and pl_module.config.tau_prompts and trainer.limit_val_batches:
             pl_module.probe = tau_probe(pl_module, trainer.datamodule.val)  # type: ignore[attr-defined]
 
 

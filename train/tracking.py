@@ -38,7 +38,7 @@ from draftsmith.train.metrics import gather_rows, rank
 from draftsmith.train.strategies import process_memory
 
 # Metrics whose best value is kept in a run's summary, beside the last value of every other.
-BEST = {f"val/{name}": "max" for name in ("tau", "chain_length", "top1", "accepted", "auc")}
+BEST = {f"val/{name}": "max" for name in ("tau", "top1", "accepted", "auc")}
 BEST |= {"val/loss": "min", "val/kl": "min"}
 PROJECT = "draftsmith"  # unless WANDB_PROJECT names another
 # Only what the run itself logs: no console text, machine load, git state, code, host name, paths or package list.

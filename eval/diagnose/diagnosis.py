@@ -89,8 +89,8 @@ def unsound(by_place: Sequence[float]) -> str:
 
 def bad_numbers(metrics: Mapping[str, float]) -> str:
     """Return `unsound` of the metrics of a validation."""
-    names = ["agreement_1" if "agreement_1" in metrics else "top1", *(f"agreement_{j}" for j in range(2, TOKENS + 1))]
-    return unsound([metrics[name] for name in names if name in metrics]) if names[0] in metrics else ""
+    names = [name for name in (f"accepted_{j}" for j in range(1, TOKENS + 1)) if name in metrics] or ["top1"]
+    return unsound([metrics[name] for name in names]) if names[0] in metrics else ""
 
 
 def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> str:

@@ -74,7 +74,6 @@ class EagleHead(UnrolledHead[EagleConfig, EagleSettings]):
     num_lost_rows = 2
     # Its noise is drawn for whole texts.
     takes_spans: ClassVar[bool] = False
-    monitor: ClassVar[str] = "top1"
 
     # -- network
 

@@ -22,7 +22,7 @@ from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.settings import Mask, UnrolledSettings
 from draftsmith.modules.layers import Pair
 from draftsmith.modules.llama_config import LlamaHeadConfig
-from draftsmith.modules.losses import Divergence, LmHead, along_drafts, distances
+from draftsmith.modules.losses import Divergence, LmHead, distances
 from draftsmith.modules.rotary import rope_at
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -64,14 +64,6 @@ class UnrolledInputs:
         """
         row = (self.position - 1 - number).clamp_min(0)
         return self.sequence * self.states.shape[1] + row, self.place > number
-
-    def by_draft(self, values: Tensor) -> Tensor:
-        """Lay values [N, P] of predictions out by the row that their draft begins at, [B * T, P]; 0 without one."""
-        laid = values.new_zeros(self.states.shape[:2].numel(), values.shape[1])
-        for number, column in enumerate(values.unbind(1)):
-            rows, exists = self.rows(number)
-            laid[rows[exists], number] = column[exists]
-        return laid
 
 
 def read_states(features: Tensor, config: LlamaHeadConfig) -> Tensor:
@@ -149,7 +141,6 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
 
     depth_option: ClassVar[str] = "ttt_steps"
     takes_spans: ClassVar[bool] = True
-    monitor: ClassVar[str] = "chain_length"
     # What `fusion` reads is there before the first pass, and no pass changes it.
     fuses_once: ClassVar[bool] = False
 
@@ -362,12 +353,4 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
         if step is not None and step.span is not None:
             # Shares add up to the whole.
             counts["loss"] = counts["loss"].double() * ((step.span[1] - step.span[0]) / batch.input_ids.numel())
-        rounds = None
-        if step is None:
-            values = compared.accepted, compared.right, torch.ones_like(compared.right)
-            accepted, right, exist = (pairs.by_draft(each) for each in values)
-            # Row t has read x_{t+1}.
-            places = torch.arange(len(exist), device=device) + 1
-            more, of_more, rounds = along_drafts(accepted, right, exist, places)
-            sums, counts = sums | more, counts | of_more
-        return LossOutput(total / max(count, 1), sums, counts, rounds)
+        return LossOutput(total / max(count, 1), sums, counts)

@@ -52,14 +52,10 @@ METRICS = {
     "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
     "top1_N": "the same of the head for token {} of a draft",
     "accepted": "probability that the target accepts the first drawn token, at temperature 1",
-    "accept_N": "chance that drafted token {} is accepted if those before it were, at temperature 1",
-    "agreement_N": "share of drafts whose token {} is the target's choice, of those that were right until then",
+    "accepted_N": "share of the drafted tokens {} that are accepted, in the rounds of tau",
     "known": "share of the target's first choices that the draft vocabulary has",
-    "chain_length": "tokens per round of its drafts, at temperature 1",
-    "chain_length_greedy": "tokens per round of its drafts, greedy",
-    "tau": "emitted tokens per target call, greedy chains, end tokens ignored",
+    "tau": "emitted tokens per target call, along answers of the target",
     "tau_general": "the same on general prompts that ship",
-    "tau_behind_end": "share of those tokens that come behind an end token: the target serves no such text",
 }
 TEMPLATE = Path(__file__).with_name("card.md")
 

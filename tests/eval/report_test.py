@@ -18,7 +18,7 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
 
 # A loss before the steps, two validations, and a line that is being written.
-METRICS = """step,val/loss,val/tau,val/agreement_1,val/top1,val/agreement_2,train/loss,cost/tokens_per_s
+METRICS = """step,val/loss,val/tau,val/accepted_1,val/top1,val/accepted_2,train/loss,cost/tokens_per_s
 10,6.5,1.25,0.2,0.2,0.1,,
 10,,,,,,6.75,1200.0
 20,5.5,1.5,0.4,0.4,0.3,,

@@ -9,17 +9,17 @@ import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from trainings import losses
+from trainings import a_module, losses
 
-from draftsmith.data.responses import ResponsesConfig
-from draftsmith.data.responses import run as make_responses
 from draftsmith.modules.types import InputError
 from draftsmith.train import callbacks
 from draftsmith.train.callbacks import (
     Progress,
     exit_code,
     mismatch,
+    untested_lengths,
     verdict,
 )
 from draftsmith.train.command import run
@@ -114,15 +114,19 @@ def test_after_other_signals_the_job_is_not_requeued(scontrol, number):
     assert scontrol() == []
 
 
-def test_best_is_chosen_by_the_loss_where_no_answer_is_as_long_as_a_draft(artifacts, tmp_path):
-    short = {"data": artifacts.prompts, "target": str(artifacts.target), "output": tmp_path / "short"}
-    data = make_responses(ResponsesConfig(**short, max_new_tokens=3, num_threads=1))
-    settings = {"data": data, "target": str(artifacts.target), "output": tmp_path / "run", "layers": (0, 1)}
+def test_without_tau_best_is_chosen_by_the_first_tokens(artifacts, tmp_path):
+    settings = {"data": artifacts.responses, "target": str(artifacts.target), "output": tmp_path, "layers": (0, 1)}
     settings |= {"max_steps": 6, "val_every": 2, "lr": 3e-3, "tau_prompts": 0, "loggers": ("csv",)}
     best = run(drafter_config("eagle3")(**settings))
-    validated = losses(tmp_path / "run", "val/loss")
+    right = losses(tmp_path, "val/top1")
     step = json.loads((best / "manifest.json").read_text())["step"]
-    assert len(validated) == 3 and step == 2 * (1 + validated.index(min(validated)))
+    assert len(right) == 3 and step == 2 * max(n for n, share in enumerate(right, 1) if share == max(right))
     shutil.rmtree(best)
     with pytest.raises(InputError, match="a finished training whose best/ is gone"):
         run(drafter_config("eagle3")(**settings))
+
+
+def test_texts_longer_than_any_row_are_said_to_be_untested(artifacts, tmp_path):
+    module = a_module(artifacts, tmp_path)
+    assert untested_lengths(module, np.array([8, 33])) == ""
+    assert "the longest row has 32 tokens and the target reads 256: drafts" in untested_lengths(module, np.array([32]))

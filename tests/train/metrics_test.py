@@ -24,14 +24,14 @@ from draftsmith.train.metrics import BadSteps, Means
 def test_ranks_add_up_what_each_has(monkeypatch):
     """No answer of the second rank is as long as a draft; the third has no sample."""
     ranks = [Means(), Means(), Means()]
-    added = [{"loss": (6.0, 2.0), "chain_length": (9.0, 3.0)}, {"loss": (1.0, 5.0)}]
+    added = [{"loss": (6.0, 2.0), "known": (9.0, 3.0)}, {"loss": (1.0, 5.0)}]
     for means, sums in zip(ranks, added, strict=False):
         values = [{name: torch.tensor(pair[side]) for name, pair in sums.items()} for side in (0, 1)]
         means.add(LossOutput(torch.zeros(()), *values))
     own = [means.state() for means in ranks]
     monkeypatch.setattr(metrics, "gathered", lambda mine: own)
     for means in ranks:
-        assert means.take() == {"loss": 7.0 / 7.0, "chain_length": 9.0 / 3.0}
+        assert means.take() == {"loss": 7.0 / 7.0, "known": 9.0 / 3.0}
 
 
 def acceptance_module(artifacts, tmp_path) -> LitAcceptance:

@@ -278,14 +278,6 @@ def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artifacts, tmp_
         probe_prompts(dataclasses.replace(settings, tau_data=artifacts.features), target, samples, 256)
 
 
-def test_tau_is_measured_on_whole_prompts_where_the_training_reads_pieces(artifacts):
-    whole = open_dataset(artifacts.features)
-    pieces = whole.in_pieces(16)
-    assert len(pieces) > len(whole)
-    prompts = [list(held_out_prompts(Samples(each, range(len(each))))) for each in (whole, pieces)]
-    assert prompts[0] == prompts[1] and all(prompts[0])
-
-
 def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artifacts, tmp_path, capsys):
     settings = config(artifacts, tmp_path)
     shipped = dataclasses.replace(settings, target="embedded:target")

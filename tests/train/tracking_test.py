@@ -348,7 +348,7 @@ def test_a_resumed_run_keeps_its_id_and_logs_all_rows_again(tracked):
 def test_all_documented_metrics_are_logged(tracked):
     names = {name for row in tracked.table for name in row} - {"step"}
     training = {f"train/{name}" for name in ("loss", "feature_loss", "token_loss", "top1")}
-    validation = {f"val/{name}" for name in ("loss", "feature_loss", "token_loss", "top1", "chain_length", "tau")}
+    validation = {f"val/{name}" for name in ("loss", "feature_loss", "token_loss", "top1", "tau", "accepted_1")}
     cost = {"steps_per_s", "tokens_per_s", "memory_gb", "data_wait", "real_tokens"}
     assert names >= training | validation | {"lr"} | {f"cost/{name}" for name in cost}
     for row in tracked.table:

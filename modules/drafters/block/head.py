@@ -31,7 +31,6 @@ from draftsmith.modules.losses import (
     LmHead,
     Selection,
     TokenLoss,
-    along_drafts,
     compare_blocks,
     sampled_columns,
 )
@@ -133,7 +132,6 @@ class BlockHead(BlockNet):
     Settings: ClassVar[type] = BlockSettings
     depth_option = "block"
     takes_spans = True
-    monitor = "chain_length"
 
     @classmethod
     def needs_gathered_weights(cls, settings: BlockSettings) -> bool:
@@ -271,20 +269,14 @@ class BlockHead(BlockNet):
             total = total + entropy
             sums["confidence_loss"] = entropy.detach()
 
-        # 6. What is logged: of first tokens, and in validation of whole blocks.
+        # 6. What is logged: of first tokens.
         sums["loss"] = total.detach()
         # Of a span fewer than `count`.
         counts = dict.fromkeys(sums, torch.full((), float(len(anchors)), device=device))
         first = token == 0
         sums |= {"top1": (compared.right & first).sum(), "accepted": (compared.accepted * first).sum()}
         counts |= dict.fromkeys(("top1", "accepted"), first.sum())
-        rounds = None
-        if step is None:
-            accepted, right = torch.zeros(2, *counted.shape, dtype=wide, device=device)  # [M, n] each
-            accepted[block, token], right[block, token] = compared.accepted, compared.right.to(wide)
-            more, of_more, rounds = along_drafts(accepted, right, counted, anchors)
-            sums, counts = sums | more, counts | of_more
-        return LossOutput(total / max(count, 1), sums, counts, rounds)
+        return LossOutput(total / max(count, 1), sums, counts)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Return the confidence head's log-odds [..] for slots of states [.., H] behind these tokens [..]."""
@@ -359,8 +351,6 @@ class DFlash2Head(BlockHead):
     drafts = ("chain", "tree", "static")
     Config: ClassVar[type] = DFlash2Config
     Settings: ClassVar[type] = DFlash2Settings
-    # The selector learns the target's first choice: greedy drafts grow longer while drawn ones are accepted less.
-    monitor = "chain_length_greedy"
 
 
 class DSparkHead(BlockHead):

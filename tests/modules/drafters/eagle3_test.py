@@ -149,48 +149,6 @@ def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
         assert missing == {"embed_tokens.weight"} | (set() if trained else {"lm_head.weight"})
 
 
-def test_validation_foretells_drafts() -> None:
-    """accept_j, agreement_j and the lengths, draft by draft."""
-    head, batch = head_of(), batch_of()
-    found = head.loss(batch, TARGET, Eagle3Settings(ttt_steps=PASSES), None)
-    reach = {name: [[0.0, 0.0] for _ in range(PASSES)] for name in ("accept", "agreement")}
-    lengths: dict[str, list[float]] = {"accept": [], "agreement": []}
-    places: list[int] = []
-    for b, length in enumerate(LENGTHS):
-        features = batch.features[b, :length]
-        embeds = torch.cat([TARGET.embed(batch.input_ids[b, 1:length]), torch.zeros(PASSES, H).double()])[None]
-        hidden = head.unroll(embeds, features[None, :, :-H], PASSES)
-        for t in range(length):
-            for name in reach:
-                chance, emitted, whole = 1.0, 1.0, True
-                for j in range(PASSES):
-                    s = t + 1 + j
-                    if not (s < length and batch.loss_mask[b, s]):
-                        whole = False
-                        break
-                    p = TARGET.lm_head(features[s, -H:]).softmax(-1)
-                    q = head.lm_head(head.norm(hidden[j][0, t])).softmax(-1)
-                    own = torch.minimum(p[D2T], q).sum().item()
-                    if name == "agreement":
-                        own = float(int(D2T[q.argmax()]) == int(p.argmax()))
-                    reach[name][j][0] += chance * own
-                    reach[name][j][1] += chance
-                    chance *= own
-                    emitted += chance
-                if whole:
-                    lengths[name].append(emitted)
-                    places += [b * max(LENGTHS) + t + 1] if name == "agreement" else []
-    for name, length in (("accept", "chain_length"), ("agreement", "chain_length_greedy")):
-        for j, (total, count) in enumerate(reach[name], start=1):
-            assert float(found.sums[f"{name}_{j}"]) == pytest.approx(total, rel=1e-5)
-            assert float(found.counts[f"{name}_{j}"]) == pytest.approx(count, rel=1e-5)
-        assert float(found.sums[length]) == pytest.approx(sum(lengths[name]), rel=1e-5)
-        assert int(found.counts[length]) == len(lengths[name])
-    # A draft of row t follows the token behind it.
-    assert found.rounds is not None and found.rounds[0].tolist() == places
-    assert found.rounds[1].tolist() == pytest.approx(lengths["agreement"])
-
-
 @torch.no_grad()
 def test_a_new_head_begins_with_the_targets_scaled_output() -> None:
     """Its own logits are not scaled, in any server: the target's factor goes into the norm before them."""

@@ -20,7 +20,7 @@ TRAINED: dict[str, Any] = {
     "samples": {"training": {"samples": 1200, "tokens": 34567}},
     "options": {"lr": 3e-5, "init": "random", "license": "", "betas": [0.9, 0.95]},
     "step": 1500,
-    "metrics": {"loss": 1.25, "tau": 2.5, "accept_3": 0.5},
+    "metrics": {"loss": 1.25, "tau": 2.5, "accepted_3": 0.5},
     "teacher": {
         "source": "vLLM's states",
         "tokens": 127,
@@ -69,7 +69,7 @@ def test_a_trained_heads_card_says_what_a_reader_needs():
         "1,200 samples, 34,567 tokens": "Data",
         "1,500 steps of `draftsmith train eagle`:\n\n```yaml\nlr: 3.0e-05\ninit: random\nbetas:": "Training",
         "| loss | 1.25 |": "Measured on held-out samples",
-        "| accept_3 | 0.5 | chance that drafted token 3 is": "Measured on held-out samples",
+        "| accepted_3 | 0.5 | share of the drafted tokens 3 that are": "Measured on held-out samples",
         "draftsmith eval bench --target owner/model --head DIR --methods eagle --data FILE ": "tau by task",
         "draftsmith export --head DIR --format sglang --output DIR-sglang": "How to use it",
         "draftsmith 0.1, torch 2.8, commit 1234.": "Versions",
