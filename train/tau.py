@@ -6,7 +6,7 @@ have. The answers are kept with the run, a server's states too, and a resumed ru
 
 A training on stored states loads no layer of the target: it reads along the recorded answers of the held-out rows. If
 these were sampled, tau is that of decoding at their temperature, top-k and top-p, in the mean over its random numbers:
-p follows from the stored final states, by the target's readout and lm_head.
+p follows from the stored final states, as they are rounded, by the target's readout and lm_head.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AnsweredPrompt:
 
 
 class TauProbe:
-    """Measures tau of greedy chains of `depth` tokens along answers, on all ranks, at validations; tau picks best/.
+    """Measures tau of drafts of `depth` tokens along answers, on all ranks, at validations; tau picks best/.
 
     Beside it stands `tau_general`, on general prompts that ship: tau on held-out training data does not predict other
     text.
@@ -176,6 +176,9 @@ def tau_probe(module: LitDrafter, val: Samples) -> TauProbe | None:
         # The others read what rank 0 has written.
         gathered(None)
         answered = read_answers(path) if asked else []
+        if [own.prompt for own in answered] != asked:
+            found = f"{path} of other prompts than rank 0 has written"
+            raise InputError("output", found, "a directory that all ranks share", "Put it on a shared file system.")
         held_out, general = answered[: len(prompts)], answered[len(prompts) :]
     if not held_out:
         say_on_rank_zero("note: tau is not measured: the held-out rows have no answer of the target")
