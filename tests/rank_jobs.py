@@ -114,8 +114,9 @@ def watched() -> Iterator[dict[str, Any]]:
         facts["grad_norms"].append(self.grad_norm)
         reader = getattr(self, "reader", None)
         frozen = self.target if reader is None else getattr(reader, "drafts", reader).drafter.lm
-        # Of a target whose states are stored, and whose tau is not measured, only the embeddings are here.
-        frozen_params = list(frozen.model.parameters()) if hasattr(frozen, "model") else [frozen.weights.embeddings]
+        # Of a target whose states are stored only the embeddings are here.
+        outer = [] if hasattr(frozen, "model") else [own for own in vars(frozen.weights).values() if own is not None]
+        frozen_params = outer or list(frozen.model.parameters())
         facts["frozen_elements"] = sum(p.numel() for p in frozen_params)
         facts["frozen_partitioned"] = any(hasattr(p, "ds_id") for p in frozen_params)
         facts["head_partitioned"] = [p.numel() == 0 for p in self.head.parameters()]
