@@ -172,9 +172,9 @@ def check_loggers(config: TrainConfig) -> None:
         return
     import wandb
 
-    for name, value in os.environ.items():
+    for name, value in {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}.items():
         try:
-            wandb.Settings().update_from_env_vars({name: value} if name.startswith("WANDB_") else {})
+            wandb.Settings().update_from_env_vars({name: value})
         except Exception as error:  # the client has a family of errors, and pydantic's
             found, reason = "a value" if "KEY" in name else repr(value), " ".join(str(error).split())
             raise InputError(name, found, f"one that Weights & Biases takes ({reason})", "Change it.") from error
