@@ -48,8 +48,6 @@ TRAIN = [
     "eagle3-embedded",
     "--target",
     TARGET,
-    "--tau-prompts",
-    "8",
     "--loggers",
     "csv",
     "--num-threads",
@@ -262,6 +260,8 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
     layers, depth = head.loss_layers(head.config, target.info.num_layers), 3  # ttt_steps
     taus = [TauProbe(target, layers, depth, answers)(head, torch.device("cpu")) for answers in (kept, here)]
     measured = json.loads((output / "last" / "manifest.json").read_text())["metrics"]
-    FIGURES.append(f"val/tau by a server {measured['tau']:.4f}, here {taus[1]['tau']:.4f}; {same} of 8 answers equal")
+    FIGURES.append(
+        f"val/tau by a server {measured['tau']:.4f}, here {taus[1]['tau']:.4f}; {same} of {len(kept)} answers equal"
+    )
     assert {name: measured[name] for name in taus[0]} == pytest.approx(taus[0])
-    assert len(kept) == 8 and same >= 7 and measured["tau"] == pytest.approx(taus[1]["tau"], rel=0.02)
+    assert len(kept) == same > 0 and measured["tau"] == pytest.approx(taus[1]["tau"], rel=0.02)
