@@ -18,7 +18,7 @@ LLAMA = LlamaConfig(50, 8, 16, 1, 2, 1, 4, 64, rope_theta=5e5)
 TRAINED: dict[str, Any] = {
     "target": {"config": "aaaa", "lm_head": "bbbb"},
     "samples": {"training": {"samples": 1200, "tokens": 34567}},
-    "options": {"lr": 3e-5, "init": "random", "license": "", "betas": [0.9, 0.95]},
+    "options": {"lr": 3e-5, "init": "random", "betas": [0.9, 0.95]},
     "step": 1500,
     "metrics": {"loss": 1.25, "tau": 2.5, "accepted_3": 0.5},
     "teacher": {
@@ -90,7 +90,7 @@ def test_a_license_is_stated_or_said_not_to_be():
     matter, sections = parts(model_card("eagle", eagle_manifest()))
     assert (matter["license"], matter["license_name"]) == ("other", "not-stated")
     assert sections["License"].startswith("Not stated.") and "licenses apply to `owner/model`" in sections["License"]
-    matter, sections = parts(model_card("eagle", eagle_manifest(license="apache-2.0")))
+    matter, sections = parts(model_card("eagle", {**eagle_manifest(), "license": "apache-2.0"}))
     assert matter["license"] == "apache-2.0" and sections["License"].startswith("`apache-2.0`")
 
 
