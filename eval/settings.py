@@ -108,7 +108,7 @@ class Running(Target):
         seed: Seed of sampling, and of the bootstrap.
     """
 
-    help_group: ClassVar[str] = "Models"
+    help_group: ClassVar[str] = "Target"
 
     num_threads: int = 1
     seed: int = 0

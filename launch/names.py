@@ -9,7 +9,7 @@ SAME = {
     "warmup_share": "warmup_ratio",
     "output": "output_dir save_path out",
     "target": "model model_name_or_path target_model target_model_path verifier",
-    "head": "draft draft_model draft_model_path speculative_model",
+    "head": "draft_model draft_model_path speculative_model",
     "data": "data_path train_data_path dataset",
     "ttt_steps": "ttt_length",
     "draft_vocab": "draft_vocab_size",
@@ -18,8 +18,11 @@ SAME = {
     "rows": "limit",
     "loggers": "report_to log_with",
 }
-# Names of settings that count differently here: the error explains ours.
+# Names that are near to ours, and of settings that count differently here: the error says ours.
 DIFFERENT = {
+    "prompts responses answers artifact": "--data",
+    "draft speculator": "--head, a head or a draft model",
+    "engine": "--loader, which runs a model here",
     "per_device_train_batch_size train_batch_size": "--batch-size, of all devices and accumulated parts together",
     "gradient_accumulation_steps accumulation_steps": "--accumulate, which divides --batch-size",
     "num_speculative_tokens speculative_num_steps": "it in a method: --methods eagle3:k=5",
