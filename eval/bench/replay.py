@@ -35,6 +35,7 @@ from draftsmith.modules.along import (
     read,
     whole,
 )
+from draftsmith.modules.decoding.trace import tau
 from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import LabeledMethod
@@ -218,7 +219,11 @@ def tau_of(replayed: Sequence[Replayed], resamples: Resamples, calls: Floats) ->
     """Return tau, its interval, and the sum of the target calls [N] of the answers."""
     tokens = np.array([one.walk.num_tokens for one in replayed])
     taus = resamples.interval(resamples.sums(tokens) / resamples.sums(calls))
-    return {"tau": float(tokens.sum() / calls.sum()), "tau_ci95": taus, "num_target_calls": float(calls.sum())}
+    return {
+        "tau": tau(float(tokens.sum()), float(calls.sum())),
+        "tau_ci95": taus,
+        "num_target_calls": float(calls.sum()),
+    }
 
 
 def rounds_of(replayed: Sequence[Replayed]) -> Rounds:

@@ -40,7 +40,7 @@ from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.settings import DIVISIONS
 from draftsmith.modules.decoding.loop import Generation
-from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool, tau
 from draftsmith.modules.pretrained.files import write_table, write_text
 from draftsmith.modules.pretrained.reading import regular
 from draftsmith.modules.types import InputError
@@ -382,7 +382,7 @@ def classes_of_rounds(rounds: Rounds, resamples: Resamples, by: Sequence[str]) -
             found[name].append({
                 **about,
                 "rounds": round(calls.sum()),
-                "tau": float(emitted.sum() / max(calls.sum(), 1)),
+                "tau": tau(float(emitted.sum()), float(calls.sum())),
                 "tau_ci95": resamples.interval(taus) if enough else None,
                 "acceptance_rate": float(weight @ rounds.accepted / drafted) if drafted else None,
                 "accepted_by_place": rounds.by_place(mask),

@@ -151,8 +151,8 @@ class LlamaCppClient:
 
     def templated(self, question: str) -> list[int]:
         """Return the token ids of a question by the server's own chat template and tokenizer."""
-        body = {"messages": [{"role": "user", "content": question}]}
-        text = self._server.json("apply-template", {"prompt": str}, body)["prompt"]
+        asked = {"messages": [{"role": "user", "content": question}]}
+        text = self._server.json("apply-template", {"prompt": str}, asked)["prompt"]
         body = {"content": text, "add_special": False, "parse_special": True}
         tokens: list[int] = self._server.json("tokenize", TOKENS, body)["tokens"]
         return tokens
