@@ -88,9 +88,11 @@ def unsound(by_place: Sequence[float]) -> str:
 
 
 def bad_numbers(metrics: Mapping[str, float]) -> str:
-    """Return `unsound` of the metrics of a validation."""
-    names = [name for name in (f"accepted_{j}" for j in range(1, TOKENS + 1)) if name in metrics] or ["top1"]
-    return unsound([metrics[name] for name in names]) if names[0] in metrics else ""
+    """Return `unsound` of the metrics of a validation: of tau's rounds, or of the first tokens if it has none."""
+    reached = [metrics[name] for name in (f"accepted_{j}" for j in range(1, TOKENS + 1)) if name in metrics]
+    reached = reached or [metrics[name] for name in ("top1",) if name in metrics]
+    # A place's share counts rounds that accept it and all before it.
+    return unsound([now / before for before, now in itertools.pairwise([1.0, *reached]) if before]) if reached else ""
 
 
 def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> str:

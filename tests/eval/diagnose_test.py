@@ -19,7 +19,7 @@ from worlds import tiny_llama_dir
 from draftsmith.data import prompts, responses
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
-from draftsmith.eval.diagnose.diagnosis import template
+from draftsmith.eval.diagnose.diagnosis import bad_numbers, template
 from draftsmith.eval.settings import DiagnoseConfig
 from draftsmith.launch.export.diagnose import run
 from draftsmith.launch.export.export import run as export
@@ -385,6 +385,22 @@ def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
     own = data.identity["chat_template"]
     assert not template(Checkpoint(world.target), rows, data, own).lost
     assert "trained on another template" in template(Checkpoint(world.target), rows, data, "0123").advice
+
+
+@pytest.mark.parametrize(
+    ("metrics", "begins"),
+    [
+        # Each place counts rounds that accept all before it, too: 60 %, again 60 %, 55 %.
+        ({"accepted_1": 0.6, "accepted_2": 0.36, "accepted_3": 0.198, "top1": 0.1}, ""),
+        ({"accepted_1": 0.6, "accepted_2": 0.12}, "a later token"),
+        ({"accepted_1": 0.4, "accepted_2": 0.3}, "the first token"),
+        ({"top1": 0.4}, "the first token"),
+        ({"loss": 1.0}, ""),
+    ],
+)
+def test_bad_numbers_of_a_validation(metrics, begins):
+    found = bad_numbers(metrics)
+    assert found.startswith(begins) and bool(found) == bool(begins)
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("eagle3", 20), ("medusa", 19)])
