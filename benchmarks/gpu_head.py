@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import Column, Table, format_interval, log_note, print_table
+from draftsmith.data.console import Column, Table, log_note, print_table
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -154,18 +154,6 @@ def run(config: GpuHeadConfig) -> Path:
     results = read_object(out / "bench" / "results.json", {}) if measured else {}
     for table in results_tables(results) if results else ():
         print_table(table, bold="fastest")
-    rows = [
-        {
-            "method": row["method"],
-            "task": part["name"],
-            "tau": part["tau"],
-            "interval": format_interval(part["tau_ci95"]),
-        }
-        for row in results.get("methods", ())
-        for part in row["by"].get("task", ())
-    ]
-    columns = [Column("method", "method"), Column("name", "task"), Column("tau", "tau", ".2f")]
-    print_table(Table("tasks", "tau by task, greedy", [*columns, Column("interval", "95 % CI")], rows))
     total = time.monotonic() - stages.began
     shown = [{**own, "seconds": f"{own['seconds']:.1f}"} for own in stages.done]
     columns = [Column(name, name) for name in ("stage", "seconds", "outcome")]
