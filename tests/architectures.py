@@ -1,7 +1,7 @@
 """Every architecture of transformers that writes text as a tiny random target: decoding, and teaching heads.
 
-`python tests/architectures.py` tries them all in about three minutes of one core, and writes what it found to
-architectures.yaml. `tests/modules/targets/architectures_test.py` tries one of each row of that file.
+`python tests/architectures.py` writes architectures.yaml, in about three minutes of one core, and says which came out
+otherwise than before. `tests/modules/targets/architectures_test.py` compares some of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,16 @@ import draftsmith
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import parse_method
-from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, final_state
+from draftsmith.modules.targets.proof import Proof, Reference, prove, prove_states
+from draftsmith.modules.targets.readout import Readout, candidates
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 from draftsmith.train.optimizers import make_optimizer
 
-FILE = Path(__file__).with_suffix(".yaml")
+KNOWN = Path(__file__).parent / "architectures.yaml"
 PROMPT, ANSWER = 30, 16  # beyond the window
 GREEDY = SamplingParams()
 # Of the logits' spread, in float32. A recurrence rounds otherwise where a text is read in parts, and random layers
@@ -83,7 +86,7 @@ NEAR_TIES = 2
 
 @dataclass
 class Outcome:
-    """Result of an architecture: each of `WAYS`, `states` and each of `HEADS` -> equal, refused or wrong.
+    """Result of an architecture: each of `WAYS`, `states`, `teacher` and each of `HEADS` -> equal, refused or wrong.
 
     reasons: of the refusals.
     """
@@ -94,8 +97,8 @@ class Outcome:
 
     @property
     def cells(self) -> str:
-        """All of it in one line."""
-        columns = (tuple(WAYS), ("states",), tuple(HEADS))
+        """The columns of architectures.yaml: engine, decoding, states, teacher, heads, reasons."""
+        columns = (tuple(WAYS), ("states",), ("teacher",), tuple(HEADS))
         reasons = "; ".join(dict.fromkeys(self.reasons)) or "none"
         return " | ".join([self.engine, *map(self._cell, columns), reasons])
 
@@ -110,7 +113,7 @@ class Outcome:
     def whole(self) -> bool:
         """Everything but trees and rows, which some caches cannot hold, is equal."""
         optional = {"trees", "rows"}
-        return all(self.found.get(name) == "equal" for name in {*WAYS, "states", *HEADS} - optional)
+        return all(self.found.get(name) == "equal" for name in {*WAYS, "states", "teacher", *HEADS} - optional)
 
     def attempt(self, name: str, equal: Callable[[], bool]) -> None:
         try:
@@ -124,6 +127,20 @@ def architectures() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> `model_type`, and the settings that are not the generated ones."""
     names = [*causal_types(), *multimodal_types()]
     return {name: (name, {}) for name in names if name not in OMITTED} | VARIANTS
+
+
+def known() -> dict[str, str]:
+    """Architecture -> its `cells`, as they came out last."""
+    rows: dict[str, list[str]] = yaml.safe_load(KNOWN.read_text("utf-8"))
+    return {name: cells for cells, alike in rows.items() for name in alike}
+
+
+def write(outcomes: Mapping[str, Outcome]) -> None:
+    """Write architectures.yaml: `cells` -> the architectures that came out so."""
+    rows: dict[str, list[str]] = {}
+    for name, outcome in outcomes.items():
+        rows.setdefault(outcome.cells, []).append(name)
+    KNOWN.write_text(yaml.safe_dump(rows, width=120, sort_keys=False, default_flow_style=None), "utf-8")
 
 
 def build(name: str, directory: Path) -> Any:
@@ -146,6 +163,7 @@ def outcome(name: str) -> Outcome:
         with torch.no_grad():
             decode(model, lm, result)
             result.attempt("states", lambda: states(model, lm))
+            result.attempt("teacher", lambda: teacher(model, lm))
         for kind in HEADS:
             result.attempt(kind, lambda kind=kind: teaches(model, lm, kind))
     return result
@@ -198,6 +216,60 @@ def close(ours: Tensor, theirs: Tensor, error: float = WHOLE_ERROR) -> bool:
     ours, theirs = ours.double(), theirs.double()
     spread = theirs - theirs.mean(-1, keepdim=True)
     return ours.shape == theirs.shape and bool((ours - theirs).norm() <= error * spread.norm())
+
+
+def teacher(model: Any, lm: CausalLM) -> bool:
+    """Whether a target's files and its states from before the final norm give its logits, and every other way from
+    states to logits is refused: another gain, no norm, no softcap or scale, another layer, rows shifted by one."""
+    text = torch.tensor(sample(PROMPT + ANSWER, 3))
+    before, logits = unnormed(model, text), model(input_ids=text[None], use_cache=False).logits[0]
+    outer = load_outer(lm.info.path)
+    weights = outer.weights
+    reference = Reference.of_logits(logits, torch.cat([text[1:], torch.tensor([-1])]))
+    readouts = list(candidates(Checkpoint(lm.info.path).text))
+
+    def proof(states: Tensor, among: Sequence[Readout] = readouts) -> Proof | None:
+        def logits_by(readout: Readout) -> Tensor:
+            return readout.logits(readout.normed(states, weights.norm, weights.norm_bias), weights.output, weights.bias)
+
+        try:
+            return prove("states", among, logits_by, reference, torch.float32)
+        except InputError:
+            return None
+
+    right = proof(before)
+    if right is None:
+        found = "states, which no norm, scale and softcap of its files turn into its logits"
+        raise InputError("teacher", found, "its logits", "")
+    normed = right.readout.normed(before, weights.norm, weights.norm_bias)
+    same = close(right.readout.logits(normed, weights.output, weights.bias), logits)
+    layers = lm.features(text[None], aux_layers=tuple(range(lm.info.num_layers)))[0].split(lm.info.hidden_size, -1)
+    # Mamba counts the states behind its layers from 0.
+    layer = next(states for states in reversed(layers) if not close(states, before))
+    wrong = [proof(before.roll(1, 0)), proof(layer)]
+    wrong += [proof(before, [other]) for other in readouts if other != right.readout]
+    return same and not any(wrong) and proved_in_process(lm, text, layer)
+
+
+def proved_in_process(lm: CausalLM, text: Tensor, layer: Tensor) -> bool:
+    """Whether the target's own final states pass, and those of a layer before, of shifted rows, of a norm that is
+    applied twice, or without its softcap and scale do not."""
+    states = lm.features(text[None])[0]
+
+    def passes(states: Tensor) -> bool:
+        try:
+            prove_states(lm, text, states, torch.float32, "states")
+        except InputError:
+            return False
+        return True
+
+    own, right = lm.readout, passes(states)
+    wrong = [passes(other) for other in (layer, states.roll(1, 0), F.rms_norm(states, states.shape[-1:]) * 0.7)]
+    for other in {replace(own, softcap=None), replace(own, scale=1.0)} - {own}:
+        lm.readout = other
+        wrong.append(passes(states))
+    lm.readout = own
+    return right and not any(wrong)
 
 
 def unnormed(model: Any, text: Tensor) -> Tensor:
@@ -254,12 +326,6 @@ def reason(error: InputError) -> str:
     return found.partition(", which ")[2] or found
 
 
-def recorded() -> dict[str, str]:
-    """Architecture -> what was found of it."""
-    rows = yaml.safe_load(FILE.read_text("utf-8"))
-    return {name: cells for cells, names in rows.items() for name in names}
-
-
 def quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -270,14 +336,17 @@ def quiet() -> None:
 
 def main() -> None:
     quiet()
-    before, outcomes = recorded(), {name: outcome(name) for name in architectures()}
-    rows: dict[str, list[str]] = {}
-    for name, own in outcomes.items():
-        rows.setdefault(own.cells, []).append(name)
-    FILE.write_text(yaml.safe_dump(rows, sort_keys=False, default_flow_style=None, width=120), "utf-8")
-    wrong = [name for name, own in outcomes.items() if "wrong" in own.found.values()]
-    changed = [name for name, own in outcomes.items() if own.cells != before.get(name)]
-    print(f"{len(outcomes)} architectures; wrong: {wrong or 'none'}; otherwise than before: {changed or 'none'}")
+    before, outcomes = known(), {name: outcome(name) for name in architectures()}
+    write(outcomes)
+    tried, multimodal = outcomes.keys() - VARIANTS.keys(), {*multimodal_types()}
+    whole = {name for name in tried if outcomes[name].whole}
+    wrong = [name for name, outcome in outcomes.items() if "wrong" in outcome.found.values()]
+    changed = [name for name, outcome in outcomes.items() if outcome.cells != before.get(name)]
+    sys.stdout.write(
+        f"{len(outcomes)} architectures; wrong: {wrong or 'none'}; otherwise than before: {changed or 'none'}\n"
+        f"{len(whole)} of {len(tried)} pass all but trees and rows, among them {len(whole & multimodal)} of "
+        f"{len(multimodal & tried)} that only multimodal classes load\n"
+    )
     if wrong or len(changed) > NEAR_TIES:
         sys.exit(1)
 
