@@ -144,7 +144,7 @@ def test_heads_of_every_large_target_have_recipes_that_fit_one_gpu(plans):
 
 
 def test_the_guides_table_of_recipes_is_what_their_plans_say(plans):
-    """docs/guides/large-targets.md, EAGLE-3 and DSpark of a target: memory of the GPU, bytes of a token's states, hours."""
+    """docs/guides/large-targets.md, EAGLE-3 and DSpark of a target: GB of the GPU, kB of a token's states, hours."""
     text = (ROOT / "docs" / "guides" / "large-targets.md").read_text("utf-8")
     rows = re.findall(
         r"\| `([\w.-]+)` \|[^|]*\| (\d+) GB, (\d+) GB \| (\d+) kB, (\d+) kB \| ([\d.]+), ([\d.]+) \|", text
