@@ -20,7 +20,7 @@ from draftsmith.modules.decoding.plain import PromptAnswer
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_method
 from draftsmith.modules.drafters.methods import chain_method
-from draftsmith.modules.pretrained.checkpoint import checkpoint_of
+from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams, check_range
@@ -76,17 +76,19 @@ def encode(target: CausalLM, prompt: Prompt) -> list[int]:
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or not any(isinstance(part, Mapping) for part in prompt):
         return token_ids("prompt", prompt, target)
-    messages = []
-    for number, part in enumerate(prompt):
-        message = dict(part) if isinstance(part, Mapping) else {}
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+    return encode_messages(checkpoint_of(target), prompt)
+
+
+def encode_messages(target: Checkpoint, messages: Sequence[Any]) -> list[int]:
+    """Encode chat messages, each with a role and a content of text; InputError as `encode`."""
+    for number, message in enumerate(messages):
+        of_text = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not of_text:
             expected = "messages, each with a role and a content of text"
-            raise InputError(f"prompt, message {number}", repr(part)[:80], expected, "Correct it.")
-        messages.append(message)
+            raise InputError(f"prompt, message {number}", repr(message)[:80], expected, "Correct it.")
     try:
-        for message in messages:
-            well_formed(message["content"], "the prompt")
-        return list(prompt_ids(load_chat_tokenizer(checkpoint_of(target)), messages))
+        said = [{**message, "content": well_formed(message["content"], "the prompt")} for message in messages]
+        return list(prompt_ids(load_chat_tokenizer(target), said))
     except RowError as error:
         raise InputError("prompt", str(error), "messages that the chat template takes", "Correct it.") from error
 

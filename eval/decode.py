@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from rich.text import Text
 
 from draftsmith.data.console import SafeConsole, add_result, log_note
 from draftsmith.data.text.conversations import well_formed
-from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.answer import Answer, TokenStream
+from draftsmith.data.text.template import RowError
+from draftsmith.eval.answer import Answer, TokenStream, encode_messages
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import load_run, trained_for
 from draftsmith.eval.settings import DecodeConfig
 from draftsmith.modules.decoding.loop import Generation
-from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.drafters.methods import by_drafter, chain_drafters
 from draftsmith.modules.finite import name_nonfinite
@@ -37,14 +35,14 @@ def run(config: DecodeConfig) -> Generation:
     params = config.sampling
     check_ranges(config, max_new_tokens=1, num_threads=1)
     config, target = config.open(config.target)
-    tokenizer, prompt = encode_prompt(config, target)
+    prompt = encode_prompt(config, target)
     models = load_run(config, target, [named], [BenchPrompt("on the command line", prompt)], [params])
     drafter = named.method.build(models)
 
     console = SafeConsole(highlight=False, soft_wrap=True)
     legend = Text.assemble((f"{named.label}: ", "dim"), ("drafted and accepted", DRAFTED))
     log_note(legend.append(" · ", "dim").append("the target's own", OWN).append("\n"))
-    stream = TokenStream(tokenizer)
+    stream = TokenStream(target.tokenizer)
     answer: list[str] = []
 
     def show(pieces: Iterable[tuple[str, bool]]) -> None:
@@ -60,11 +58,10 @@ def run(config: DecodeConfig) -> Generation:
     with name_nonfinite(["on the command line"]):
         for done in decoded:
             show(stream.push(done.tokens, done.num_accepted))
-    elapsed_s, generation = time.perf_counter() - start, decoded.generation
+    elapsed_s, generation, totals = time.perf_counter() - start, decoded.generation, decoded.totals
     show(stream.finish())
     console.print()
 
-    totals = pool([generation.trace])
     counts = {"tau": totals.tau, "target_calls": totals.num_target_calls, "accepted": totals.num_accepted}
     counts |= {"drafted": totals.num_draft_tokens, "tokens": totals.num_tokens, "wall_s": elapsed_s}
     add_result(method=named.label, answer="".join(answer), ended=generation.ended, **counts)
@@ -98,23 +95,19 @@ def choose_method(config: DecodeConfig) -> LabeledMethod:
     return named[0]
 
 
-def encode_prompt(config: DecodeConfig, target: Checkpoint) -> tuple[Any, list[int]]:
-    """Return the tokenizer, and the prompt's token ids."""
-    if config.prompt == "-":
+def encode_prompt(config: DecodeConfig, target: Checkpoint) -> list[int]:
+    """Return the prompt's token ids."""
+    text = config.prompt
+    if text == "-":
         log_note("reading the prompt from standard input, up to its end")
     try:
         # Windows' pipes begin with a byte-order mark.
-        given = sys.stdin.read().removeprefix("\ufeff") if config.prompt == "-" else config.prompt
-        text = well_formed(given, "prompt")
-        if not text.strip():
-            raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
-        if config.raw:
-            tokenizer = target.tokenizer
-            return tokenizer, list(tokenizer(text)["input_ids"])
-        tokenizer = load_chat_tokenizer(target)
-        messages = [{"role": "user", "content": text}]
-        if config.system:
-            messages.insert(0, {"role": "system", "content": well_formed(config.system, "system")})
-        return tokenizer, list(prompt_ids(tokenizer, messages))
+        text = well_formed(sys.stdin.read().removeprefix("\ufeff") if text == "-" else text, "prompt")
     except (RowError, UnicodeDecodeError) as error:
-        raise InputError("prompt", error, "text that the chat template takes, in UTF-8", "Correct it.") from error
+        raise InputError("prompt", error, "text in UTF-8", "Correct it.") from error
+    if not text.strip():
+        raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
+    if config.raw:
+        return list(target.tokenizer(text)["input_ids"])
+    system = [{"role": "system", "content": config.system}] if config.system else []
+    return encode_messages(target, [*system, {"role": "user", "content": text}])

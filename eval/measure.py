@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval.answer import Answer, Prompt, encode, token_ids
@@ -22,41 +21,24 @@ if TYPE_CHECKING:
     import pandas
 
 # (token ids of the prompt, most new tokens, seed) -> the answer's token ids, or the answer with its counts.
-Decode = Callable[[list[int], int, int], "Sequence[int] | Generation | Answer"]
-NUMBERS = (
-    "method",
-    "prompts",
-    "tokens",
-    "tokens_per_s",
-    "speedup",
-    "tau",
-    "acceptance_rate",
-    "matches_ar",
-    "cpu_s",
-    "wall_s",
-)
+Decode = Callable[[list[int], int, int], "Sequence[int] | Answer"]
+NUMBERS = ("prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar", "cpu_s", "wall_s")
 
 
-@dataclass(frozen=True)
-class CallableRunner:
-    """Runner of a user's callable. One that returns only token ids has no rounds to count."""
+def runner_of(label: str, decode: Decode, target: CausalLM) -> Runner:
+    """Return the runner of a user's callable. One that returns only token ids has no rounds to count."""
 
-    label: str
-    decode: Decode
-    target: CausalLM
-
-    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        """Call it; plain token ids are cut at an end token and at `max_new_tokens`."""
-        answer: Any = self.decode(list(prompt), max_new_tokens, seed)
-        if isinstance(answer, Answer):
-            return answer.generation
-        if isinstance(answer, Generation):
-            return answer
-        tokens = token_ids(f"methods, {self.label}, an answer", answer, self.target)[:max_new_tokens]
-        # Cut as our own decoder does, so that the counts of tokens are comparable.
-        ends = [at for at, token in enumerate(tokens) if token in self.target.info.eos_ids][:1]
+    def answer(prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
+        made = decode(list(prompt), max_new_tokens, seed)
+        if isinstance(made, Answer):
+            return made.generation
+        tokens = token_ids(f"methods, {label}, an answer", made, target)[:max_new_tokens]
+        # Cut at an end token, as our own decoder does, so that the counts of tokens are comparable.
+        ends = [at for at, token in enumerate(tokens) if token in target.info.eos_ids][:1]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         return Generation(tokens, DecodeTrace(prefill_emitted=len(tokens)), bool(ends))
+
+    return answer
 
 
 def measure(
@@ -104,7 +86,7 @@ def measure(
             session = target.session(1, capacity, () if drafter is None else drafter.aux_layers)
             runners[label] = EngineRunner(target, drafter, params, tuple(target.info.eos_ids), session=session)
         else:
-            runners[label] = CallableRunner(label, drafter, target)
+            runners[label] = runner_of(label, drafter, target)
 
     measured: dict[str, list[Row]] = {label: [] for label in runners}
     try:
@@ -122,7 +104,7 @@ def measure(
     fair = params.greedy and str(target.dtype) == "torch.float32"
     table = []
     for summary in summarize(measured, clock_name(target.device), seed, fair, temperature):
-        numbers = with_ends(summary, NUMBERS)
+        numbers = with_ends(summary, ("method", *NUMBERS))
         # Of a callable that returns only tokens, no rounds were counted.
         if summary["num_target_calls"] <= summary["prompts"]:
             numbers |= dict.fromkeys(("tau", "tau_low", "tau_high", "acceptance_rate"))

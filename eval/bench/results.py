@@ -390,6 +390,16 @@ def classes_of_rounds(rounds: Rounds, resamples: Resamples, by: Sequence[str]) -
     return found
 
 
+def sums_by(rows: Sequence[Row], name: str) -> dict[str, tuple[Floats, Floats]]:
+    """Return the emitted tokens and target calls [N] of the answers in each class of a division."""
+    if name in OF_ROUNDS:
+        rounds = Rounds.of(rows)
+        return {about["name"]: rounds.sums(mask, len(rows)) for about, mask in rounds.classes(name)}
+    tokens, calls = (np.array([row[column] for row in rows], np.float64) for column in ("tokens", "num_target_calls"))
+    masks = {value: np.array([label_of(row, name) == value for row in rows]) for value in values_of(rows, name)}
+    return {value or "none": (tokens * mask, calls * mask) for value, mask in masks.items()}
+
+
 def shown_classes(row: Mapping[str, Any], name: str) -> list[Row]:
     """Return the classes of a division that are shown: those of rounds have enough of them."""
     parts = (row.get("by") or {}).get(name) or ()

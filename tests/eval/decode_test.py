@@ -100,8 +100,8 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
 def test_a_byte_order_mark_on_stdin_is_no_token(models, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffWhat does it do?"))
     target = Checkpoint(models["target"])
-    piped = encode_prompt(DecodeConfig("-", models["target"]), target)[1]
-    assert piped == encode_prompt(DecodeConfig("What does it do?", models["target"]), target)[1]
+    piped = encode_prompt(DecodeConfig("-", models["target"]), target)
+    assert piped == encode_prompt(DecodeConfig("What does it do?", models["target"]), target)
 
 
 def test_what_cannot_be_streamed_is_an_error(models, capsys):
