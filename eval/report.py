@@ -54,14 +54,14 @@ SHAPE: dict[str, Any] = {
     "tables?": [{"name": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}],
 }
 METRICS, SETTINGS, FINISHED = "metrics.csv", "config.yaml", "training.json"  # of a training
-DEPTH = re.compile(r"val/(top1|accepted)_(\d+)$")  # acceptance of a draft's token at this depth
+# Curves of a training: title -> metrics, by the name in whose place a group stands.
 CURVES = {
-    "training-loss": "Loss by steps",
-    "training-tau": "Tau of held-out prompts by steps",
-    "training-depth": "Right tokens at each place of a draft, where those before are, by steps",
-    "training-speed": "Tokens a second by steps",
-    "served-load": "Tokens a second by requests at once",
+    "Loss by steps": r"(train|val)/loss",
+    "tau of held-out prompts by steps": r"val/(tau)",
+    "Accepted by place, by steps": r"val/accepted_(\d+)",
+    "Tokens a second by steps": r"cost/(tokens_per_s)",
 }
+LOAD = "Tokens a second by requests at once"  # the curve of a server
 TITLES = {"bench": "Benchmark", "certify": "Certificate", "replay": "Replayed answers", "served": "In a server"}
 TITLES |= {"training": "Training"}
 TRACE_BYTES = 2_600_000  # of trace lines for all runs together: the page stays under 5 MB
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def temperatures(self) -> list[float]:
-        """Temperatures of a benchmark's rows, ascending."""
+        """Temperatures of a bench's rows, ascending."""
         return sorted({row["temperature"] for row in self.results.get("methods", [])})
 
 
@@ -177,41 +177,37 @@ def read_training(directory: Path) -> dict[str, Any]:
         status = f"Running: step {step:,.0f} is the last one logged."
     else:
         status = f"Interrupted: step {step:,.0f} is the last one logged. The same command continues."
-    curves = {name: list(points_of(rows, name)) for name in CURVES}
-    tables = [latest(rows), *(drawn_data(name, points) for name, points in curves.items() if points)]
+    curves = {title: points_of(rows, pattern) for title, pattern in CURVES.items()}
+    tables = [latest(rows), *(drawn_data(title, points) for title, points in curves.items() if points)]
     changed = datetime.datetime.fromtimestamp((directory / METRICS).stat().st_mtime, datetime.UTC)
     meta = {"kind": "training", "settings": settings, "command": command, "status": status}
     meta["date"] = changed.strftime("%Y-%m-%d %H:%M:%S UTC")
     return {"meta": meta, "tables": to_json(tables), "summary": {"step": step}}
 
 
-def points_of(rows: Sequence[Row], name: str) -> Iterator[dict[str, Any]]:
-    """Yield the points of one of CURVES."""
-    for row in rows:
-        for key, value in row.items():
-            depth = DEPTH.match(key)
-            series = {
-                "training-loss": {"train/loss": "training", "val/loss": "validation"}.get(key),
-                "training-tau": {"val/tau": "tau"}.get(key),
-                "training-depth": f"token {depth[2]}" if depth else {"val/top1": "token 1"}.get(key),
-                "training-speed": {"cost/tokens_per_s": "training"}.get(key),
-            }.get(name)
-            if series is not None and not (key == "val/top1" and "val/accepted_1" in row):
-                yield {"at_step": row["step"], "series": series, "value": value}
+def points_of(rows: Sequence[Row], pattern: str) -> list[Row]:
+    """Return the points of one of CURVES."""
+    return [
+        {"at_step": row["step"], "series": found[1], "value": value}
+        for row in rows
+        for key, value in row.items()
+        if (found := re.fullmatch(pattern, key))
+    ]
 
 
 def latest(rows: Sequence[Row]) -> Table:
     """Return the table of every metric's last value, its step, and its range."""
-    found: dict[str, dict[str, Any]] = {}
+    values: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        for key, value in row.items():
-            if key != "step":
-                before = found.get(key, {"lowest": value, "highest": value})
-                low, high = min(before["lowest"], value), max(before["highest"], value)
-                found[key] = {"metric": key, "value": value, "step": row["step"], "lowest": low, "highest": high}
+        for key in row.keys() - {"step"}:
+            values.setdefault(key, []).append((row["step"], row[key]))
+    lines = []
+    for key in sorted(values):
+        (step, value), own = values[key][-1], [value for _, value in values[key]]
+        lines.append({"metric": key, "value": value, "step": step, "lowest": min(own), "highest": max(own)})
     columns = [Column("metric", "metric"), Column("value", "latest", ".4g"), Column("step", "at step", ",.0f")]
     columns += [Column("lowest", "lowest", ".4g"), Column("highest", "highest", ".4g")]
-    return Table("training-latest", "Latest numbers", columns, [found[key] for key in sorted(found)])
+    return Table("training-latest", "Latest numbers", columns, lines)
 
 
 # -- a section of the page
@@ -226,7 +222,7 @@ def section_of(one: Run, trace_bytes: int) -> dict[str, Any]:
         if table.rows and {"at_step", "series", "value"} <= table.rows[0].keys():
             # One step is a dot: its numbers stand in a table.
             if len({row["at_step"] for row in table.rows}) > 1:
-                shown.append(chart(CURVES.get(table.name, table.name), table.rows))
+                shown.append(chart(LOAD if table.name == "served-load" else table.name, table.rows))
         elif table.columns:
             shown.append(table)
         elif table.rows:
@@ -280,7 +276,7 @@ def speed_text(row: Row) -> str:
     claim = "is faster" if low > 1 else "is slower" if high < 1 else "is neither faster nor slower for certain"
     return (
         f"{row['method']} {claim} than the target alone: {row['speedup']:.2f} times ({interval}), "
-        f"{row['tokens_per_s']:,.1f} tokens/s, acceptance length {row['tau']:.2f}"
+        f"{row['tokens_per_s']:,.1f} tokens/s, tau {row['tau']:.2f}"
     )
 
 

@@ -127,9 +127,9 @@ def test_a_running_training_shows_its_curves_so_far(tmp_path):
     assert found["about"].startswith("Running: step 20 is the last one logged. Target embedded:target")
     assert found["command"] == f"draftsmith train eagle --config '{directory}/config.yaml'"
     curves = {figure["title"]: figure["paths"] for figure in found["figures"][1:]}
-    assert [name for name, _ in curves["Loss by steps"]] == ["validation", "training"]
+    assert [name for name, _ in curves["Loss by steps"]] == ["val", "train"]
     assert "Tokens a second by steps" not in curves  # one step is a dot
-    (_, tau), *others = curves["Tau of held-out prompts by steps"]
+    (_, tau), *others = curves["tau of held-out prompts by steps"]
     assert not others and [float(place.split(",")[1]) for place in tau.split()] == [198.0, 8.0]  # upwards
     last = {row["metric"]: (row["value"], row["step"], row["lowest"]) for row in found["figures"][0].rows}
     assert last["val/loss"] == (5.5, 20, 5.5) and last["cost/tokens_per_s"] == (1200.0, 10, 1200.0)

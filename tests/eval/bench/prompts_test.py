@@ -25,8 +25,9 @@ from draftsmith.modules.types import InputError
 NEW_TOKENS = 6
 FILES = {
     "talk.jsonl": [
-        {"question_id": 81, "category": "writing", "turns": ["Rename a to b", "Now to c", "And to d"]},
-        {"question_id": 82, "category": "writing", "turns": ["Explain this function"]},
+        {"question_id": 81, "category": "writing", "turns": ["Rename a to b", "Now to c", "And to d"],
+         "language": "en"},
+        {"question_id": 82, "category": "writing", "turns": ["Explain this function"], "language": "de"},
         {"question_id": 83, "category": "writing", "turns": ["Sort these imports"]},
     ],
     "share.json": [
@@ -53,7 +54,7 @@ def tasks(tmp_path_factory) -> Path:
 def config(models, tasks, tmp_path_factory) -> BenchConfig:
     return BenchConfig(
         target=models["target"], head=models["draft"], data=str(tasks), methods="spec:k=3", limit=2, repeats=2,
-        max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature="0,1",
+        max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature="0,1", by="turn,task,language",
         output=tmp_path_factory.mktemp("tasks-bench"),
     )  # fmt: skip
 
@@ -111,6 +112,19 @@ def test_temperatures_have_rows_of_their_own_against_their_own_baseline(found):
         by_task = {part["name"]: part for part in row["by"]["task"]}
         assert set(by_task) == {"talk", "share", "plain"} and by_task["share"]["prompts"] == 2
         assert row["macro_tau"] == pytest.approx(sum(part["tau"] for part in by_task.values()) / 3)
+
+
+def test_any_column_of_the_rows_divides_the_numbers_and_one_of_none_is_refused(found, config, tmp_path):
+    _, results, rows = found
+    for row in results["methods"]:
+        own = [r for r in rows if (r["method"], r["temperature"]) == (row["method"], row["temperature"])]
+        for name, ids in (("en", {"81"}), ("de", {"82"}), ("none", {"s", "0"})):
+            part = next(part for part in row["by"]["language"] if part["name"] == name)
+            asked = [r for r in own if r["id"] in ids and r["error"] is None]
+            assert part["prompts"] == len(asked) and part["tokens"] == sum(r["tokens"] for r in asked)
+            assert part["tau"] == part["tokens"] / sum(r["num_target_calls"] for r in asked) and part["speedup"] > 0
+    with pytest.raises(InputError, match="by: found route, expected context, turn, kind, task, or a column"):
+        bench.run(dataclasses.replace(config, by="task,route", output=tmp_path))
 
 
 def test_a_prompt_that_is_too_long_is_reported_and_the_others_are_measured(found):
