@@ -1,4 +1,4 @@
-"""Interrupted runs: what is measured is kept, what is left is done, and nothing else."""
+"""Interrupted runs: what is measured, and measured for `auto`, is kept; what is left is done, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import time
 
 import pytest
 from forked import commanded
+from worlds import draft_options
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import measuring as asking
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.measuring import Journal
 from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bench.tables import caption
 from draftsmith.modules.types import InputError
 
 NUM_PROMPTS = 24
+GIVEN = "online:c=0.1:max=4,spec:k=2"
+AUTO = "online:max=4,eagle-tree:nodes=auto:depth=auto:topk=2"
 CLOCKS = {"wall_s", "cpu_s", "wall_s_runs", "cpu_s_runs"}
 
 
@@ -72,13 +76,6 @@ def test_the_same_command_goes_on_behind_what_was_measured(config, unbroken, tmp
     assert "5 of 12 prompts are measured" in capsys.readouterr().err
     assert len(seen) == 12 - 5
     assert counts(broken) == unbroken and not journal.exists()
-    # A finished run is not measured again.
-    before = (tmp_path / "results.json").read_text()
-    with monkeypatch.context() as patch:
-        assert interrupt_after(patch, 0) == []
-        assert bench.run(broken) == 0
-    assert "already done" in capsys.readouterr().err
-    assert (tmp_path / "results.json").read_text() == before and counts(broken) == unbroken
 
 
 def test_a_killed_process_is_continued(config, models, tmp_path):
@@ -116,3 +113,59 @@ def test_a_damaged_journal_is_told(tmp_path):
     (tmp_path / "journal.jsonl").write_text('{"settings": {}, "auto": {}}\nnonsense\n')
     with pytest.raises(InputError, match="damaged in line 2"):
         Journal(tmp_path)
+
+
+def config_of(models, output, **changes) -> BenchConfig:
+    return BenchConfig(
+        **{
+            **draft_options({flag: models[flag] for flag in ("target", "draft", "eagle", "data")}),
+            **{"methods": AUTO, "repeats": 1, "max_new_tokens": 12, "temperature": "0,1", "output": output},
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(models, tmp_path_factory) -> tuple[BenchConfig, BenchConfig]:
+    """A run by costs that no clock took, and the same run, interrupted."""
+    config = config_of(models, tmp_path_factory.mktemp("first"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.eval.costs.measure_step_cost", lambda *_: 0.1)
+        patch.setattr("draftsmith.eval.costs.time_draft_steps", lambda *_: {"first": 0.002, "step": 0.001})
+        patch.setattr("draftsmith.eval.costs.time_target_trees", lambda *_: {1: 0.01, 64: 0.03})
+        assert bench.run(config) == 0
+        broken = dataclasses.replace(config, output=tmp_path_factory.mktemp("broken"))
+        interrupt_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            bench.run(broken)
+    return config, broken
+
+
+def rounds(config: BenchConfig) -> list[tuple]:
+    """Of every row what no clock said: its tokens, and its rounds one by one."""
+    return [
+        (row["method"], row["temperature"], row["prompt"], row["token_ids"], row["rounds"])
+        for row in read_rows(config.output)
+    ]
+
+
+def test_what_auto_came_to_is_in_the_results(runs):
+    results = json.loads((runs[0].output / "results.json").read_text())
+    assert results["meta"]["step_costs"] == {"draft": 0.1} and " c by draft: 0.1." in caption(results)
+    assert results["meta"]["tree_times"]["target, by rows"] == {"1": 0.01, "64": 0.03}
+
+
+def test_with_c_given_the_seed_fixes_every_round(models, tmp_path):
+    configs = [config_of(models, tmp_path / name, methods=GIVEN) for name in ("a", "b")]
+    assert [bench.run(config) for config in configs] == [0, 0]
+    assert rounds(configs[0]) == rounds(configs[1])
+    assert json.loads((tmp_path / "a" / "results.json").read_text())["meta"]["step_costs"] == {}
+
+
+def test_a_broken_run_goes_on_with_its_costs_and_what_was_learned(runs, monkeypatch):
+    whole, broken = runs
+    # A resumed run asks no clock for costs.
+    monkeypatch.setattr("draftsmith.eval.costs.measure_step_cost", None)
+    monkeypatch.setattr("draftsmith.eval.costs.time_target_trees", None)
+    assert bench.run(broken) == 0
+    assert rounds(broken) == rounds(whole)
