@@ -104,7 +104,7 @@ def row_of(
         "turn": prompt.turn,
         "id": prompt.id,
         "task": prompt.task,
-        "labels": list(prompt.labels.items()),
+        "labels": dict(prompt.labels),
         "prompt_tokens": len(prompt.prompt_ids),
         "prompt_ids": prompt.prompt_ids if method == BASELINE else None,
         "tokens": totals.num_tokens,

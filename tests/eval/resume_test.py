@@ -82,10 +82,12 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
     """SIGKILL in the middle: no handler runs, nothing is written behind it."""
     many = tmp_path / "many.jsonl"
     many.write_text(
-        "".join(json.dumps({"id": str(i), "prompt": f"Rename a{i} to b"}) + "\n" for i in range(NUM_PROMPTS))
+        "".join(
+            json.dumps({"id": f"{i}", "prompt": f"Rename a{i} to b", "half": i % 2}) + "\n" for i in range(NUM_PROMPTS)
+        )
     )
-    broken = dataclasses.replace(config, data=str(many), temperature="0", output=tmp_path / "broken")
-    words = [f"--{name}={getattr(broken, name)}" for name in ("target", "data", "methods", "repeats",
+    broken = dataclasses.replace(config, data=str(many), by="half", temperature="0", output=tmp_path / "broken")
+    words = [f"--{name}={getattr(broken, name)}" for name in ("target", "data", "methods", "repeats", "by",
                                                              "max_new_tokens", "output")]  # fmt: skip
     words += [f"--head={path}" for path in broken.head]
     process = commanded(["eval", "bench", *words], tmp_path / "log")
@@ -104,9 +106,10 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
     for row in (row for before in kept for row in before):
         found = rows[row["method"], row["prompt"]]
         # Kinds of tokens are added once all is measured.
-        assert {**row, "kinds": found["kinds"]} == found
+        assert {**row, "kinds": found["kinds"], "labels": list(row["labels"].items())} == found
     results = json.loads((broken.output / "results.json").read_text())
     assert all(row["prompts"] == NUM_PROMPTS and row["matches_ar"] for row in results["methods"])
+    assert [part["prompts"] for row in results["methods"] for part in row["by"]["half"]] == [NUM_PROMPTS // 2] * 4
 
 
 def test_a_damaged_journal_is_told(tmp_path):

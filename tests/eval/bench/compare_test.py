@@ -81,7 +81,7 @@ def test_tau_is_compared_in_the_classes_that_both_runs_have(tmp_path):
 
     def answers(rounds: int) -> list[Row]:
         rows = [item(number, list(range(21)), 1.0, rounds) for number in range(12)]
-        return [{**row, "labels": [("language", "en" if row["prompt"] < 6 else "")]} for row in rows]
+        return [{**row, "labels": {"language": "en" if row["prompt"] < 6 else ""}} for row in rows]
 
     settings = {**META["settings"], "by": "context,language"}
     first, second = (
