@@ -162,6 +162,8 @@ def test_with_c_given_the_seed_fixes_every_round(models, tmp_path):
     configs = [config_of(models, tmp_path / name, methods=GIVEN) for name in ("a", "b")]
     assert [bench.run(config) for config in configs] == [0, 0]
     assert rounds(configs[0]) == rounds(configs[1])
+    other = dataclasses.replace(configs[0], seed=1, output=tmp_path / "other")
+    assert bench.run(other) == 0 and rounds(other) != rounds(configs[0])
     assert json.loads((tmp_path / "a" / "results.json").read_text())["meta"]["step_costs"] == {}
 
 

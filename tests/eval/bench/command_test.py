@@ -24,10 +24,6 @@ from draftsmith.modules.types import InputError
 
 METHODS = "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.3:calibrated=on,eagle:k=2"
 NEW_TOKENS = 20
-SCHEMA = {
-    "method", "prompts", "tokens", "wall_s", "cpu_s", "tokens_per_s", "speedup", "tau", "num_target_calls",
-    "num_draft_tokens", "num_discarded", "discard_rate", "verification_rate", "matches_ar",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +55,7 @@ def test_the_baseline_is_measured_although_it_was_not_listed(results):
     assert [row["method"] for row in results["methods"]] == ["ar", *METHODS.split(",")]
     first = results["methods"][0]
     assert (first["speedup"], first["speedup_ci95"], first["tau"]) == (1.0, [1.0, 1.0], 1.0)
-
-
-def test_every_row_has_the_documented_fields_and_the_identity_of_counts(results):
-    for row in results["methods"]:
-        assert set(row) >= SCHEMA
-        assert (row["prompts"], row["tokens"]) == (5, 5 * NEW_TOKENS)
-        assert row["num_draft_tokens"] + row["num_target_calls"] == row["tokens"] + row["num_discarded"]
-        assert row["tau"] == row["tokens"] / row["num_target_calls"]
-        assert row["discard_rate"] == row["num_discarded"] / row["tokens"]
-        assert row["verification_rate"] == row["num_target_calls"] / row["tokens"]
-        seconds = row["cpu_s"]
-        assert results["meta"]["clock"] == "cpu" and row["tokens_per_s"] == pytest.approx(row["tokens"] / seconds)
-        assert row["speedup_ci95"][0] <= row["speedup"] <= row["speedup_ci95"][1]
+    assert results["meta"]["clock"] == "cpu" and all(row["tokens"] == 5 * NEW_TOKENS for row in results["methods"])
 
 
 def test_greedy_output_of_every_method_is_the_targets_own(results, per_prompt, models):
@@ -100,19 +84,6 @@ def test_prompts_and_tasks_add_up_to_the_whole(results, per_prompt):
             assert row[count] == sum(part[count] for part in row["by"]["task"])
         assert row["cpu_s"] == pytest.approx(sum(item["cpu_s"] for item in own))
         assert {part["name"]: part["prompts"] for part in row["by"]["task"]} == {"a": 3, "b": 2}
-
-
-def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
-    sampling = dataclasses.replace(
-        config, methods="spec:k=3,eagle:k=2", temperature="0.8", top_k=10, repeats=1, limit=2, output=tmp_path
-    )
-    tokens = []
-    for seed in (0, 0, 1):
-        found = bench.bench(dataclasses.replace(sampling, seed=seed, again=True))
-        assert [row["matches_ar"] for row in found["methods"]] == [None] * 3
-        tokens.append([row["token_ids"] for row in read_rows(tmp_path)])
-    assert tokens[0] == tokens[1] != tokens[2]
-    assert len(tokens[0]) == 3 * 2
 
 
 def test_an_answer_ends_at_the_end_token_unless_told_otherwise(config, per_prompt, tmp_path):

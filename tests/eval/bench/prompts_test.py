@@ -16,7 +16,7 @@ from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.measuring import PromptRunner
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts, read_questions, task_sources
-from draftsmith.eval.bench.results import BASELINE, failures_of, read_rows
+from draftsmith.eval.bench.results import failures_of, read_rows
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
@@ -135,17 +135,6 @@ def test_a_prompt_that_is_too_long_is_reported_and_the_others_are_measured(found
     assert first["error"].endswith(f"no room for an answer in the target's context of {CONTEXT}")
     assert (first["temperature"], second["temperature"]) == (0.0, 1.0)
     assert results["methods"][0]["prompts"] == 7 and failures_of(rows) == results["failures"]
-
-
-@pytest.mark.parametrize(("turns", "expected"), [("first", "Say hello"), ("last", "A RECORDED ANSWER")])
-def test_only_the_first_or_only_the_last_turn(config, tasks, tmp_path, turns, expected):
-    one = dataclasses.replace(
-        config, data=str(tasks / "share.json"), turns=turns, temperature="0", repeats=1, output=tmp_path
-    )
-    assert bench.run(one) == 0
-    rows = [row for row in read_rows(tmp_path) if row["method"] == BASELINE]
-    text = load_chat_tokenizer(config.target).decode(rows[0]["prompt_ids"])
-    assert len(rows) == 1 and expected in text and ("Say it again" in text) is (turns == "last")
 
 
 def test_a_set_in_the_layout_of_fastchat_is_named_by_its_folders(tmp_path):
