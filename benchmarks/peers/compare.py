@@ -38,8 +38,7 @@ from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.command import by_each
-from draftsmith.eval.bench.recorded import read_recorded
-from draftsmith.eval.bench.replay import Replayed, make_drafters, replay_text
+from draftsmith.eval.bench.replay import Replayed, make_drafters, read_recorded, replay_text
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.tables import markdown

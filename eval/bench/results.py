@@ -157,10 +157,12 @@ def read_rows(directory: Path) -> list[Row]:
     """Read the rows of a run; InputError if they are missing or damaged."""
     path = Path(directory) / PER_PROMPT
     try:
-        return pq.read_table(regular(path), schema=SCHEMA).to_pylist()
+        rows = pq.read_table(regular(path), schema=SCHEMA).to_pylist()
     except (pa.ArrowException, KeyError, OSError) as error:
         found = f"unreadable ({' '.join(str(error).split())})"
         raise InputError(str(path), found, "rows of `draftsmith eval bench`", "Measure it again.") from error
+    # Arrow's maps are lists of pairs.
+    return [{**row, "labels": dict(row["labels"])} for row in rows]
 
 
 def totals_of(rows: Sequence[Row]) -> Totals:
@@ -234,7 +236,7 @@ def summarize(
 
 def label_of(row: Mapping[str, Any], name: str) -> str:
     """Return an answer's task, or its value of a column."""
-    return row["task"] if name == "task" else dict(row["labels"]).get(name, "")
+    return row["task"] if name == "task" else row["labels"].get(name, "")
 
 
 def values_of(rows: Sequence[Row], name: str) -> list[str]:

@@ -14,8 +14,14 @@ from states_server import StatesServer
 from worlds import run_models, small_models
 
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.recorded import RecordedAnswer, RecordedText, check_followed, read_recorded
-from draftsmith.eval.bench.replay import make_drafters, replay_text
+from draftsmith.eval.bench.replay import (
+    RecordedAnswer,
+    RecordedText,
+    check_followed,
+    make_drafters,
+    read_recorded,
+    replay_text,
+)
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.launch.cli import main
 from draftsmith.modules import along
