@@ -162,7 +162,7 @@ def read_rows(directory: Path) -> list[Row]:
         found = f"unreadable ({' '.join(str(error).split())})"
         raise InputError(str(path), found, "rows of `draftsmith eval bench`", "Measure it again.") from error
     # Arrow's maps are lists of pairs.
-    return [{**row, "labels": dict(row["labels"])} for row in rows]
+    return [{**row, "labels": dict(row["labels"] or ())} for row in rows]
 
 
 def totals_of(rows: Sequence[Row]) -> Totals:
