@@ -57,7 +57,7 @@ METRICS = {
     "tau": "emitted tokens per target call, along answers of the target",
     "tau_general": "the same on general prompts that ship",
 }
-TEMPLATE = Path(__file__).with_name("card.md")
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
 def model_card(
