@@ -119,7 +119,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Measure": {
         "diagnose": Command(
             "eval.settings:DiagnoseConfig",
-            "launch.export.diagnose",
+            "launch.diagnose",
             "Why a drafter drafts badly, and its files corrected",
             ("head",),
         ),

@@ -1,1 +1,1 @@
-"""Commands that bring heads to other systems and back: export, import, diagnose."""
+"""Commands that bring heads to other systems and back: export, import."""

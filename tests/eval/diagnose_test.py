@@ -21,7 +21,7 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose.diagnosis import bad_numbers, template
 from draftsmith.eval.settings import DiagnoseConfig
-from draftsmith.launch.export.diagnose import run
+from draftsmith.launch.diagnose import run
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.launch.training import run as train_and_explain
