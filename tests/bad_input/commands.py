@@ -17,8 +17,6 @@ ROWS = [
     Row("no value", "decode Hi --target", ("--target", "found no --target")),
     Row("a fraction of a step", f"{TRAIN} --max-steps 1.5", ("--max-steps", "1.5", "int")),
     Row("no such config", "train eagle --config nosuch", ("nosuch", "eagle-embedded")),
-    Row("run: no such pipeline", "run demoo", ("demoo", "Did you mean demo?")),
-    Row("run: output is a file", "run demo --output {chats}", ("prompts.jsonl",)),
     Row("doctor: a flag that is none", "doctor --json maybe", ("maybe",)),
     # decode.
     Row("decode: no such method", f"decode Hi {TARGET}--method nosuch", ("nosuch",)),

@@ -20,7 +20,7 @@ TABLE: dict[str, Row] = {
     f"{area}: {row.id}": row for area in AREAS for row in importlib.import_module(f"bad_input.{area}").ROWS
 }
 # What a finished command leaves: none of it may lie where a command failed.
-COMPLETE = ("manifest.json", "results.json", "training.json", "report.html")
+COMPLETE = ("manifest.json", "results.json", "training.json", "report.html", "finished.json")
 
 
 @pytest.fixture(scope="module")
