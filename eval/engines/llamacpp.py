@@ -87,7 +87,7 @@ class LlamaCppClient:
     length = 0
 
     def __init__(self, url: str, max_new_tokens: int, temperature: float = 0.0, num_drafted: int = 0):
-        self._server, self.num_drafted = Server(ServerConfig(server=url), "a llama.cpp server"), num_drafted
+        self._server, self.num_drafted = Server(ServerConfig(server=url), "a llama.cpp server", root=True), num_drafted
         self.url, self.max_new_tokens, self.temperature = self._server.url, max_new_tokens, temperature
 
     def complete(self, prompt: Sequence[int], seed: int = 0, stop: threading.Event | None = None) -> EngineAnswer:

@@ -251,17 +251,19 @@ def summary(
     tokens, seconds = [one.num_tokens - 1 for one in answers], [one.generation_s for one in answers]
     if 0 in (sum(seconds), sum(tokens)):
         raise InputError("data", "answers of one token each", "longer ones, to time", "Choose other prompts.")
+    # A server that counts nothing may draft all the same.
+    known = setting == PLAIN or any(one.counts for one in cell.counted)
     row: dict[str, Any] = {
         "requests": load,
         "num_drafted": setting.num_drafted,
         "p_min": setting.p_min,
         "tokens_per_s": load * sum(tokens) / sum(seconds),
         "first_token_s": statistics.median(one.first_s for one in answers),
-        "tau": tau_of(cell.counted),
+        "tau": tau_of(cell.counted) if known else None,
         "accepted_by_place": accepted_by_place(cell.counted),
     }
     tasks = sorted({prompt.task for prompt in prompts})
-    if load == 1 and len(tasks) > 1:
+    if load == 1 and len(tasks) > 1 and known:
         owners = [prompt.task for _ in range(len(answers) // len(prompts)) for prompt in prompts]
         parts = {
             task: [one for one, owner in zip(cell.counted, owners, strict=True) if owner == task] for task in tasks

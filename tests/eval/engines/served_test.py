@@ -223,7 +223,7 @@ def url():
 
 
 @pytest.mark.parametrize(
-    ("engine", "label", "tau"), [("llamacpp", "as served", 1.5), ("vllm", "K=2", 1.5), ("sglang", "as served", 1)]
+    ("engine", "label", "tau"), [("llamacpp", "as served", 1.5), ("vllm", "K=2", 1.5), ("sglang", "as served", None)]
 )
 def test_a_running_server_is_measured_by_load(url, engine, label, tau, tmp_path, capsys):
     words = ["eval", "served", "--engine", engine, "--server", url, "--target", "embedded:target", "--limit", "3"]
