@@ -20,6 +20,8 @@ def reply(request: Request) -> Any:
     """Answer as llama.cpp does: a token that ends inside of a character has no event of its own."""
     if not request.content:
         return {"build_info": "fake"}
+    if request.path != "/completion":  # its own endpoint, which lies beside /v1
+        return 404, {}, "File Not Found"
     if not request.body.get("stream"):
         return {"tokens": WHOLE}
     lines = []
