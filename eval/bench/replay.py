@@ -279,7 +279,7 @@ def replay_text(
 def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str]) -> dict[str, Any]:
     """Summarize one method over answers; names as of `results.summarize`, numbers of rounds are means.
 
-    `by` also has drafts of each `length`, of the same drafter.
+    `by` also has each `draft_length` of the same drafter.
     """
     numbers = summary_row(replayed, seed)
     resamples, calls = resamples_of(replayed, seed), torch.stack([one.walk.calls for one in replayed]).T.numpy()
@@ -290,7 +290,7 @@ def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str]) -> dic
         if any(values):
             classes[name] = [{"name": value or "none", **summary_row(own, seed)} for value, own in parts.items()]
     lengths = [{"name": str(n), **tau_of(replayed, resamples, own)} for n, own in enumerate(calls, 1)]
-    return {**numbers, "by": {"length": lengths, **{name: classes[name] for name in by if classes.get(name)}}}
+    return {**numbers, "by": {"draft_length": lengths, **{name: classes[name] for name in by if classes.get(name)}}}
 
 
 def summary_row(replayed: Sequence[Replayed], seed: int) -> dict[str, Any]:

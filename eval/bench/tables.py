@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 SHOWN_PLACES = 8
 PLACES_NOTE = "Of the drafts of n tokens or more, the share whose first n were accepted."
 # What divisions are called in titles, where their names say too little.
-TITLES = {"context": "tokens before the round", "kind": "kind of token", "length": "drafted tokens"}
+TITLES = {"context": "tokens before the round", "kind": "kind of token", "draft_length": "drafted tokens"}
 METHOD_COLUMNS = (
     Column("method", "method"),
     Column("tokens_per_s", "tokens/s", ",.1f"),

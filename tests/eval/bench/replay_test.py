@@ -193,7 +193,7 @@ def test_greedy_replay_is_the_decoders_walk(runs):
         for mine, theirs in zip(row["by"]["task"], own["by"]["task"], strict=True):
             assert (mine["name"], mine["tau"]) == (theirs["name"], theirs["tau"])
     assert rows["spec:k=3"]["tau"] > 1.2 and all(row["tau"] > 1 for row in replayed["methods"]), "nothing is compared"
-    by_length = next(row["by"]["length"] for row in replayed["methods"] if row["method"] == "spec:k=3")
+    by_length = next(row["by"]["draft_length"] for row in replayed["methods"] if row["method"] == "spec:k=3")
     assert by_length[0]["tau"] == rows["spec:k=1"]["tau"]
     assert replayed["meta"]["kind"] == "replay" and not any("speedup" in row for row in replayed["methods"])
 
