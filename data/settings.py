@@ -122,6 +122,8 @@ class StageTarget(Target):
         num_threads: CPU threads; 0 is torch's own choice.
     """
 
+    help_group: ClassVar[str] = "Target"
+
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
-from draftsmith.data.settings import FeatureDtype, Loader, RemoteCode, volatile
+from draftsmith.data.settings import FeatureDtype, StageTarget, volatile
 from draftsmith.data.store.parts import Part, parts_of, words_of
 from draftsmith.modules.drafters import HEADS, head_class
 from draftsmith.modules.types import InputError, check_config
@@ -104,29 +104,21 @@ class Optimization:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
+class Hardware(StageTarget):
     """Options of where and how a training runs.
 
     Attributes:
-        dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
-        loader: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
         devices: Devices of this machine to use; under torchrun it is what torchrun started.
-        device: cpu or cuda; auto takes GPUs where there are some.
         strategy: How several devices work together; auto takes ddp when there are several. The DeepSpeed stages
             partition the optimizer state, then the gradients, then the weights; offload keeps the parts in host memory.
-        num_threads: CPU threads; 0 is torch's own choice.
         num_workers: Processes that read data; 0 reads in the training process.
     """
 
     help_group: ClassVar[str] = "Hardware"
-    help_rarely: ClassVar[tuple[str, ...]] = ("loader", "device", "num_workers")
+    help_rarely: ClassVar[tuple[str, ...]] = ("num_workers",)
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    loader: Loader = volatile("auto")
     devices: int = volatile(1)
-    device: Literal["auto", "cpu", "cuda"] = volatile("auto")
     strategy: Strategy = volatile("auto")
-    num_threads: int = volatile(0)
     num_workers: int = volatile(0)
 
 
@@ -154,7 +146,7 @@ class Tracking:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
+class TrainConfig(Optimization, Hardware, Tracking):
     """Options shared by all heads.
 
     Attributes:
@@ -177,12 +169,14 @@ class TrainConfig(Optimization, Hardware, Tracking, RemoteCode):
     val_share: float = 0.05
     max_length: int = 0
     seed: int = 0
-    trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", words_of(self.data))
         _ = self.parts
         check_config(self, **RANGES)
+        for name, known in {"device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16")}.items():
+            if getattr(self, name) not in known:
+                raise InputError(name, getattr(self, name), f"one of {', '.join(known)}", "Change it.")
         if self.minutes and self.max_steps:
             found, remedy = f"{self.minutes:g} with max_steps {self.max_steps}", "Set one of them to 0."
             raise InputError("minutes", found, "one of the two", remedy)

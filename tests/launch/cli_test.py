@@ -353,7 +353,7 @@ def test_help_leaves_rarely_needed_settings_to_help_all_and_shared_ones_to_the_g
         option = re.compile(rf"--{name}\b")
         found = [bool(option.search(text)) for text in (short, whole, group)]
         assert found == [shorts, True, groups], name
-    titles = ["Required", "Data", "Acceptance length", "Optimization", "Hardware", "Validation", "Always"]
+    titles = ["Required", "Data", "Acceptance length", "Optimization", "Hardware", "Target", "Validation", "Always"]
     assert sorted(titles, key=group.index) == titles and re.search(r"list \d+ further options too", short)
     assert "draftsmith train --help explains" in short
 
