@@ -211,7 +211,7 @@ def pilot(config: GpuHeadConfig, path: Path) -> int:
     began, folder = time.monotonic(), config.output / "prompts"
     lm = load_lm(config.target, config.dtype, config.device, packed=True)
     load_s = time.monotonic() - began
-    prompts = [row["prompt_ids"] for row in Rows(folder, Manifest.read(folder), limit=PILOT).iterate()]
+    prompts = [row["prompt_ids"] for row in Rows(Manifest.read(folder), limit=PILOT).iterate()]
     generate_all(lm, prompts, SamplingParams(), config.max_new_tokens, config.batch_size)
     write_json(path, {"load_s": load_s, "per_s": len(prompts) / (time.monotonic() - began - load_s)})
     return 0

@@ -47,7 +47,7 @@ def run(config: AcceptanceConfig) -> Path:
     recorded = Manifest.read(config.data).identity
     identity = {**target_files.text_identity(recorded), "target": target.info.identity}
     manifest = open_artifact(config.data, "responses", identity)
-    rows = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
+    rows = Rows(manifest, limit=config.limit, vocab_size=target.info.vocab_size)
 
     # Label with the settings of the responses, unless others are given.
     sampling = config.sampling(manifest.sampling or {})

@@ -148,7 +148,7 @@ def open_rows(
     shape: of the target, which is needed for a drafter's layers only.
     """
     info, manifest = target.info, open_texts(config.data, target)
-    rows = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=info.vocab_size)
+    rows = Rows(manifest, limit=config.limit, vocab_size=info.vocab_size)
     aux_layers = () if shape is None else captured_layers(config.drafter, config.layers, shape)
     plan = StagePlan(
         kind="features",

@@ -43,7 +43,7 @@ def run(config: InspectConfig) -> None:
     tokenizer = model.tokenizer
 
     # Print the facts, then the rows.
-    rows = Rows(manifest.directory, manifest)
+    rows = Rows(manifest)
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
     read = files_read(manifest, config.row, config.row + config.rows)

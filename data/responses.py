@@ -68,7 +68,7 @@ def run(config: ResponsesConfig) -> Path:
     config, target = config.open(config.target)
     made_with = target.text_identity(Manifest.read(config.data).identity)
     manifest = open_artifact(config.data, "prompts", made_with)
-    prompts = Rows(manifest.directory, manifest, limit=config.limit, vocab_size=target.shape.vocab_size)
+    prompts = Rows(manifest, limit=config.limit, vocab_size=target.shape.vocab_size)
     tokenizer = None
     if manifest.counts.get("later_turns"):
         tokenizer = turns_tokenizer(target, manifest, config.chat_template)
@@ -101,7 +101,7 @@ def run(config: ResponsesConfig) -> Path:
 
     # Print how much there is to learn from the responses, and warn if it is little.
     if place().rank == 0:
-        masks = Rows(responses.directory, responses, ["loss_mask"]).table()["loss_mask"]
+        masks = Rows(responses, ["loss_mask"]).table()["loss_mask"]
         supervision = Supervision.of(answer_lengths(masks)[0])
         print_text(f"responses: {supervision.text()}")
         if warning := supervision.warning():
@@ -129,7 +129,8 @@ def open_engine(
         return VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code)
 
     # The weights are packed, as decoding reads them.
-    return OwnEngine(settings, load_lm(settings.target, **config.loading, packed=True), config.batch_size)
+    lm = load_lm(settings.target, **config.loading, packed=True)
+    return nullcontext(OwnEngine(settings, lm, config.batch_size))
 
 
 def answer_shard(
@@ -162,4 +163,4 @@ def answer_shard(
                 advance(done)
                 done, since = 0.0, now
         advance(done)
-    return shard_content([conversation.to_json() for _, conversation in conversations])
+    return shard_content([conversation for _, conversation in conversations])

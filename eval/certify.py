@@ -159,7 +159,7 @@ class ServerAnswers:
         if manifest.config["ignore_eos"] and "llamacpp" in manifest.identity.get("answered_by", {}):
             found = "answers of llama.cpp with --ignore-eos, which bars end tokens from being sampled"
             raise InputError(str(directory), found, "answers that may end", "Ask again without it.")
-        return cls(manifest, Rows(manifest.directory, manifest, ["id", "input_ids", "loss_mask"], config.limit))
+        return cls(manifest, Rows(manifest, ["id", "input_ids", "loss_mask"], config.limit))
 
     @property
     def sampling(self) -> SamplingParams:

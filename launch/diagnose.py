@@ -79,10 +79,10 @@ def read_rows(
     parts, rows = parts_of(config.data), list[dict[str, Any]]()
     manifests = [open_artifact(part.path, kinds, target.text_identity(), check) for part in parts]
     manifest, _ = agree(parts, manifests), joined_digest(parts, manifests)
-    epochs = [part.weight * len(Rows(one.directory, one)) for part, one in zip(parts, manifests, strict=True)]
+    epochs = [part.weight * len(Rows(one)) for part, one in zip(parts, manifests, strict=True)]
     for one, epoch in zip(manifests, epochs, strict=True):
         count = max(1, round((config.limit or limit) * epoch / sum(epochs)))
-        rows += Rows(one.directory, one, limit=count, vocab_size=target.shape.vocab_size).iterate()
+        rows += Rows(one, limit=count, vocab_size=target.shape.vocab_size).iterate()
     return rows, manifest
 
 

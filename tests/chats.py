@@ -59,7 +59,7 @@ def make_responses(asked: Path, output: Path, **settings) -> Path:
 
 
 def rows_of(directory: Path) -> list[dict]:
-    return Rows(directory, Manifest.read(directory)).read(0, 99)
+    return Rows(Manifest.read(directory)).read(0, 99)
 
 
 def counts_of(directory: Path) -> dict[str, int]:

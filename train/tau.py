@@ -251,7 +251,7 @@ def probe_prompts(config: TrainDrafterConfig, target: CausalLM, val: Samples, co
         prompts = held_out_prompts(val)
     else:
         manifest = open_artifact(config.tau_data, "prompts", checkpoint_of(target).text_identity())
-        rows = Rows(manifest.directory, manifest, ["prompt_ids"], vocab_size=target.info.vocab_size)
+        rows = Rows(manifest, ["prompt_ids"], vocab_size=target.info.vocab_size)
         prompts = (row["prompt_ids"] for row in rows.iterate())
     return with_room(prompts, len, config.tau_prompts, context)
 

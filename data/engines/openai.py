@@ -22,7 +22,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, check_context
-from draftsmith.data.text.turns import AnswerSettings, BeginConversation, TargetTurn, shard_content
+from draftsmith.data.text.turns import AnswerSettings, BeginConversation, Conversation, TargetTurn, shard_content
 from draftsmith.modules.pretrained.identity import config_hash, template_hash
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.pretrained.tokenizers import closing_tokens
@@ -211,7 +211,7 @@ class ServerShards:
         self._engine, self._prompts, self._begin = engine, prompts, begin
         self._output, self._rows_per_shard = output, rows_per_shard
         # Conversations of the shards with requests in flight, by the shard's number.
-        self._tasks: dict[int, list[asyncio.Task[dict[str, Any] | None]]] = {}
+        self._tasks: dict[int, list[asyncio.Task[Conversation | None]]] = {}
 
     def __enter__(self) -> ServerShards:
         self._runner = asyncio.Runner()
@@ -240,7 +240,7 @@ class ServerShards:
                 self._start(following, advance)
                 break
 
-        async def wait() -> list[dict[str, Any] | None]:
+        async def wait() -> list[Conversation | None]:
             return await asyncio.gather(*self._tasks[shard.index])
 
         conversations = self._runner.run(wait())
@@ -264,7 +264,7 @@ class ServerShards:
 
     async def _converse(
         self, number: int, prompt: dict[str, Any], failures: list[str], advance: Advance
-    ) -> dict[str, Any] | None:
+    ) -> Conversation | None:
         """Generate one conversation; None if a turn has no usable reply. failures: of the shard.
 
         It keeps its slot, so that later turns do not wait for others to begin.
@@ -286,4 +286,4 @@ class ServerShards:
                     advance(1)
                     return None
         advance(1)
-        return conversation.to_json()
+        return conversation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -113,7 +112,7 @@ def set_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-class OwnEngine(AbstractContextManager["OwnEngine"]):
+class OwnEngine:
     """Our own decoder, `batch_size` turns at a time.
 
     Attributes:
@@ -125,9 +124,6 @@ class OwnEngine(AbstractContextManager["OwnEngine"]):
         self.settings, self.lm, self._batch_size = settings, lm, batch_size
         note_slow_dtype(lm)
         self.context, self.identity = lm.info.max_position, {"target": lm.info.identity}
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def answers(self, turns: Sequence[PendingTurn]) -> Iterator[tuple[int, TargetTurn]]:
         """Yield (number in `turns`, response) as responses finish."""

@@ -160,7 +160,9 @@ def prove_served(
     served = compare_answers(source, recorded)
     unrounded, log_probs = source.read_with_log_probs(row)
     states, proved = (each.unflatten(-1, (len(layers), -1)) for each in (states, decode(unrounded).float()))
-    check_stored(states, proved)
+    if not (off := max(distances_of(states, proved))) <= FAR:
+        found = f"stored states off by {off:.0%} from those beside the log-probabilities"
+        raise InputError("server", found, f"the same within {FAR:.0%}", "Restart it: draftsmith launch vllm.")
     served = compare_files(target, row, states, layers, log_probs, served)
     proof = replace(proof, served=served)
     source.teacher = proof.as_json()
@@ -176,14 +178,6 @@ def distances_of(states: Tensor, own: Tensor) -> list[float]:
     parts = away.chunk(max(1, len(away) // NUM_TOKENS))
     numbers: list[float] = torch.stack([part.median(0).values for part in parts]).amax(0).tolist()
     return numbers
-
-
-def check_stored(states: Tensor, proved: Tensor) -> None:
-    """Raise InputError if states [T, L, H] as they are stored are others than those that were proved, but for
-    rounding."""
-    if not (off := max(distances_of(states, proved))) <= FAR:
-        found = f"stored states off by {off:.0%} from those beside the log-probabilities"
-        raise InputError("server", found, f"the same within {FAR:.0%}", "Restart it: draftsmith launch vllm.")
 
 
 def compare_files(

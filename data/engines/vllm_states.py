@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def connector_options(
     }
 
 
-class VllmStates:
+class VllmStates(AbstractContextManager["VllmStates"]):
     """vLLM in processes that end with the context. args: JSON file with further arguments of `vllm.LLM`.
 
     Attributes:
@@ -124,9 +124,6 @@ class VllmStates:
         self._stack.callback(self._llm.llm_engine.engine_core.shutdown)
         self.about = {"vllm": importlib.metadata.version("vllm"), **arguments}
         self._reader = SpoolReader(directory, "rows")
-
-    def __enter__(self) -> VllmStates:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -166,7 +163,7 @@ class VllmStates:
         return self._reader.take(name)
 
 
-class ServedStates:
+class ServedStates(AbstractContextManager["ServedStates"]):
     """Client of a running vLLM server that has our connector. Rows are requested ahead of time and taken later.
 
     If the server restarts, requests without an answer are repeated.
@@ -210,9 +207,6 @@ class ServedStates:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="draftsmith-states", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> ServedStates:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -90,7 +90,7 @@ class ArtifactDataset(Dataset):
         self._ids = "input_ids" if is_text else "prompt_ids"
         names = ["id", *(COLUMNS[manifest.kind] if is_text else (self._ids,))]
         names += ["turn"] if "turn" in manifest.field_names else []
-        self._table = Rows(self.directory, manifest, names, vocab_size=vocab_size).table()
+        self._table = Rows(manifest, names, vocab_size=vocab_size).table()
         self._lists = [name for name in names if pa.types.is_list(self._table[name].type)]
         self._files = FeatureFiles(self.directory)
 

@@ -33,7 +33,6 @@ class Rows:
 
     def __init__(
         self,
-        directory: Path,
         manifest: Manifest,
         columns: Sequence[str] | None = None,
         limit: int = 0,
@@ -43,8 +42,8 @@ class Rows:
         that reads the token ids, to check them."""
         files = [entry for entry in manifest.files if entry.name.endswith(".parquet")]
         if not files:
-            raise InputError(str(Path(directory) / MANIFEST), "no tables", "at least one", "Run its stage again.")
-        self._paths, self._columns = [Path(directory) / entry.name for entry in files], columns
+            raise InputError(str(manifest.directory / MANIFEST), "no tables", "at least one", "Run its stage again.")
+        self._paths, self._columns = [manifest.directory / entry.name for entry in files], columns
         self._vocab_size = vocab_size
         for path, entry in zip(self._paths, files, strict=True):
             if (num_rows := _reading(path, pq.read_metadata).num_rows) != entry.rows:

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from draftsmith.data.stages import Turns
 from draftsmith.data.text.agents import EMPTY, openai_tool, openai_turns, parse_json
 from draftsmith.data.text.template import Messages, RowError
 from draftsmith.modules.types import InputError
 
+# Role of a turn -> its usual names.
 ROLES = {
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "ipython": "tool",
-    "ai": "assistant",
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai"),
+    "system": ("system", "developer"),
+    "tool": ("tool", "observation", "tool_response", "function", "ipython"),
 }
 # Columns beside the chat: our name -> usual names.
 COLUMNS = {
@@ -102,13 +92,6 @@ class OpenTurns:
     not_asked: int = 0
 
 
-class ChatShape(NamedTuple):
-    """Shape of a row, and the column that holds its chat."""
-
-    name: Literal["messages", "turns", "alpaca", "prompt"]
-    column: str
-
-
 def parse_columns(text: str) -> dict[str, str]:
     """Parse `prompt=question,id=key` to {"prompt": "question", "id": "key"}.
 
@@ -156,8 +139,8 @@ def chat_digest(row: Mapping[str, Any], mapping: Mapping[str, str]) -> bytes:
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()
 
 
-def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape:
-    """Return the shape of a row; rows of one source may differ.
+def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> tuple[str, str]:
+    """Return the shape of a row, which is messages, turns, alpaca or prompt, and the column that holds its chat.
 
     Raises:
         RowError: no known shape.
@@ -167,18 +150,18 @@ def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape:
     filled = [name for name, value in row.items() if value is not None or name in mapping.values()]
     for columns in (filled, row):
         if "messages" in mapping:
-            return ChatShape("messages", mapping["messages"])
+            return "messages", mapping["messages"]
         if "prompt" not in mapping:
             for column in (name for name in CHAT_COLUMNS if name in columns):
-                return ChatShape("messages", column)
+                return "messages", column
             if "turns" in columns:
-                return ChatShape("turns", "turns")
+                return "turns", "turns"
             if "instruction" in columns:
-                return ChatShape("alpaca", "instruction")
+                return "alpaca", "instruction"
         column = mapping.get("prompt", "prompt")
         if "prompt" in mapping or column in columns:
             # Preference data has messages under the name prompt.
-            return ChatShape("messages" if isinstance(row.get(column), list) else "prompt", column)
+            return ("messages" if isinstance(row.get(column), list) else "prompt"), column
     found = f"columns {', '.join(row)[:SHOWN_CHARS] or 'none'}, none of {KNOWN_COLUMNS}"
     raise RowError(found, "Map them: --columns prompt=NAME[,answer=NAME].")
 
@@ -391,10 +374,10 @@ def _role(turn: Any) -> str:
     if not isinstance(turn, Mapping):
         raise RowError(f"a turn is {turn!r:.60}, expected role and content (or from and value)")
     name = turn.get("role")
-    role = ROLES.get(str(name).lower())
-    if role is None:
-        raise RowError(f"unknown role {repr(name)[:60]}, expected one of {', '.join(ROLES)}")
-    return role
+    for role, names in ROLES.items():
+        if str(name).lower() in names:
+            return role
+    raise RowError(f"unknown role {repr(name)[:60]}, expected one of {', '.join(itertools.chain(*ROLES.values()))}")
 
 
 def _with_text(turn: Mapping[str, Any], between: str) -> Mapping[str, Any]:

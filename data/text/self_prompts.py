@@ -83,7 +83,7 @@ def written_turns(directory: Path, target: Checkpoint, tokenizer: Any) -> RowSou
     """
     identity = {**target.text_identity(), "chat_template": template_hash(tokenizer)}
     manifest = open_artifact(directory, "responses", identity)
-    rows = Rows(manifest.directory, manifest)
+    rows = Rows(manifest)
     if not rows.read(0, 1)[0]["id"].startswith(f"{SELF}-"):
         found, expected = f"{directory}, responses to whole prompts", f"responses to prompts of --source {SELF}"
         raise InputError("source", found, expected, "Pass the data that the prompts were made from.")

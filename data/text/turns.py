@@ -69,8 +69,9 @@ class Conversation:
     """A conversation while it is answered.
 
     prompt: token ids of the turn that waits for an answer; None at the end. messages: the same as chat messages, only
-    if there are later turns. turn: its number, from 1, or from that of the row of prompts. counts: turns that cannot be
-    asked, by reason, and rows that had to begin anew.
+    if there are later turns. turn: its number, from 1, or from that of the row of prompts. rows: of the artifact
+    `responses`, one unless the template forced others to begin. counts: turns that cannot be asked, by reason, and rows
+    that had to begin anew.
     """
 
     def __init__(self, row: Mapping[str, Any], tokenizer: Any, max_length: int | None):
@@ -79,7 +80,7 @@ class Conversation:
         self._prompt_row, self._tokenizer, self._max_length = row, tokenizer, max_length
         self._later: list[Messages] = json.loads(row["later"])
         self._inputs = json.loads(row.get("template_inputs", "{}"))
-        self._rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
         self.prompt: list[int] | None = list(row["prompt_ids"])
         self.messages: Messages = json.loads(row["messages"]) if self._later else []
         self.turn = self._first = row.get("turn", 1)
@@ -124,17 +125,10 @@ class Conversation:
             self.prompt, self.messages, self.turn = prompt, messages, self.turn + 1
             del self._later[0]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the rows of the artifact `responses` and the counts, as JSON values.
-
-        There is one row, unless the template forced others to begin.
-        """
-        return {"rows": self._rows, "counts": dict(self.counts)}
-
     def _row_for(self, prompt: list[int]) -> dict[str, Any]:
         """Return the row that the answer to this prompt belongs to, extended up to where the answer begins."""
-        if self._rows:
-            row, known = self._rows[-1], len(self._rows[-1]["input_ids"])
+        if self.rows:
+            row, known = self.rows[-1], len(self.rows[-1]["input_ids"])
             # The same tokens again: the conversation continues in the same row.
             if prompt[:known] == row["input_ids"]:
                 row["input_ids"] += prompt[known:]
@@ -144,7 +138,7 @@ class Conversation:
         row_id = self._prompt_row["id"] if self.turn == self._first else f"{self._prompt_row['id']}/turn-{self.turn}"
         row = {"id": row_id, "input_ids": list(prompt), "loss_mask": [False] * len(prompt), "turn": self.turn}
         row |= {"ended": False, "retokenized": False, "task": self._prompt_row["task"], "text": "", "server_tokens": 0}
-        self._rows.append(row)
+        self.rows.append(row)
         return row
 
 
@@ -152,9 +146,9 @@ class Conversation:
 BeginConversation = Callable[[Mapping[str, Any]], Conversation]
 
 
-def shard_content(conversations: Sequence[Mapping[str, Any]]) -> ShardContent:
-    """Build the shard of finished conversations, given as `Conversation.to_json` returns them."""
-    rows = [row for conversation in conversations for row in conversation["rows"]]
+def shard_content(conversations: Sequence[Conversation]) -> ShardContent:
+    """Build the shard of finished conversations."""
+    rows = [row for conversation in conversations for row in conversation.rows]
     masks = [row["loss_mask"] for row in rows]
     counts = Counter(
         tokens=sum(map(len, masks)),
@@ -164,7 +158,7 @@ def shard_content(conversations: Sequence[Mapping[str, Any]]) -> ShardContent:
         retokenized=sum(row["retokenized"] for row in rows),
     )
     for conversation in conversations:
-        counts.update(conversation["counts"])
+        counts.update(conversation.counts)
     return ShardContent(rows, dict(counts))
 
 

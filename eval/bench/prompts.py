@@ -150,7 +150,7 @@ def artifact_rows(directory: Path, target: Checkpoint, turns: Turns, columns: Se
         if ours != theirs:
             found = f"{directory} made with chat template {theirs}"
             raise InputError("data", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
-    rows = Rows(manifest.directory, manifest).iterate()
+    rows = Rows(manifest).iterate()
     yield from with_labels(({"split": "", **row} for row in rows), directory, columns)
 
 

@@ -181,7 +181,7 @@ def read_recorded(config: BenchConfig, target: Checkpoint) -> tuple[list[Recorde
             check_left_out(config, named, "with --replay", "none: responses record how they were sampled")
             params, ends = SamplingParams(**(manifest.sampling or {})), () if manifest.config["ignore_eos"] else ends
             room = manifest.config["max_new_tokens"]
-        stored = Rows(manifest.directory, manifest, None, config.limit, target.shape.vocab_size).iterate()
+        stored = Rows(manifest, None, config.limit, target.shape.vocab_size).iterate()
         rows = with_labels(stored, path, columns)
     else:
         rows = itertools.islice(chat_rows(str(path), target, "last", columns, supervised=True), config.limit or None)

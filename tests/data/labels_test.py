@@ -53,7 +53,7 @@ def labeled(chain, params: SamplingParams) -> list[dict[str, Any]]:
     """Label drafts of the chain's draft model along its responses."""
     target, draft = (load_lm(str(path), dtype="float64") for path in (chain.target, chain.draft))
     responses = chain.directory("responses")
-    source = Rows(responses, Manifest.read(responses), limit=5)
+    source = Rows(Manifest.read(responses), limit=5)
     how = {"drafter": FrozenDrafter(draft, {}), "depth": DEPTH, "stride": STRIDE, "chunk": 4}
     made = settings(target=target, params=params, context=target.info.max_position, **how)
     rows = made.label_shard(source, Shard(0, 0, len(source)), lambda count: None).rows
@@ -267,7 +267,7 @@ CLOSE = 1e-4
 def check_mixed(directory: Path, p_of, q_of, params: SamplingParams) -> list[float]:
     """Compare all labels; return P of all tokens. p_of, q_of: give logits [T, V] of some ids."""
     kept = []
-    for number, row in enumerate(Rows(directory, Manifest.read(directory)).read(0, 99)):
+    for number, row in enumerate(Rows(Manifest.read(directory)).read(0, 99)):
         ids, start = row["input_ids"], row["loss_mask"].index(True)
         uniforms, p_logits, q_logits = row_uniforms("acceptance", 0, number, len(ids) - start), p_of(ids), q_of(ids)
         assert len(row["draft_ids"]) == len(ids) - start
@@ -290,8 +290,8 @@ def test_labels_are_the_papers_formulas(chain, remake, oracles, settings, monkey
     manifest = Manifest.read(directory)
     warp = {"temperature": 1.0, "top_k": 40, "top_p": 0.95} | settings
     assert manifest.sampling == warp
-    responses = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses")))
-    rows = Rows(directory, manifest).read(0, 99)
+    responses = Rows(Manifest.read(chain.directory("responses")))
+    rows = Rows(manifest).read(0, 99)
     assert [row["input_ids"] for row in rows] == [row["input_ids"] for row in responses.iterate()]
     check_mixed(directory, lambda ids: oracles(ids)[0], lambda ids: oracles(ids)[1], SamplingParams(**warp))
 
@@ -325,7 +325,7 @@ def test_only_a_chunk_of_positions_is_ever_scored(pair, monkeypatch):
 def test_a_draft_whose_embedding_is_padded_has_the_labels_of_the_same_draft(chain, pair, remake, tmp_path):
     wide = padded(pair[1], tmp_path / "wide", 8)
     directories = chain.directory("acceptance"), remake("acceptance", head=str(wide))
-    ours, theirs = (Rows(each, Manifest.read(each)).read(0, 99) for each in directories)
+    ours, theirs = (Rows(Manifest.read(each)).read(0, 99) for each in directories)
     assert ours == theirs
 
 

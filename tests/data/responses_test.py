@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.store.shards import Shard, row_uniforms
+from draftsmith.data.store.shards import row_uniforms
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError, SamplingParams
@@ -34,32 +31,12 @@ def oracle(pair):
     return AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float64).eval()
 
 
-def greedy(oracle, prompt: list[int], count: int, eos: int | None = None) -> list[int]:
+def greedy(oracle, prompt: list[int], count: int) -> list[int]:
     """Without a cache, in float64: the plainest loop there is."""
     ids = list(prompt)
     for _ in range(min(count, CONTEXT - len(prompt))):
         ids.append(int(oracle(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == eos:
-            break
     return ids[len(prompt) :]
-
-
-@pytest.mark.parametrize("engine", ["lean", "hf"])
-def test_greedy_answers_are_those_of_one_prompt_at_a_time(pair, oracle, engine):
-    lm = load_lm(str(pair[0]), loader=engine)
-    found = generate_all(lm, PROMPTS, SamplingParams(), 12, 32)
-    assert found == [greedy(oracle, prompt, 12, lm.info.eos_ids[0]) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("engine", ["lean", "hf"])
-def test_rows_end_at_their_end_token_which_is_kept(pair, oracle, tmp_path, engine):
-    eos = greedy(oracle, PROMPTS[0], 6)[5]  # a token that some rows emit, early or late, and others never
-    directory = shutil.copytree(pair[0], tmp_path / "model")
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}))
-    lm = load_lm(str(directory), loader=engine)
-    expected = [greedy(oracle, prompt, 40, eos) for prompt in PROMPTS]
-    assert len({len(row) for row in expected}) > 2
-    assert generate_all(lm, PROMPTS, SamplingParams(), 40, 32) == expected
 
 
 def test_a_row_stops_at_the_end_of_the_context_and_others_go_on(pair, oracle):
@@ -72,7 +49,7 @@ def test_a_row_stops_at_the_end_of_the_context_and_others_go_on(pair, oracle):
 
 def test_sampled_tokens_follow_the_warped_distribution_by_the_rows_own_uniforms(chain, oracle):
     config = chain.configs["responses"]
-    rows = Rows(config.output, Manifest.read(config.output)).read(0, 99)
+    rows = Rows(Manifest.read(config.output)).read(0, 99)
     assert len(rows) == 11
     params = SamplingParams(config.temperature, config.top_k, config.top_p)
     eos = load_lm(str(chain.target)).info.eos_ids
@@ -134,22 +111,6 @@ def test_a_prompt_that_fills_the_context_is_an_input_error(chain, remake, tmp_pa
         remake("responses", data=prompts)
 
 
-class OneTurn:
-    """A conversation of one turn."""
-
-    prompt: list[int] | None = [1]
-    turn = 1
-
-    def to_prompt_row(self) -> dict:
-        return {"id": "0", "prompt_ids": [1]}
-
-    def add_answer(self, answer) -> None:
-        self.prompt = None
-
-    def to_json(self) -> dict:
-        return {"rows": [], "counts": {}}
-
-
 def test_prompts_beyond_the_first_range_of_longrope_are_dropped_where_they_are_made(tmp_path):
     """Phi-3 states a context of 256 tokens, and the keys of 48 tokens change once a text is longer."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -165,23 +126,3 @@ def test_prompts_beyond_the_first_range_of_longrope_are_dropped_where_they_are_m
     # An answer fills the context of decoding, which is that of training, too.
     (length,) = [len(row["input_ids"]) for row in rows_of(config.output)]
     assert length == load_lm(str(target)).info.max_position == Checkpoint(target).info.max_position == 48
-
-
-def test_answers_that_come_together_are_reported_together(monkeypatch):
-    """As vLLM's do: after the first of them the rate would be that of one row, and the time left two days."""
-    rows = [{"id": str(i), "prompt_ids": [1], "later": "[]"} for i in range(5)]
-    prompts = SimpleNamespace(read=lambda start, stop: rows)
-    monkeypatch.setattr(responses, "shard_content", lambda conversations: conversations)
-    now, reported = [0.0], []
-
-    def answers(turns, apart: float):
-        now[0] += 100.0
-        for i in range(len(turns)):
-            now[0] += apart
-            yield i, None
-
-    monkeypatch.setattr(responses.time, "monotonic", lambda: now[0])
-    for apart in (0.001, 0.9):
-        engine = SimpleNamespace(answers=functools.partial(answers, apart=apart), context=9)
-        responses.answer_shard(engine, prompts, lambda row: OneTurn(), Shard(0, 0, 5), reported.append)
-    assert reported == [5, 3, 2, 0]

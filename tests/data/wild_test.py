@@ -52,7 +52,7 @@ def make(pair, tmp_path, monkeypatch):
         (folder / name).write_bytes(content)
         directory = run(PromptsConfig(str(folder / name), str(pair[0]), folder / "out", **changes))
         manifest = Manifest.read(directory)
-        return Rows(directory, manifest).read(0, 10**6), manifest.counts
+        return Rows(manifest).read(0, 10**6), manifest.counts
 
     return make
 

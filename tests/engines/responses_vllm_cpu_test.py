@@ -49,7 +49,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def responses(prompts: Path, output: Path, **settings: Any) -> tuple[list[dict[str, Any]], Manifest]:
     config = ResponsesConfig(prompts, "embedded:target", output, max_new_tokens=48, num_threads=1, **settings)
     manifest = Manifest.read(make_responses(config))
-    return Rows(output, manifest).read(0, 99), manifest
+    return Rows(manifest).read(0, 99), manifest
 
 
 def test_they_are_those_of_our_own_decoder(prompts: Path, tmp_path: Path):

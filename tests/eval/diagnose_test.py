@@ -281,7 +281,7 @@ def test_repair_of_a_draft_vocabulary_in_the_other_convention(world, sound, tmp_
     """vLLM wants what is added to a drafted id, llama.cpp the id: servers draft other tokens, or refuse the file."""
     target, files = load_lm(str(world.target)), tmp_path / format
     whole = load_draft_head(sound, target)
-    said = [row["input_ids"] for row in Rows(world.responses, Manifest.read(world.responses)).iterate()]
+    said = [row["input_ids"] for row in Rows(Manifest.read(world.responses)).iterate()]
     kept = torch.tensor(sorted({token for ids in said for token in ids}))
     state = {**stored_tensors(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
     head = changed(world, sound, tmp_path / "head", state, draft_vocab_size=len(kept))
@@ -358,7 +358,7 @@ def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp
     target = load_lm(str(world.target))
     whole = load_draft_head(sound, target)
     counts = torch.zeros(target.info.vocab_size)
-    for row in Rows(world.responses, Manifest.read(world.responses)).iterate():
+    for row in Rows(Manifest.read(world.responses)).iterate():
         counts += torch.bincount(torch.tensor(row["input_ids"])[row["loss_mask"].index(True) :], minlength=len(counts))
     kept = counts.argsort(descending=True)[5:].sort().values
     state = {**stored_tensors(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
@@ -376,7 +376,7 @@ def test_a_head_trained_on_one_pass(world, diagnosed, tmp_path):
 @pytest.mark.parametrize("by", [-2, 1])
 def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
     data = Manifest.read(world.responses)
-    rows = list(Rows(world.responses, data).iterate())
+    rows = list(Rows(data).iterate())
     moved = [{**row, "loss_mask": torch.tensor(row["loss_mask"]).roll(by).tolist()} for row in rows]
     finding = template(Checkpoint(world.target), moved, data)
     assert finding.lost == 1 and "<|assistant|>" in finding.advice

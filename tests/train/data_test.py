@@ -230,7 +230,7 @@ def test_an_artifact_opens_as_a_data_set_of_its_rows(artifacts, rollouts, name):
     directory = {"rollouts": rollouts, "prompts": artifacts.responses.parent / "prompts"}.get(name)
     directory = directory or getattr(artifacts, name)
     data = draftsmith.open_dataset(directory)
-    columns = Rows(directory, Manifest.read(directory)).table().to_pylist()
+    columns = Rows(Manifest.read(directory)).table().to_pylist()
     assert data.with_format(None).to_list() == columns and len(data.to_pandas()) == len(columns)
     ids = "prompt_ids" if name == "prompts" else "input_ids"
     assert torch.equal(data[len(data) - 1][ids], torch.tensor(columns[-1][ids]))

@@ -58,7 +58,7 @@ def test_supervised_prompts_are_texts_with_masks_of_their_own(artifacts, tmp_pat
     made = prompts.PromptsConfig(str(source), str(artifacts.target), tmp_path / "prompts", supervised=True)
     directory = prompts.run(made)
     data = text_dataset(directory, Checkpoint(artifacts.target))
-    expected = Rows(directory, Manifest.read(directory)).read(0, 3)
+    expected = Rows(Manifest.read(directory)).read(0, 3)
     for name in ("loss_mask", "input_ids"):
         assert [data[i][name].tolist() for i in range(len(data))] == [row[name] for row in expected]
 

@@ -208,7 +208,7 @@ def test_a_head_with_a_reduced_vocabulary_is_trained_saved_and_lossless(made):
     head = load_head(best)
     assert isinstance(head, Eagle3Head) and head.config.draft_vocab_size == 64
     target = load_lm(TARGET)
-    rows = Rows(made.texts, Manifest.read(made.texts))
+    rows = Rows(Manifest.read(made.texts))
     counts = torch.zeros(2048, dtype=torch.int64)
     data = open_dataset(made.features)
     for row in range(len(data)):

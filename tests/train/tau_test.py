@@ -272,7 +272,7 @@ def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artifacts, tmp_
     assert [len(prompt) for prompt in probe_prompts(settings, target, samples, 72)] == [3, 7, 8]
     assert [len(prompt) for prompt in probe_prompts(settings, target, samples, 9)] == [3, 7, 8]
     served = artifacts.responses.with_name("prompts")
-    ids = [row["prompt_ids"] for row in Rows(served, Manifest.read(served)).read(0, 3)]
+    ids = [row["prompt_ids"] for row in Rows(Manifest.read(served)).read(0, 3)]
     assert probe_prompts(dataclasses.replace(settings, tau_data=served), target, samples, 256) == ids
     with pytest.raises(InputError, match="an artifact of kind features, expected kind prompts"):
         probe_prompts(dataclasses.replace(settings, tau_data=artifacts.features), target, samples, 256)

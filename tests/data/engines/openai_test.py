@@ -95,7 +95,7 @@ def ask(chain, remake):
     def make(url: str, **settings):
         asked = {"server_model": "tiny", "concurrency": 4, **settings}
         directory = remake("responses", engine="openai", temperature=0.0, top_k=0, top_p=1.0, server=url, **asked)
-        return directory, Rows(directory, Manifest.read(directory)).read(0, 99)
+        return directory, Rows(Manifest.read(directory)).read(0, 99)
 
     return make
 
@@ -103,7 +103,7 @@ def ask(chain, remake):
 @pytest.fixture
 def expected(chain, remake, tmp_path):
     directory = remake("responses", temperature=0.0, top_k=0, top_p=1.0, output=tmp_path / "in-process")
-    return Rows(directory, Manifest.read(directory)).read(0, 99)
+    return Rows(Manifest.read(directory)).read(0, 99)
 
 
 def tokens(rows: list[dict]) -> list[tuple]:

@@ -10,7 +10,7 @@ import torch
 from forked import forked
 from torch.utils.data import DataLoader
 
-from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset, pack_features
+from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.types import FeatureBatch, InputError
@@ -18,7 +18,7 @@ from draftsmith.modules.types import FeatureBatch, InputError
 
 @pytest.fixture(scope="module")
 def labels(chain):
-    return Rows(chain.directory("acceptance"), Manifest.read(chain.directory("acceptance"))).read(0, 99)
+    return Rows(Manifest.read(chain.directory("acceptance"))).read(0, 99)
 
 
 @pytest.mark.parametrize("mix", [0.5, 0.0])
@@ -60,19 +60,6 @@ def test_masks_depend_on_seed_epoch_and_row_only(chain):
     assert masks(data) == first
     assert masks(open_dataset(chain.directory("acceptance"), mix=0.5, seed=2)) != first
     assert masks(pickle.loads(pickle.dumps(data))) == first
-
-
-def test_collating_pads_at_the_right(chain):
-    data = open_dataset(chain.directory("acceptance"))
-    items = [data[i] for i in range(3)]
-    batch = collate_acceptance(items)
-    width = max(data.lengths[:3])
-    assert batch.z_ids.shape == (3, width) and batch.loss_mask.dtype == torch.bool
-    for i, length in enumerate(data.lengths[:3]):
-        assert batch.attention_mask[i].tolist() == [True] * length + [False] * (width - length)
-        assert torch.equal(batch.z_ids[i, :length], items[i]["z_ids"])
-        assert not batch.loss_mask[i, length:].any() and not batch.z_ids[i, length:].any()
-        assert torch.equal(batch.accept_prob[i, :length], items[i]["accept_prob"])
 
 
 def test_features_collate_to_a_feature_batch(chain):
@@ -119,7 +106,7 @@ def test_pieces_count_every_token_once_and_begin_at_position_0(chain, overlap):
 
 
 def test_rows_are_found_across_shards(chain):
-    table = Rows(chain.directory("prompts"), Manifest.read(chain.directory("prompts")), ["id"])
+    table = Rows(Manifest.read(chain.directory("prompts")), ["id"])
     assert [row["id"] for row in table.read(2, 8)] == [f"row-{i}" for i in range(2, 8)]
     assert len(table) == 11 and len(table.read(9, 99)) == 2
     assert table.table()["id"].to_pylist() == [f"row-{i}" for i in range(11)]
@@ -129,10 +116,10 @@ def test_rows_are_found_across_shards(chain):
 def test_an_id_beyond_the_readers_vocabulary_is_refused(chain, stage, column):
     directory = chain.directory(stage)
     manifest = Manifest.read(directory)
-    largest = max(max(ids) for ids in Rows(directory, manifest).table()[column].to_pylist())
-    assert len(Rows(directory, manifest, [column], vocab_size=largest + 1).read(0, 99)) == 11
+    largest = max(max(ids) for ids in Rows(manifest).table()[column].to_pylist())
+    assert len(Rows(manifest, [column], vocab_size=largest + 1).read(0, 99)) == 11
     with pytest.raises(InputError, match=f"{column}: found {largest}, expected token ids below {largest}"):
-        Rows(directory, manifest, [column], vocab_size=largest).read(0, 99)
+        Rows(manifest, [column], vocab_size=largest).read(0, 99)
 
 
 @pytest.mark.parametrize("change", ["cut", "rewritten"])

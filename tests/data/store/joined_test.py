@@ -17,7 +17,7 @@ import draftsmith
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.parts import Part, parts_of
 from draftsmith.eval.settings import DiagnoseConfig
-from draftsmith.launch.export.diagnose import read_rows
+from draftsmith.launch.diagnose import read_rows
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.types import InputError
 

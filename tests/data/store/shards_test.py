@@ -145,9 +145,7 @@ def test_a_shard_is_written_while_the_next_one_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "write_shard", waiting)
     plan = StagePlan("prompts", "data prompts", OneRowEach(tmp_path / "out"), 3, (Field("id", "string"),), {}, {})
     run_stage(plan, make)
-    assert [row["id"] for row in Rows(plan.directory, Manifest.read(plan.directory)).read(0, 9)] == [
-        f"row-{i}" for i in range(3)
-    ]
+    assert [row["id"] for row in Rows(Manifest.read(plan.directory)).read(0, 9)] == [f"row-{i}" for i in range(3)]
 
 
 @pytest.mark.parametrize("failing", [0, 7])

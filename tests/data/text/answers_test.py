@@ -23,9 +23,7 @@ from draftsmith.data.text.answers import (
     origins,
     spans,
 )
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -92,27 +90,6 @@ def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
         order = torch.cumsum(mask, 0) - 1
         assert item["z_ids"][drafted].tolist() == [row["draft_ids"][at] for at in order[drafted].tolist()]
         assert item["z_ids"][~drafted].tolist() == torch.tensor(row["input_ids"])[~drafted].tolist()
-
-
-def test_drafts_of_rollouts_begin_within_answers(answered, tmp_path):
-    target = load_lm(TARGET)
-    head = EagleHead(EagleConfig.for_target(target.config))
-    saved = str(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
-    config = acceptance.AcceptanceConfig(answered, TARGET, tmp_path / "out", saved, depth=3, stride=2, num_threads=1)
-    rows = rows_of(acceptance.run(config))
-    starts = {(row["id"], start) for row in rows for start in row["starts"]}
-    allowed = {
-        (row["id"], at)
-        for row in rows_of(answered)
-        for start, end in spans(row["loss_mask"])
-        for at in range(start + 1, end)
-    }
-    assert starts <= allowed
-    beyond_first = [(row["id"], spans(row["loss_mask"])[0][1]) for row in rows]
-    assert any(start >= first for name, first in beyond_first for other, start in starts if other == name)
-    assert open_dataset(config.output).answer_lengths(range(len(rows))).sum() == sum(
-        sum(row["loss_mask"]) for row in rows
-    )
 
 
 def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritten, tmp_path):

@@ -9,14 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chats import ASSISTANT, CHATML, MISTRAL, R1, SYSTEM, USER, chat, chat_model, chat_tokenizer, rendered, rows_of
+from chats import ASSISTANT, CHATML, R1, SYSTEM, USER, chat, chat_model, chat_tokenizer, rendered, rows_of
 
 from draftsmith.data.engines.openai import chat_body
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.text.conversations import parse_columns, read_chat
 from draftsmith.data.text.template import RowError, load_chat_tokenizer
-from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import InputError
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -31,25 +30,25 @@ CALLED = [
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory):
-    root = tmp_path_factory.mktemp("targets")
-    return {
-        template: chat_model(root / name, template) for name, template in (("chatml", CHATML), ("mistral", MISTRAL))
-    }
+def target(tmp_path_factory) -> str:
+    return str(chat_model(tmp_path_factory.mktemp("targets") / "chatml", CHATML))
 
 
 @pytest.fixture
-def make(targets, tmp_path):
-    """`data prompts` of these rows, as JSONL or Parquet: (kept rows, counts)."""
+def make(target, tmp_path):
+    """`data prompts` of these rows, as JSONL or Parquet, with the target's template or another: (rows, counts)."""
     runs = iter(range(99))
 
-    def make(rows: list[dict], template: str = CHATML, table: bool = False, **settings):
+    def make(rows: list[dict], template: str = "", table: bool = False, **settings):
         source = tmp_path / f"{next(runs)}.{'parquet' if table else 'jsonl'}"
         if table:
             pq.write_table(pa.Table.from_pylist(rows), source)
         else:
             source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        output = run(PromptsConfig(str(source), str(targets[template]), source.with_suffix(""), **settings))
+        if template:
+            settings["chat_template"] = source.with_suffix(".jinja")
+            settings["chat_template"].write_text(template)
+        output = run(PromptsConfig(str(source), target, source.with_suffix(""), **settings))
         return rows_of(output), Manifest.read(output).counts
 
     return make
@@ -97,18 +96,6 @@ def test_tools_and_calls_reach_the_template_and_the_mask(make, case, table):
     assert {name: value for name, value in counts.items() if name.endswith(("_ignored", "_not_shown"))} == {
         "tool_call_id_not_shown": len(rows)
     }
-
-
-def test_calls_and_tools_are_there_where_only_the_last_turn_is_asked(make, targets, tmp_path):
-    said = [*CALLED, {"role": USER, "content": "Sure?"}]
-    (row,), counts = make([{"messages": said, "tools": [TOOL]}], MISTRAL, turns="last")
-    expected = rendered(MISTRAL, said, tools=[TOOL])
-    assert text_of(row, "prompt_ids") == expected and "[AVAILABLE_TOOLS]" in expected
-    # This template prints no text beside a call.
-    assert [name for name in counts if name.endswith("_not_shown")] == ["assistant_message_not_shown"]
-    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": said, "tools": [TOOL]}))
-    (asked,) = read_prompts(str(tmp_path / "x.jsonl"), str(targets[MISTRAL]))
-    assert asked.prompt_ids == row["prompt_ids"]
 
 
 ANSWER = chat((USER, "Q"), (ASSISTANT, "A"))
@@ -177,25 +164,23 @@ def test_an_answer_that_is_not_to_be_learned_is_context(make, key, value):
     assert len(dropped) == 1 and counts["invalid_dropped"] == 1
 
 
-def test_what_is_not_read_or_not_shown_is_counted_by_its_name(make, targets):
+def test_what_is_not_read_or_not_shown_is_counted_by_its_name(make):
     """The template lists the tools and prints no calls: the name of a function in the text says nothing about them."""
     template = CHATML.replace("{%- elif m.tool_calls %}", "{%- elif false %}")
-    (path := targets[CHATML].parent / "no-calls.jinja").write_text(template)
     thought = {**ANSWER[1], "reasoning": "hm", "thinking": [1], "markdown": "x", "weight": 0.5, "empty": None}
     rows = [
         {"messages": [ANSWER[0], thought]},
         {"messages": NAMED, "system": "Other.", "history": "none", "tools": "?", "chat_template_kwargs": {"mood": 1}},
         {"messages": CALLED, "tools": [TOOL]},
     ]
-    _, counts = make(rows, supervised=True, chat_template=path)
+    _, counts = make(rows, template, supervised=True)
     assert {name: value for name, value in counts.items() if name.endswith(("_ignored", "_not_shown"))} == {
         "reasoning_content_not_shown": 1, "thinking_ignored": 1, "markdown_ignored": 1, "weight_ignored": 1,
         "system_ignored": 1, "history_ignored": 1, "tools_ignored": 1, "chat_template_kwargs_not_shown": 1,
         "tool_calls_not_shown": 1, "tool_call_id_not_shown": 1,
     }  # fmt: skip
-    # A template without tools.
-    (path := targets[CHATML].parent / "no-tools.jinja").write_text(CHATML.replace("{%- if tools %}", "{%- if false %}"))
-    assert make(rows[2:], chat_template=path, turns="last")[1]["tools_not_shown"] == 1
+    without_tools = CHATML.replace("{%- if tools %}", "{%- if false %}")
+    assert make(rows[2:], without_tools, turns="last")[1]["tools_not_shown"] == 1
 
 
 def test_answers_may_be_empty_where_they_are_not_read(make):
@@ -220,14 +205,11 @@ def test_answers_may_be_empty_where_they_are_not_read(make):
         make([{"messages": [*ANSWER, ANSWER[0], {"role": ASSISTANT, "content": ""}]}], supervised=True)
 
 
-def test_variables_of_a_row_reach_the_template(make, targets):
+def test_variables_of_a_row_reach_the_template(make):
     template = CHATML.replace(
         "'<|im_start|>assistant\\n' }}{%- endif %}", "'<|im_start|>' + mood + '\\n' }}{%- endif %}"
     )
-    (targets[CHATML].parent / "mood.jinja").write_text(template)
-    settings = {"chat_template": targets[CHATML].parent / "mood.jinja", "invalid": "drop"}
-    rows = [{"prompt": "Q", "chat_template_kwargs": {"mood": "calm"}}]
-    (row,), _ = make(rows, **settings)
+    (row,), _ = make([{"prompt": "Q", "chat_template_kwargs": {"mood": "calm"}}], template, invalid="drop")
     assert text_of(row, "prompt_ids") == rendered(template, ANSWER[:1], mood="calm", add_generation_prompt=True)
     assert json.loads(row["template_inputs"]) == {"variables": {"mood": "calm"}}
 
@@ -250,44 +232,39 @@ def test_a_blank_thought_hides_no_filled_one(blank):
         assert found.messages[1]["reasoning_content"] == "hm" and not found.ignored
 
 
-def test_messages_that_the_template_drops_are_counted(make, targets):
-    """A template that reads a system message at the first place only, and no results of tools."""
-    begin = "{% for m in messages %}{% if m.role in ('user', 'assistant') or (loop.first and m.role == 'system') %}"
-    text = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    (path := targets[CHATML].parent / "first.jinja").write_text(begin + text)
-    shown = {"messages": NAMED}
-    developer = {"messages": [{"role": "developer", "content": "Also."}, *NAMED]}
-    middle = {"messages": [*ANSWER, *NAMED]}
-    result = {"messages": [ANSWER[0], {"role": "tool", "content": "2"}, ANSWER[1]]}
-    for turns in ("all", "each"):
-        counted = [
-            {name: n for name, n in make([row], chat_template=path, supervised=True, turns=turns)[1].items()
-             if name.endswith("_message_not_shown")}
-            for row in (shown, developer, middle, result)
-        ]  # fmt: skip
-        assert counted == [{}, *[{"system_message_not_shown": 1}] * 2, {"tool_message_not_shown": 1}], turns
-
-
 FIRST = (
     "{% for m in messages %}{% if m.role in ('user', 'assistant') or (loop.first and m.role == 'system') %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 )
 
 
-def test_messages_between_later_answers_that_the_template_drops_are_counted(make, targets):
-    (path := targets[CHATML].parent / "first.jinja").write_text(FIRST)
-    (row,), counts = make([{"messages": [*ANSWER, *NAMED]}], chat_template=path)
+def test_messages_that_the_template_drops_are_counted(make):
+    """A template that reads a system message at the first place only, and no results of tools."""
+    shown = {"messages": NAMED}
+    developer = {"messages": [{"role": "developer", "content": "Also."}, *NAMED]}
+    middle = {"messages": [*ANSWER, *NAMED]}
+    result = {"messages": [ANSWER[0], {"role": "tool", "content": "2"}, ANSWER[1]]}
+    for turns in ("all", "each"):
+        counted = [
+            {name: n for name, n in make([row], FIRST, supervised=True, turns=turns)[1].items()
+             if name.endswith("_message_not_shown")}
+            for row in (shown, developer, middle, result)
+        ]  # fmt: skip
+        assert counted == [{}, *[{"system_message_not_shown": 1}] * 2, {"tool_message_not_shown": 1}], turns
+
+
+def test_messages_between_later_answers_that_the_template_drops_are_counted(make):
+    (row,), counts = make([{"messages": [*ANSWER, *NAMED]}], FIRST)
     assert json.loads(row["later"]) == [NAMED[:2]] and counts["system_message_not_shown"] == 1
     # A template that refuses such a message does so when the turn is asked.
-    path.write_text(FIRST.replace("{% if", "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% if", 1))
-    assert make([{"messages": [*ANSWER, *NAMED]}], chat_template=path)[1]["later_turns"] == 1
+    refuses = FIRST.replace("{% if", "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% if", 1)
+    assert make([{"messages": [*ANSWER, *NAMED]}], refuses)[1]["later_turns"] == 1
 
 
-def test_thoughts_in_an_answers_text_are_counted_where_the_template_drops_them(make, targets):
+def test_thoughts_in_an_answers_text_are_counted_where_the_template_drops_them(make):
     said = chat((USER, "Q"), (ASSISTANT, "<think>hm</think>A"), (USER, "Q"), (ASSISTANT, "<think>1</think>A1"))
-    (path := targets[CHATML].parent / "thoughts.jinja").write_text(R1)
     for turns, supervised in (("all", True), ("last", False)):
-        _, counts = make([{"messages": said}], chat_template=path, turns=turns, supervised=supervised)
+        _, counts = make([{"messages": said}], R1, turns=turns, supervised=supervised)
         assert counts["assistant_message_not_shown"] == 1
         _, counts = make([{"messages": said}], turns=turns, supervised=supervised)
         assert "assistant_message_not_shown" not in counts
@@ -301,19 +278,17 @@ THOUGHTLESS = "m.content.split('</think>')[-1]"
     R1.replace(THOUGHTLESS, "'<think>\n\n</think>' + m.content"),
 ], ids=["dropped", "tags alone", "an empty one before"])  # fmt: skip
 @pytest.mark.parametrize("written", ["<think>\nhm\n</think>\n\nA", "hm\n</think>\n\nA"])
-def test_a_thought_continues_the_prompt_that_opens_it(make, targets, template, written):
+def test_a_thought_continues_the_prompt_that_opens_it(make, template, written):
     """As the model wrote it behind the prompt that a server makes; with the tag that the prompt has, or without."""
-    (path := targets[CHATML].parent / "opens.jinja").write_text(template)
     messages = chat((USER, "Q"), (ASSISTANT, written))
-    (row,), counts = make([{"messages": messages}], chat_template=path, supervised=True, turns="each")
+    (row,), counts = make([{"messages": messages}], template, supervised=True, turns="each")
     assert text_of(row) == "<|User|>Q<|Assistant|><think>\n" + learned(row)
     assert learned(row) == written.removeprefix("<think>\n") + "<|eos|>"
     assert "assistant_message_not_shown" not in counts
 
 
-def test_a_thought_of_its_own_field_continues_the_prompt_too(make, targets):
-    (path := targets[CHATML].parent / "opens.jinja").write_text(R1)
-    settings = {"chat_template": path, "supervised": True, "turns": "each"}
+def test_a_thought_of_its_own_field_continues_the_prompt_too(make):
+    settings = {"template": R1, "supervised": True, "turns": "each"}
     thought = {"role": ASSISTANT, "content": "A", "reasoning_content": "hm"}
     (row,), counts = make([{"messages": [{"role": USER, "content": "Q"}, thought]}], **settings)
     assert text_of(row) == "<|User|>Q<|Assistant|><think>\n" + learned(row)

@@ -43,7 +43,7 @@ def test_prompts_have_the_lengths_and_are_text_of_their_rows(source, tmp_path, c
     manifest = Manifest.read(run(PromptsConfig(str(source), TARGET, tmp_path / "prompts", length="700,400")))
     assert "read 3, kept 2 in 4 rows, dropped 1: too short 1" in capsys.readouterr().out
     assert (manifest.counts["of_400"], manifest.counts["of_700"]) == (2, 2)
-    tokenizer, rows = load_chat_tokenizer(TARGET), list(Rows(manifest.directory, manifest).iterate())
+    tokenizer, rows = load_chat_tokenizer(TARGET), list(Rows(manifest).iterate())
     assert [row["id"] for row in rows] == [f"{name}/{length}" for name in ("document", "talk") for length in (400, 700)]
     for row in rows:
         context, messages = int(row["task"]), json.loads(row["messages"])

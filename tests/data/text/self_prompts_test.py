@@ -43,7 +43,7 @@ def test_the_targets_own_turns_become_prompts(pair, tmp_path, monkeypatch):
     begun = prompts.run(PromptsConfig("self", target, tmp_path / "begun", limit=len(WRITTEN)))
     turns = responses.run(ResponsesConfig(begun, target, tmp_path / "turns"))
     whole = prompts.run(PromptsConfig(str(turns), target, tmp_path / "whole", invalid="drop"))
-    rows = list(Rows(whole, manifest := Manifest.read(whole)).iterate())
+    rows = list(Rows(manifest := Manifest.read(whole)).iterate())
     expected = [text for _, _, text in WRITTEN if text]
     assert [json.loads(row["messages"])[0]["content"] for row in rows] == expected
     assert [row["prompt_ids"] for row in rows] == [
@@ -58,7 +58,7 @@ def test_the_targets_own_turns_become_prompts(pair, tmp_path, monkeypatch):
 def test_our_words_follow_the_opening(pair, tmp_path):
     output = prompts.run(PromptsConfig("self", str(pair[0]), tmp_path, tasks="maths", limit=2))
     tokenizer = tiny_tokenizer()
-    for row in Rows(output, Manifest.read(output)).iterate():
+    for row in Rows(Manifest.read(output)).iterate():
         (message,) = json.loads(row["messages"])
         assert row["task"] == "maths" and tokenizer.decode(row["prompt_ids"]).endswith(message["content"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 
 import pytest
 import tokenizers
@@ -29,7 +28,6 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.text.masks import check_mask, supervised_ids
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, pin_date, prompt_ids
-from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.types import InputError
 
@@ -225,23 +223,3 @@ def test_a_pinned_template_keeps_the_white_space_in_front(space):
 def test_the_shipped_targets_template_marks_the_answers():
     for name in ("embedded:target", "embedded:prose/target"):
         check_mask(load_chat_tokenizer(resolve_model(name)), {})
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"model_type": "gpt2", "n_positions": 96}, 96),
-        # Longer texts change the keys of all positions.
-        (
-            {
-                "model_type": "phi3", "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
-                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
-            },
-            4096,
-        ),
-        ({"model_type": "qwen3_vl", "text_config": {"max_position_embeddings": 512}}, 512),
-    ],
-)  # fmt: skip
-def test_the_context_is_what_the_targets_loader_reads(tmp_path, config, expected):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert Checkpoint(tmp_path).shape.max_position == expected
