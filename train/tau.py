@@ -11,6 +11,7 @@ p follows from the stored final states, as they are rounded, by the target's rea
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -171,11 +172,11 @@ def tau_probe(module: LitDrafter, val: Samples) -> TauProbe | None:
     else:
         prompts = probe_prompts(config, target, val, context)
         asked, path = prompts and prompts + general_prompts(config, target, context), config.output / ANSWERS
-        if asked and rank() == 0 and [own.prompt for own in read_answers(path)] != asked:
-            write_answers(path, answer_prompts(target, server, asked))
+        if asked and rank() == 0 and [own.prompt for own in read_answers(path, target)] != asked:
+            write_answers(path, target, answer_prompts(target, server, asked))
         # The others read what rank 0 has written.
         gathered(None)
-        answered = read_answers(path) if asked else []
+        answered = read_answers(path, target) if asked else []
         if [own.prompt for own in answered] != asked:
             found = f"{path} of other prompts than rank 0 has written"
             raise InputError("output", found, "a directory that all ranks share", "Put it on a shared file system.")
@@ -209,16 +210,28 @@ def answer_prompts(
     return [AnsweredPrompt(ids, begin, len(ids), own) for ids, begin, own in zip(texts, begins, states, strict=True)]
 
 
-def write_answers(path: Path, answered: Sequence[AnsweredPrompt]) -> None:
-    """Write answers, and states that came from a server."""
+def write_answers(path: Path, target: CausalLM, answered: Sequence[AnsweredPrompt]) -> None:
+    """Write a target's answers, and states that came from its server."""
     tensors = {f"{number}.ids": torch.tensor(own.ids) for number, own in enumerate(answered)}
     states = {f"{number}.states": own.states for number, own in enumerate(answered)}
     tensors |= {name: own.contiguous() for name, own in states.items() if own is not None}
-    write_tensors(path, tensors, {"prompt_tokens": json.dumps([own.begin for own in answered])})
+    metadata = {"prompt_tokens": [own.begin for own in answered], "target": target.info.identity}
+    metadata["sha256"] = digest(answered)
+    write_tensors(path, tensors, {name: json.dumps(value) for name, value in metadata.items()})
 
 
-def read_answers(path: Path) -> list[AnsweredPrompt]:
-    """Read what `write_answers` wrote; [] if there is no file.
+def digest(answered: Iterable[AnsweredPrompt]) -> str:
+    """Return a hash of the answers and their states."""
+    content = hashlib.sha256()
+    for own in answered:
+        content.update(repr((own.ids, own.begin)).encode())
+        if own.states is not None:
+            content.update(own.states.contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
+
+
+def read_answers(path: Path, target: CausalLM) -> list[AnsweredPrompt]:
+    """Read what `write_answers` wrote; [] if there is no file, or one of another target.
 
     Raises:
         InputError: the file is damaged.
@@ -228,12 +241,15 @@ def read_answers(path: Path) -> list[AnsweredPrompt]:
     try:
         with safe_open(path, "pt") as file:
             names, answered = set(file.keys()), list[AnsweredPrompt]()
-            for number, begin in enumerate(json.loads(file.metadata()["prompt_tokens"])):
+            metadata = {name: json.loads(value) for name, value in file.metadata().items()}
+            for number, begin in enumerate(metadata["prompt_tokens"]):
                 ids, states = file.get_tensor(f"{number}.ids").tolist(), f"{number}.states"
                 own = file.get_tensor(states) if states in names else None
                 answered.append(AnsweredPrompt(ids, begin, len(ids), own))
-            return answered
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+            if digest(answered) != metadata["sha256"]:
+                raise ValueError("other content than its hash says")
+            return answered if metadata["target"] == target.info.identity else []
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         remedy = "Delete it: the target answers the prompts again."
         raise InputError(str(path), f"unreadable ({error})", "answers that tau is measured along", remedy) from error
 

@@ -253,7 +253,8 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
     assert away < 1e-3
 
     # The server's answers are the target's own, and tau along them is that along its own states.
-    target, kept = load_lm(TARGET), read_answers(output / ANSWERS)
+    target = load_lm(TARGET)
+    kept = read_answers(output / ANSWERS, target)
     here = answer_prompts(target, None, [answered.prompt for answered in kept])
     same = sum(mine.ids == answered.ids for mine, answered in zip(here, kept, strict=True))
     head = load_head(output / "last", target, kind="eagle3")

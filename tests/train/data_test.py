@@ -225,6 +225,25 @@ def test_copies_train_together_and_are_validated_once(artifacts):
     assert texts(listed.val) == texts(one.val)
 
 
+def test_turns_of_a_session_in_memory_stay_on_one_side_in_any_order():
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for session in range(30):
+        ids = torch.randint(5, 90, (20,), generator=generator)
+        for turn, name in ((1, f"s{session}"), (2, f"s{session}/turn-2"), (3, f"s{session}/turn-3")):
+            mask = torch.arange(6 * turn) >= 6 * turn - 2
+            rows.append({"input_ids": ids[: 6 * turn], "loss_mask": mask, "id": name, "turn": turn})
+    settings = draftsmith.settings("eagle", val_share=0.3, output="unused")
+
+    module = HeadDataModule(rows, None, settings)
+    train, val = (
+        {tuple(samples.text(i)[:6].tolist()) for i in range(len(samples))} for samples in (module.train, module.val)
+    )
+    assert not train & val and len(train) + len(val) == 30
+    turned = HeadDataModule(rows[::-1], None, settings)
+    assert {tuple(turned.val.text(i)[:6].tolist()) for i in range(len(turned.val))} == val
+
+
 @pytest.mark.parametrize("name", ["prompts", "responses", "features", "acceptance", "rollouts"])
 def test_an_artifact_opens_as_a_data_set_of_its_rows(artifacts, rollouts, name):
     directory = {"rollouts": rollouts, "prompts": artifacts.responses.parent / "prompts"}.get(name)

@@ -7,11 +7,14 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from states_server import StatesServer
 from trainings import a_module, config, losses
 
@@ -43,6 +46,7 @@ from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import make_head, needs_layers, prepare
 from draftsmith.train.tau import (
     ANSWERS,
+    AnsweredPrompt,
     TauProbe,
     answer_prompts,
     general_prompts,
@@ -51,6 +55,7 @@ from draftsmith.train.tau import (
     read_answers,
     recorded_answers,
     tau_probe,
+    write_answers,
 )
 
 
@@ -118,7 +123,7 @@ def test_every_validation_measures_decodings_tau(artifacts, greedy, tmp_path, ki
     taus = losses(tmp_path / "run", "val/tau")
     assert len(taus) == 2 == len(losses(tmp_path / "run", "val/accepted_1"))
     assert manifest_of(best)["step"] == 20 * (2 if taus[1] >= taus[0] else 1)
-    answered = read_answers(tmp_path / "run" / ANSWERS)[:3]
+    answered = read_answers(tmp_path / "run" / ANSWERS, module.target)[:3]
     assert [own.prompt for own in answered] == list(itertools.islice(held_out_prompts(data.val), 3))
     last = best.with_name("last")
     check_is_decoding(manifest_of(last)["metrics"], module.target, trained(module, last), answered, DEPTHS[kind])
@@ -146,8 +151,8 @@ def test_a_server_answers_once_and_its_states_give_decodings_tau(artifacts, gree
         options = {"data": greedy, "server": server.url, "save_every": 6, "keep": 9}
         settings = config(artifacts, output, **options, lr=1e-2, max_steps=40, val_every=20)
         best, whole = run(settings), losses(output, "val/tau")
-        assert asked >= {tuple(own.prompt) for own in read_answers(output / ANSWERS)}
-        answered = read_answers(output / ANSWERS)[:3]
+        assert asked >= {tuple(own.prompt) for own in read_answers(output / ANSWERS, target)}
+        answered = read_answers(output / ANSWERS, target)[:3]
         assert {len(own.ids) for own in answered} == ({own.begin + 64 for own in answered} if context is None else {49})
         head = trained(prepare_here(artifacts, greedy, tmp_path), best.with_name("last"))
         check_is_decoding(manifest_of(best.with_name("last"))["metrics"], target, head, answered, 5)
@@ -157,9 +162,32 @@ def test_a_server_answers_once_and_its_states_give_decodings_tau(artifacts, gree
         run(settings)
     assert not asked & {tuple(ids) for own in answered for ids in (own.ids, own.prompt)}
     assert losses(output, "val/tau") == whole and len(whole) == 2
-    (output / ANSWERS).write_bytes(b"damaged")
+
+
+def damage_answers(path: Path) -> None:
+    path.write_bytes(b"damaged")
+
+
+def change_a_token(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["0.ids"][-1] += 1
+    with safe_open(path, "pt") as file:
+        save_file(tensors, path, file.metadata())
+
+
+@pytest.mark.parametrize("harm", [damage_answers, change_a_token])
+def test_answers_that_are_not_what_was_written_are_refused(artifacts, tmp_path, harm):
+    target, path = load_lm(str(artifacts.target)), tmp_path / ANSWERS
+    assert read_answers(path, target) == []
+    write_answers(path, target, [AnsweredPrompt([3, 4, 5], 2, 3, torch.ones(3, 4))])
+    (kept,) = read_answers(path, target)
+    assert (kept.ids, kept.begin, kept.limit) == ([3, 4, 5], 2, 3) and torch.equal(kept.states, torch.ones(3, 4))
+    # Another target's.
+    info = dataclasses.replace(target.info, identity=target.info.identity | {"weights": "other"})
+    assert read_answers(path, cast(Any, SimpleNamespace(info=info))) == []
+    harm(path)
     with pytest.raises(InputError, match=f"{ANSWERS}: found unreadable .* Delete it"):
-        read_answers(output / ANSWERS)
+        read_answers(path, target)
 
 
 def prepare_here(artifacts, data, tmp_path):
@@ -188,7 +216,7 @@ def test_a_resumed_run_asks_the_target_for_nothing_again(artifacts, tmp_path, mo
     # Other prompts have other answers.
     kill_before(tmp_path / "run", 12)
     run(dataclasses.replace(settings, tau_prompts=2))
-    assert len(read_answers(tmp_path / "run" / ANSWERS)) == 4
+    assert len(read_answers(tmp_path / "run" / ANSWERS, load_lm(str(artifacts.target)))) == 4
 
 
 # -- stored states
