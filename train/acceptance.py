@@ -19,7 +19,6 @@ from torch import Tensor
 from draftsmith.data.store.datasets import (
     AcceptanceTokens,
     ArtifactDataset,
-    Joined,
     RolloutTokens,
     collate_acceptance,
     collate_rollouts,
@@ -106,7 +105,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[LitAcceptance, HeadDataModul
     drafter = load_drafter(config.head, lambda: load(read_model(config)), load)
     rollouts = drafter.head is not None
 
-    def open_labels(data: Data) -> ArtifactDataset | Joined:
+    def open_labels(data: Data) -> ArtifactDataset:
         identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size
         kind = "rollouts" if rollouts else "acceptance"
         return open_dataset(data, kind, identity, vocab_size=vocab_size, mix=config.mix or 0.0, seed=config.seed)

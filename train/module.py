@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from draftsmith.data.store.datasets import Joined
+from draftsmith.data.store.datasets import ArtifactDataset
 from draftsmith.data.store.manifest import open_artifact
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.engine.cache import any_shape
@@ -472,7 +472,8 @@ class LitDrafter(LitHead):
             inputs["init"] = Checkpoint(config.init).identity["weights"]
         elif config.starting_head is not None:
             inputs |= starting_weights(config.init)
-        target = self.target.info.identity
+        target, dataset = self.target.info.identity, data.train.dataset
+        joined = dataset.recorded if isinstance(dataset, ArtifactDataset) else []
         return {
             "target": target,
             "models": {"target": target} if manifest is None else manifest.identity,
@@ -480,7 +481,7 @@ class LitDrafter(LitHead):
             # Stored features bring the proof of their states.
             "teacher": self.source.teacher or (None if manifest is None else manifest.teacher),
             "inputs": inputs,
-            **({"joined": data.train.dataset.recorded} if isinstance(data.train.dataset, Joined) else {}),
+            **({"joined": joined} if joined else {}),
             "tied_to_target": list(self.head.tied_to_target),
         }
 

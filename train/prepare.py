@@ -15,7 +15,7 @@ from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_
 from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.features import text_dataset
 from draftsmith.data.ranks import check_one_process
-from draftsmith.data.store.datasets import ArtifactDataset, Joined, open_dataset
+from draftsmith.data.store.datasets import ArtifactDataset, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.parts import Data, parts_of
@@ -110,9 +110,7 @@ def needs_layers(config: TrainDrafterConfig) -> bool:
     return any(own.kind != "features" for own in data + val) or (config.tau_prompts > 0 and not recorded)
 
 
-def open_data(
-    data: Data, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]
-) -> ArtifactDataset | Joined:
+def open_data(data: Data, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]) -> ArtifactDataset:
     """Open features of these layers (`DraftHead.loss_layers`), or texts for the target to read.
 
     Features are hashed to see that they are intact; of more than HASHED_BYTES only the files' sizes are compared.

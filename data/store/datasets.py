@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import glob
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +35,6 @@ Item = dict[str, Tensor]
 TEXT_COLUMNS = ("input_ids", "loss_mask")
 BATCH_COLUMNS = (*TEXT_COLUMNS, "features", "scale")
 LABEL_COLUMNS = ("accept_prob", "log_q")
-# What the id of a later row of a session ends in.
-TURN = re.compile(r"/turn-\d+$")
 COLUMNS = {
     "prompts": TEXT_COLUMNS,
     "responses": TEXT_COLUMNS,
@@ -77,40 +74,78 @@ class RolloutTokens:
     log_q: Tensor  # [N, K] float32
 
 
-class ArtifactDataset(Dataset):
-    """Rows of an artifact, or pieces of them, as samples.
+class Artifact:
+    """Rows of one artifact, and the files of their features.
 
-    lengths: tokens of each sample, [N] int64. rows: row of each sample, [N]. conversations: conversation of each
-    sample, counted from 0, [N]. manifests, digest: what it was opened from.
+    weight: how many times an epoch has its rows. table: columns that samples are made of. ids: name of the column of
+    token ids. has_mask: whether it has loss_mask. lengths: tokens of each row, [R] int64. begins: whether a row begins
+    a conversation, [R].
     """
 
-    def __init__(self, manifest: Manifest, vocab_size: int | None, mix: float, seed: int):
-        """manifest: as `open_artifact` returned it. For the rest see `open_dataset`."""
-        self.directory, self.manifest = manifest.directory, manifest
-        self.manifests, self.digest = (manifest,), manifest.digest
-        self._mix, self._seed = mix, seed
-        is_text = "input_ids" in manifest.field_names
-        self._ids = "input_ids" if is_text else "prompt_ids"
-        names = ["id", *(COLUMNS[manifest.kind] if is_text else (self._ids,))]
+    def __init__(self, manifest: Manifest, weight: float, vocab_size: int | None):
+        """manifest: as `open_artifact` returned it. vocab_size: as of `open_dataset`."""
+        self.manifest, self.weight, self.files = manifest, weight, FeatureFiles(manifest.directory)
+        self.has_mask = "input_ids" in manifest.field_names
+        self.ids = "input_ids" if self.has_mask else "prompt_ids"
+        names = ["id", *(COLUMNS[manifest.kind] if self.has_mask else (self.ids,))]
         names += ["turn"] if "turn" in manifest.field_names else []
-        self._table = Rows(manifest, names, vocab_size=vocab_size).table()
-        self._lists = [name for name in names if pa.types.is_list(self._table[name].type)]
-        self._files = FeatureFiles(self.directory)
-
-        self.lengths = pc.list_value_length(self._table[self._ids]).to_numpy().astype(np.int64)
-        self.num_rows = len(self.lengths)
-        self.rows = np.arange(self.num_rows)
+        self.table = Rows(manifest, names, vocab_size=vocab_size).table()
+        self.lengths = pc.list_value_length(self.table[self.ids]).to_numpy().astype(np.int64)
         # A row that continues the conversation before it begins at a later turn.
-        begins = np.ones(len(self.rows), dtype=bool)
+        self.begins = np.ones(len(self.lengths), dtype=bool)
         if "turn" in names:
-            ids = pc.replace_substring_regex(self._table["id"], TURN.pattern, "").to_numpy()
-            begins[1:] = (self._table["turn"].to_numpy()[1:] == 1) | (ids[1:] != ids[:-1])
-        self.conversations = np.cumsum(begins) - 1
-        self._starts: np.ndarray | None = None
+            ids = pc.replace_substring_regex(self.table["id"], r"/turn-\d+$", "").to_numpy()
+            self.begins[1:] = (self.table["turn"].to_numpy()[1:] == 1) | (ids[1:] != ids[:-1])
 
-    def _values(self, name: str, row: int) -> np.ndarray:
+    def values(self, name: str, row: int) -> np.ndarray:
         """Return a row's list as a slice of Arrow's memory, without Python numbers."""
-        return self._table[name][row].values.to_numpy(zero_copy_only=False)
+        return self.table[name][row].values.to_numpy(zero_copy_only=False)
+
+
+class ArtifactDataset(Dataset):
+    """Rows of artifacts, or pieces of them, as samples: those of an epoch, as often as the weights say.
+
+    A weight of 2.25 is two copies of every sample and a third one of a quarter of the conversations, which are the same
+    in every epoch. Mixed tokens are drawn anew for every copy.
+
+    lengths: tokens of each sample, [N] int64. rows, conversations: of each sample, counted from 0 through all
+    artifacts, [N]. copies: number of each sample's copy, from 0, [N]. manifest, digest: of all artifacts together
+    (`agree`, `joined_digest`). manifests: of each.
+    """
+
+    def __init__(self, artifacts: Sequence[Artifact], manifest: Manifest, digest: str, mix: float, seed: int):
+        """mix, seed: as of `open_dataset`."""
+        self.artifacts, self.manifest, self.digest = artifacts, manifest, digest
+        self.manifests = tuple(artifact.manifest for artifact in artifacts)
+        self._mix, self._seed = mix, seed
+        sizes = [len(artifact.lengths) for artifact in artifacts]
+        self._first = np.cumsum([0, *sizes])  # row of each artifact, and the number of all
+        self._starts: np.ndarray | None = None
+        self.lengths = np.concatenate([artifact.lengths for artifact in artifacts])
+        self.conversations = np.cumsum(np.concatenate([artifact.begins for artifact in artifacts])) - 1
+        self.rows = np.arange(len(self.lengths))
+
+        times = np.repeat([int(artifact.weight) for artifact in artifacts], sizes)
+        for artifact, first, size in zip(artifacts, self._first, sizes, strict=False):
+            if share := artifact.weight % 1:
+                own = slice(first, first + size)
+                # Other bits than those that hold samples out.
+                chosen = self.hashes[own] & np.uint64(0xFFFFFFFF)
+                ordered = np.unique(chosen)
+                times[own] += chosen <= ordered[max(round(share * len(ordered)), 1) - 1]
+        self._take(self.rows.repeat(times))
+        self.copies = np.arange(times.sum()) - (times.cumsum() - times).repeat(times)
+
+    def _take(self, samples: np.ndarray) -> None:
+        """Keep these samples, as often as they are named."""
+        self.__dict__.pop("hashes", None)
+        self.lengths, self.rows = self.lengths[samples], self.rows[samples]
+        self.conversations = self.conversations[samples]
+
+    def _artifact(self, row: int) -> tuple[Artifact, int]:
+        """Return the artifact that a row belongs to, and its number there."""
+        number = int(np.searchsorted(self._first, row, "right")) - 1
+        return self.artifacts[number], row - int(self._first[number])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -129,81 +164,90 @@ class ArtifactDataset(Dataset):
         them features [T, L*H] in bf16, or in fp8 with scale [T]. For acceptance labels see `_mixed_item`, for rollouts
         `_rollout_item`.
         """
-        row, kind = int(self.rows[index]), self.manifest.kind
+        artifact, row = self._artifact(int(self.rows[index]))
+        kind, epoch = artifact.manifest.kind, epoch * math.ceil(artifact.weight) + int(self.copies[index])
         # Rollouts are never cut: a draft belongs to its whole text.
         if kind == "rollouts":
-            return self._rollout_item(row, epoch)
+            return self._rollout_item(artifact, row, epoch)
         if kind == "acceptance":
-            item = self._mixed_item(row, epoch)
+            item = self._mixed_item(artifact, row, epoch)
         else:
-            item = {"input_ids": torch.from_numpy(self._values(self._ids, row).astype(np.int64))}
-            if "loss_mask" in self._lists:
-                item["loss_mask"] = torch.from_numpy(self._values("loss_mask", row))
+            item = {"input_ids": torch.from_numpy(artifact.values(artifact.ids, row).astype(np.int64))}
+            if artifact.has_mask:
+                item["loss_mask"] = torch.from_numpy(artifact.values("loss_mask", row))
         if kind == "features":
-            shard, number = (self._table[name][row].as_py() for name in ("shard", "row"))
-            item |= as_item(self._files.read(shard, feature_key(number), f"row {self.name(index)}"))
+            shard, key = (artifact.table[name][row].as_py() for name in ("shard", "row"))
+            item |= as_item(artifact.files.read(shard, feature_key(key), f"row {self.name(index)}"))
         # Cut all fields alike: each has one value per token.
         if self._starts is not None:
             start = int(self._starts[index])
             item = {name: value[start : start + self.lengths[index]] for name, value in item.items()}
         return item
 
-    def _mixed_item(self, row: int, epoch: int) -> Item:
+    def _mixed_item(self, artifact: Artifact, row: int, epoch: int) -> Item:
         """Mix drafted tokens into a labeled text, anew in every epoch (SpecDec++, section 3.3).
 
         z_t is the target's token x_t with probability `mix`, else the drafted y_t; the loss counts the latter only.
         Returns z_ids [T] int64, loss_mask [T] bool, and accept_prob and log_q [T] float32.
         """
-        ids = self._values("input_ids", row).astype(np.int64)
+        ids = artifact.values("input_ids", row).astype(np.int64)
         # Labels belong to the answers' positions, in order.
-        positions = np.flatnonzero(self._values("loss_mask", row))
+        positions = np.flatnonzero(artifact.values("loss_mask", row))
         kept = row_uniforms(f"mix/{self._seed}", epoch, row, len(positions)) >= self._mix
         # The loss counts drafted tokens only.
         drafted = np.zeros(len(ids), dtype=bool)
         drafted[positions] = kept
-        ids[drafted] = self._values("draft_ids", row)[kept]
+        ids[drafted] = artifact.values("draft_ids", row)[kept]
         item = {"z_ids": torch.from_numpy(ids), "loss_mask": torch.from_numpy(drafted)}
         for name in LABEL_COLUMNS:
             values = np.zeros(len(ids), dtype=np.float32)
-            values[drafted] = self._values(name, row)[kept]
+            values[drafted] = artifact.values(name, row)[kept]
             item[name] = torch.from_numpy(values)
         return item
 
-    def _rollout_item(self, row: int, epoch: int) -> Item:
+    def _rollout_item(self, artifact: Artifact, row: int, epoch: int) -> Item:
         """Return input_ids [T], starts [S], and draft_ids, loss_mask and labels of the S drafts, [S, K] each.
 
         The loss counts the tokens that a round verifies, drawn anew in every epoch.
         """
         ids, starts, drafted, reached = (
-            torch.tensor(self._values(name, row)) for name in ("input_ids", "starts", "draft_ids", "reached")
+            torch.tensor(artifact.values(name, row)) for name in ("input_ids", "starts", "draft_ids", "reached")
         )
         shape = len(starts), -1
         item = {"input_ids": ids.long(), "starts": starts.long(), "draft_ids": drafted.long().view(shape)}
         # One number a draft: `reached` falls along it, so that the loss counts a draft's beginning.
         uniforms = torch.from_numpy(row_uniforms(f"reached/{self._seed}", epoch, row, len(starts)))
         item["loss_mask"] = uniforms[:, None] < reached.view(shape)
-        return item | {name: torch.tensor(self._values(name, row)).view(shape) for name in LABEL_COLUMNS}
+        return item | {name: torch.tensor(artifact.values(name, row)).view(shape) for name in LABEL_COLUMNS}
 
     @cached_property
     def hashes(self) -> np.ndarray:
         """Hash of the prompt that each sample's conversation begins with, [N] uint64."""
         conversations, first = np.unique(self.conversations, return_index=True)
-        mask = "loss_mask" if "loss_mask" in self._lists else None
-        hashes = [
-            prompt_hash(self._values(self._ids, row), None if mask is None else self._values(mask, row))
-            for row in self.rows[first].tolist()
-        ]
+        hashes = []
+        for artifact, row in map(self._artifact, self.rows[first].tolist()):
+            mask = artifact.values("loss_mask", row) if artifact.has_mask else None
+            hashes.append(prompt_hash(artifact.values(artifact.ids, row), mask))
         return np.array(hashes, dtype=np.uint64)[np.searchsorted(conversations, self.conversations)]
+
+    @property
+    def recorded(self) -> list[dict[str, Any]]:
+        """Joined artifacts with their weights and the sampling of their answers, as a trained head's manifest has them;
+        none for one that is taken once."""
+        parts = [(artifact.manifest, artifact.weight) for artifact in self.artifacts]
+        recorded = [{"digest": one.digest, "weight": weight, "sampling": one.sampling} for one, weight in parts]
+        return [] if recorded[0]["weight"] == len(recorded) == 1 else recorded
 
     @property
     def id_range(self) -> tuple[int, int]:
         """Return the smallest and the largest token id."""
-        bounds = pc.min_max(pc.list_flatten(self._table[self._ids])).as_py()
-        return bounds["min"], bounds["max"]
+        bounds = [pc.min_max(pc.list_flatten(each.table[each.ids])).as_py() for each in self.artifacts]
+        return min(bound["min"] for bound in bounds), max(bound["max"] for bound in bounds)
 
     def name(self, index: int) -> str:
         """Return the id of the sample's row."""
-        return self._table["id"][int(self.rows[index])].as_py()
+        artifact, row = self._artifact(int(self.rows[index]))
+        return artifact.table["id"][row].as_py()
 
     def in_pieces(self, max_length: int, overlap: int = 0) -> ArtifactDataset:
         """Cut samples into pieces of at most `max_length` tokens, each a sample; return self if none is longer.
@@ -213,15 +257,20 @@ class ArtifactDataset(Dataset):
         if np.max(self.lengths, initial=0) <= max_length:
             return self
         pieces = copy.copy(self)
-        pieces.__dict__.pop("hashes", None)
-        samples, pieces._starts, pieces.lengths = cut_lengths(self.lengths, max_length, overlap)
-        pieces.rows, pieces.conversations = self.rows[samples], self.conversations[samples]
+        samples, starts, lengths = cut_lengths(self.lengths, max_length, overlap)
+        # Copies of a piece stand side by side.
+        order = np.lexsort((self.copies[samples], starts, self.rows[samples]))
+        pieces._take(samples[order])
+        pieces.copies, pieces._starts, pieces.lengths = self.copies[samples[order]], starts[order], lengths[order]
         return pieces
 
     def answer_lengths(self, samples: Sequence[int]) -> np.ndarray:
         """Return the tokens of every answer in the rows that these samples belong to, each row once."""
-        lengths, rows = answer_lengths(self._table["loss_mask"])
-        return lengths[np.isin(rows, self.rows[np.asarray(samples, dtype=np.int64)])]
+        found, chosen = [], self.rows[np.asarray(samples, dtype=np.int64)]
+        for artifact, first in zip(self.artifacts, self._first, strict=False):
+            lengths, rows = answer_lengths(artifact.table["loss_mask"])
+            found.append(lengths[np.isin(rows + first, chosen)])
+        return np.concatenate(found)
 
     def token_counts(self, samples: Sequence[int], vocab_size: int) -> Tensor:
         """Count how often each token [vocab_size] occurs in the answers of these samples' rows, each row once."""
@@ -232,106 +281,19 @@ class ArtifactDataset(Dataset):
 
     def whole_texts(self, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield input_ids and loss_mask of the rows that these samples belong to, each row once."""
-        for row in dict.fromkeys(self.rows[np.asarray(samples, dtype=np.int64)].tolist()):
-            yield self._values("input_ids", row), self._values("loss_mask", row)
+        for artifact, row in map(self._artifact, self._distinct(samples)):
+            yield artifact.values("input_ids", row), artifact.values("loss_mask", row)
 
     def whole_items(self, samples: Sequence[int]) -> Iterator[Item]:
         """Yield the rows that these samples belong to as `item` returns them, whole and each once."""
         rows = copy.copy(self)
-        own = dict.fromkeys(self.rows[np.asarray(samples, dtype=np.int64)].tolist())
-        rows.rows, rows._starts = np.array(list(own), dtype=np.int64), None
+        rows.rows, rows._starts = np.array(self._distinct(samples), dtype=np.int64), None
+        rows.copies = np.zeros_like(rows.rows)
         return (rows.item(row, 0) for row in range(len(rows.rows)))
 
-
-class Joined(Dataset):
-    """Samples of several artifacts: those of an epoch, as often as the weights say.
-
-    A weight of 2.25 is two copies of every sample and a third one of a quarter of the conversations, which are the same
-    in every epoch. Mixed tokens are drawn anew for every copy.
-
-    lengths, rows, hashes: as of `ArtifactDataset`; rows are counted through all artifacts. copies: number of each
-    sample's copy, from 0, [N]. manifest: what all artifacts say together.
-    """
-
-    def __init__(self, parts: Sequence[ArtifactDataset], weights: Sequence[float], manifest: Manifest, digest: str):
-        """manifest, digest: of all artifacts together (`agree`, `joined_digest`)."""
-        self.parts, self.weights, self.manifest, self.digest = parts, weights, manifest, digest
-        self.manifests = tuple(part.manifest for part in parts)
-        samples, copies = [], []
-        for part, weight in zip(parts, weights, strict=True):
-            times = np.full(len(part), int(weight))
-            if share := weight % 1:
-                # Other bits than those that hold samples out.
-                chosen = part.hashes & np.uint64(0xFFFFFFFF)
-                ordered = np.unique(chosen)
-                times += chosen <= ordered[max(round(share * len(ordered)), 1) - 1]
-            samples.append(np.arange(len(part)).repeat(times))
-            copies.append(np.arange(times.sum()) - (times.cumsum() - times).repeat(times))
-        self._part = np.arange(len(parts)).repeat([len(own) for own in samples])
-        self._sample, self.copies = np.concatenate(samples), np.concatenate(copies)
-
-        self.lengths = self._of_parts("lengths")
-        starts = np.cumsum([0, *(part.num_rows for part in parts)])
-        self.rows = self._of_parts("rows") + starts[self._part]
-
-    def _of_parts(self, name: str) -> np.ndarray:
-        values = [getattr(part, name) for part in self.parts]
-        return np.concatenate([own[self._sample[self._part == number]] for number, own in enumerate(values)])
-
-    @cached_property
-    def hashes(self) -> np.ndarray:
-        return self._of_parts("hashes")
-
-    @property
-    def recorded(self) -> list[dict[str, Any]]:
-        """Artifacts with their weights and the sampling of their answers, as a trained head's manifest has them."""
-        return [
-            {"digest": part.digest, "weight": weight, "sampling": part.manifest.sampling}
-            for part, weight in zip(self.parts, self.weights, strict=True)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Item:
-        return self.parts[self._part[index]][int(self._sample[index])]
-
-    def item(self, index: int, epoch: int) -> Item:
-        """Return a sample as it is in an epoch."""
-        number = int(self._part[index])
-        passes = math.ceil(self.weights[number])
-        return self.parts[number].item(int(self._sample[index]), epoch * passes + int(self.copies[index]))
-
-    @property
-    def id_range(self) -> tuple[int, int]:
-        ranges = [part.id_range for part in self.parts]
-        return min(low for low, _ in ranges), max(high for _, high in ranges)
-
-    def name(self, index: int) -> str:
-        return self.parts[self._part[index]].name(int(self._sample[index]))
-
-    def in_pieces(self, max_length: int, overlap: int = 0) -> Joined:
-        pieces = [part.in_pieces(max_length, overlap) for part in self.parts]
-        return Joined(pieces, self.weights, self.manifest, self.digest)
-
-    def answer_lengths(self, samples: Sequence[int]) -> np.ndarray:
-        return np.concatenate([part.answer_lengths(own) for part, own in self._by_part(samples)])
-
-    def token_counts(self, samples: Sequence[int], vocab_size: int) -> Tensor:
-        return torch.stack([part.token_counts(own, vocab_size) for part, own in self._by_part(samples)]).sum(0)
-
-    def whole_texts(self, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for part, own in self._by_part(samples):
-            yield from part.whole_texts(own)
-
-    def whole_items(self, samples: Sequence[int]) -> Iterator[Item]:
-        for part, own in self._by_part(samples):
-            yield from part.whole_items(own)
-
-    def _by_part(self, samples: Sequence[int]) -> Iterator[tuple[ArtifactDataset, Sequence[int]]]:
-        chosen = np.asarray(samples, dtype=np.int64)
-        for number, part in enumerate(self.parts):
-            yield part, self._sample[chosen[self._part[chosen] == number]].tolist()
+    def _distinct(self, samples: Sequence[int]) -> list[int]:
+        """Return the rows that these samples belong to, each once."""
+        return list(dict.fromkeys(self.rows[np.asarray(samples, dtype=np.int64)].tolist()))
 
 
 def open_dataset(
@@ -342,11 +304,11 @@ def open_dataset(
     vocab_size: int | None = None,
     mix: float = 0.15,
     seed: int = 0,
-) -> ArtifactDataset | Joined:
+) -> ArtifactDataset:
     """Open what data commands wrote as a torch data set: prompts, responses, features, acceptance or rollouts.
 
-    data: a directory, or several, each `DIR` or `DIR*N`: an epoch has the rows of that one N times (`Joined`). Their
-    order does not matter. kind, identity, check: what each must be, as of `open_artifact`. vocab_size: of the model
+    data: a directory, or several, each `DIR` or `DIR*N`: an epoch has the rows of that one N times. Their order does
+    not matter. kind, identity, check: what each must be, as of `open_artifact`. vocab_size: of the model
     that reads it, to check token ids. mix, seed: of acceptance labels, the share of the target's own tokens, and the
     seed.
 
@@ -359,14 +321,12 @@ def open_dataset(
     parts = parts_of(data)
     manifests = [Manifest.read(part.path) for part in parts]
     manifest, digest = agree(parts, manifests), joined_digest(parts, manifests)
-    opened = [
-        ArtifactDataset(open_artifact(part.path, kind or tuple(COLUMNS), identity, check), vocab_size, mix, seed)
-        for part in parts
-    ]
-    if len(parts) == 1 and parts[0].weight == 1:
-        return opened[0]
-    ordered = sorted(range(len(parts)), key=lambda number: opened[number].digest)
-    return Joined([opened[i] for i in ordered], [parts[i].weight for i in ordered], manifest, digest)
+    opened = [(open_artifact(part.path, kind or tuple(COLUMNS), identity, check), part.weight) for part in parts]
+    opened.sort(key=lambda pair: pair[0].digest)
+    if len(opened) == 1 and opened[0][1] == 1:
+        manifest = opened[0][0]
+    artifacts = [Artifact(one, weight, vocab_size) for one, weight in opened]
+    return ArtifactDataset(artifacts, manifest, digest, mix, seed)
 
 
 def as_dataset(data: Data) -> Any:
@@ -381,21 +341,20 @@ def as_dataset(data: Data) -> Any:
     """
     import datasets
 
-    opened = open_dataset(data)
-    parts, tables = opened.parts if isinstance(opened, Joined) else [opened], []
+    opened, tables = open_dataset(data), []
     with quiet_datasets():
-        for number, part in enumerate(parts):
-            names = [entry.name for entry in part.manifest.files if entry.name.endswith(".parquet")]
-            files = [glob.escape(str(part.directory / name)) for name in names]
+        for number, manifest in enumerate(opened.manifests):
+            names = [entry.name for entry in manifest.files if entry.name.endswith(".parquet")]
+            files = [glob.escape(str(manifest.directory / name)) for name in names]
             # The content's hash names the copy in the cache of `datasets`.
-            rows = datasets.load_dataset("parquet", part.digest, data_files=files, split="train")
-            if isinstance(opened, Joined):
+            rows = datasets.load_dataset("parquet", manifest.digest, data_files=files, split="train")
+            if len(opened.manifests) > 1:
                 rows = rows.add_column("artifact", np.full(len(rows), number))
             tables.append(rows)
         rows = datasets.concatenate_datasets(tables).select(opened.rows).with_format("torch")
     if opened.manifest.kind != "features":
         return rows
-    readers = [FeatureFiles(part.directory) for part in parts]
+    readers = [artifact.files for artifact in opened.artifacts]
 
     def with_features(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Add the features to rows, unless the columns that say where they are were left out."""
